@@ -1,0 +1,324 @@
+"""Token shards on disk or in a bucket, and the batch of step s on the mesh: a pure function of (data, seed, s)."""
+
+import hashlib
+import json
+import os
+import re
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from etils import epath
+from jax.sharding import NamedSharding
+
+from config import DATA, Config, Problem, UserError
+from model import TOKENS
+from utils import absolute, is_remote, warn
+
+DTYPES = ("uint16", "uint32", "int32", "int64")  # the manifest's are unsigned; bare shards may be any of these
+
+
+def bad_data(what: str, fix: str) -> UserError:
+    return UserError(DATA, (what, fix))
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of tokens."""
+
+    path: epath.Path
+    tokens: int
+    dtype: str
+    offset: int
+    """Bytes before the first token."""
+    sha256: str = ""
+    """Of the whole file; empty where no manifest says."""
+
+
+# ---- what a path holds
+
+
+def read_manifest(folder: epath.Path) -> tuple[list[Shard], dict]:
+    """The shards that manifest.json lists, and the manifest.  Nothing it says can name a file outside the folder."""
+    path = folder / "manifest.json"
+    remake = "make the data set again with scripts/prepare_data.py"
+    try:
+        manifest = json.loads(path.read_text())
+        shards = []
+        for entry in manifest["shards"]:
+            name, dtype, tokens, sha = (entry[k] for k in ("name", "dtype", "tokens", "sha256"))
+            if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}", name):
+                raise ValueError(f"shard name {name!r} is not a plain file name")
+            if dtype not in DTYPES[:2] or not (isinstance(tokens, int) and tokens > 0 and re.fullmatch(r"[0-9a-f]{64}", sha)):
+                raise ValueError(f"shard {name!r} has dtype {dtype!r}, {tokens!r} tokens, sha256 {sha!r}")
+            shard = npy_shard(folder / name, sha)
+            if (shard.dtype, shard.tokens) != (dtype, tokens):
+                raise bad_data(f"shard {name!r} holds {shard.tokens} {shard.dtype} tokens, its manifest says {tokens} {dtype}", remake)
+            shards.append(shard)
+        if not (isinstance(manifest["vocab_size"], int) and isinstance(manifest["bytes"], int)):
+            raise ValueError("vocab_size and bytes must be whole numbers")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        raise bad_data(f"{path} is not a manifest: {type(e).__name__} {str(e)[:200]}", remake) from None
+    return shards, manifest
+
+
+def npy_shard(path: epath.Path, sha256: str = "") -> Shard:
+    """A .npy shard from its header.  Refuses pickles, other shapes and types, and sizes that do not fit the header."""
+    refuse = lambda why: bad_data(f"shard {path.name!r}: {why}", "make the shard again, as a 1-D .npy of token ids")
+    try:
+        with path.open("rb") as f:
+            version = np.lib.format.read_magic(f)
+            header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape, _, dtype = header(f, max_header_size=10_000)
+            offset = f.tell()
+        size = path.stat().length
+    except FileNotFoundError:
+        raise bad_data(f"shard {path.name!r} is missing from {path.parent}", "copy it there, or make the data set again") from None
+    except (ValueError, OSError) as e:
+        raise refuse(str(e)[:200]) from None
+    if dtype.hasobject or dtype.name not in DTYPES or dtype.byteorder == ">":
+        raise refuse(f"dtype {dtype} is refused, only {', '.join(DTYPES)} are token ids")
+    if len(shape) != 1 or not shape[0]:
+        raise refuse(f"shape {shape} is not one dimension with tokens in it")
+    if size != offset + shape[0] * dtype.itemsize:
+        raise refuse(f"{size} bytes, but its header promises {offset + shape[0] * dtype.itemsize}")
+    return Shard(path, shape[0], dtype.name, offset, sha256)
+
+
+def bin_shard(path: epath.Path) -> Shard:
+    """nanoGPT's raw format: nothing but uint16 tokens."""
+    size = path.stat().length
+    if size % 2 or not size:
+        raise bad_data(f"shard {path.name!r}: {size} bytes is no whole number of uint16 tokens", "copy the file again")
+    return Shard(path, size // 2, "uint16", 0)
+
+
+def find_shards(path: epath.Path, split: str) -> tuple[list[Shard], dict]:
+    """The shards of a data set and its manifest, {} where it has none.
+
+    A path is a folder with a manifest.json; or one .bin or .npy file; or a folder with {split}.bin (nanoGPT), or with bare
+    .npy (JAXformer) or .bin shards, taken in the order of their names.
+    """
+    if not path.exists():
+        raise bad_data(f"data.{split}={path} does not exist", f"make it with scripts/prepare_data.py, or set --data.{split}")
+    if not path.is_dir():
+        return [bin_shard(path) if path.suffix == ".bin" else npy_shard(path)], {}
+    if (path / "manifest.json").exists():
+        return read_manifest(path)
+    if (path / f"{split}.bin").exists():
+        return [bin_shard(path / f"{split}.bin")], {}
+    names = sorted(p.name for p in path.iterdir())
+    for suffix, read in ((".npy", npy_shard), (".bin", bin_shard)):
+        if found := [read(path / name) for name in names if name.endswith(suffix)]:
+            return found, {}
+    raise bad_data(f"no shards in data.{split}={path}: no manifest.json, *.npy or *.bin among {len(names)} other files",
+                   "make them with scripts/prepare_data.py")  # fmt: skip
+
+
+# ---- the token stream
+
+
+def file_sha256(path: str) -> str:
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+class Stream:
+    """The shards as one long array of tokens.  A shard is fetched, if remote, and its checksum verified before first use."""
+
+    def __init__(self, shards: list[Shard], vocab_size: int, cache: str):
+        self.shards, self.vocab_size, self.cache = shards, vocab_size, cache
+        self.ends = np.cumsum([s.tokens for s in shards])
+        self.arrays = {}
+
+    def __len__(self):
+        return int(self.ends[-1])
+
+    def read(self, start: int, stop: int):
+        """Tokens start .. stop - 1 as int32, each checked to be below vocab_size."""
+        pieces = []
+        while start < stop:
+            n = int(np.searchsorted(self.ends, start, side="right"))
+            first = int(self.ends[n]) - self.shards[n].tokens
+            piece = self.array(n)[start - first : stop - first]
+            if piece.max() >= self.vocab_size or piece.min() < 0:
+                at = int(np.argmax((piece >= self.vocab_size) | (piece < 0)))
+                raise bad_data(
+                    f"shard {self.shards[n].path.name!r}: token id {piece[at]} at index {start - first + at} "
+                    f"is not below model.vocab_size={self.vocab_size}",
+                    f"make the shards again with the right tokenizer, or set --model.vocab_size {piece.max() + 1} or more",
+                )
+            pieces.append(piece.astype(np.int32))
+            start += len(piece)
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def array(self, n: int):
+        if n not in self.arrays:
+            shard = self.shards[n]
+            local = self.fetch(shard) if is_remote(shard.path) else os.fspath(shard.path)
+            if shard.sha256 and file_sha256(local) != shard.sha256:
+                raise bad_data(f"shard {shard.path.name!r}: its checksum is not the manifest's", "copy it again, or make the data set again")
+            self.arrays[n] = np.memmap(local, shard.dtype, mode="r", offset=shard.offset, shape=(shard.tokens,))
+        return self.arrays[n]
+
+    def fetch(self, shard: Shard) -> str:
+        """A local copy of a remote shard, kept for later runs."""
+        key = hashlib.sha256(f"{shard.path} {shard.sha256} {shard.tokens}".encode()).hexdigest()[:16]
+        folder = epath.Path(self.cache or os.path.join(tempfile.gettempdir(), f"trifold-shards-{os.getuid()}"))
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        local = folder / f"{key}-{shard.path.name}"
+        if not local.exists() or (shard.sha256 and file_sha256(os.fspath(local)) != shard.sha256):
+            part = folder / f"{local.name}.{os.getpid()}.part"
+            shard.path.copy(part, overwrite=True)
+            part.replace(local)
+        return os.fspath(local)
+
+
+def fingerprint(shards: list[Shard]) -> str:
+    """Changes with the tokens: from the manifest's checksums, else from sizes and both ends of each file."""
+    sums = []
+    for s in shards:
+        mark = s.sha256
+        if not mark:
+            with s.path.open("rb") as f:
+                head = f.read(65536)
+                f.seek(max(0, s.offset + s.tokens * np.dtype(s.dtype).itemsize - 65536))
+                mark = hashlib.sha256(head + f.read()).hexdigest()
+        sums.append([s.tokens, s.dtype, mark])
+    return hashlib.sha256(json.dumps(sums).encode()).hexdigest()[:32]
+
+
+# ---- the order
+
+
+def scramble(x):
+    """uint64 to well-mixed uint64 (the finalizer of SplitMix64)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def permuted(i, n: int, key: int):
+    """Elements i of a permutation of range(n) that key selects, without holding the permutation.
+
+    A Feistel network permutes the next power of four; what lands outside range(n) is sent through again until it does not
+    (cycle walking: Black and Rogaway 2002), at most four times on average.  A billion windows need no table.
+    """
+    half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
+    mask = np.uint64((1 << int(half)) - 1)
+    keys = scramble(np.uint64(key) + np.arange(1, 7, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+
+    def network(x):
+        left, right = x >> half, x & mask
+        for k in keys:
+            left, right = right, left ^ (scramble(right ^ k) & mask)
+        return left << half | right
+
+    x = network(np.asarray(i, np.uint64))
+    while (outside := x >= n).any():
+        x = np.where(outside, network(x), x)
+    return x.astype(np.int64)
+
+
+# ---- batches
+
+
+class Dataset:
+    """Windows of seq_len tokens and their next-token targets.
+
+    batch(step) and eval_batch(i) return (tokens, targets), both AMBL int32 and sharded as model.TOKENS; a target of -1 is
+    not scored.  Each process reads only the rows that its devices hold, and reads the next batch ahead while the step runs.
+    """
+
+    def __init__(self, cfg: Config, split: str):
+        path = absolute(getattr(cfg.data, split))
+        shards, self.manifest = find_shards(path, split)
+        self.cfg, self.fingerprint = cfg, fingerprint(shards)
+        self.stream = Stream(shards, cfg.model.vocab_size, cfg.data.cache)
+        self.tokenizer = path / "tokenizer.json" if path.is_dir() and (path / "tokenizer.json").exists() else None
+        self.worker, self.ahead = ThreadPoolExecutor(1), {}
+        self.sharding = NamedSharding(jax.sharding.get_mesh(), TOKENS)
+
+        L, T, V = cfg.train.seq_len, len(self.stream), self.manifest.get("vocab_size", 0)
+        self.windows = (T - 1) // L
+        self.n_eval_batches = -(-(T - 1) // (L * cfg.train.batch_size))
+        self.bytes_per_token = self.manifest["bytes"] / T if self.manifest else None
+        problems = []
+        if self.windows < 1:
+            problems.append(Problem(f"data.{split}={path} holds {T} tokens; one window needs train.seq_len + 1 = {L + 1}",
+                                    "give more data, or set a smaller --train.seq_len"))  # fmt: skip
+        if V > cfg.model.vocab_size:
+            problems.append(Problem(f"data.{split} has a vocabulary of {V}, above model.vocab_size={cfg.model.vocab_size}",
+                                    f"set --model.vocab_size {V} or more, or prepare the data with a smaller tokenizer"))  # fmt: skip
+        if split == "train" and cfg.train.sample_every and not (self.tokenizer and self.manifest):
+            problems.append(Problem(f"train.sample_every={cfg.train.sample_every} but {path} has no tokenizer.json",
+                                    "prepare the data with scripts/prepare_data.py, or set --train.sample_every 0"))  # fmt: skip
+        if problems:
+            raise UserError(DATA, *problems)
+
+    def decode(self, ids: list[int]) -> str:
+        from tokenizers import Tokenizer  # 0.1 s, and few runs need it
+
+        return Tokenizer.from_str(self.tokenizer.read_text()).decode(ids)
+
+    def __str__(self):
+        T, L = len(self.stream), self.cfg.train.seq_len
+        return (f"{T:,} tokens in {len(self.stream.shards)} shard(s), {self.windows:,} windows of {L}; "
+                f"the last {T - 1 - self.windows * L} tokens fill none")  # fmt: skip
+
+    def rows(self, step: int):
+        """The windows of step's batch: the seeded order of the first epoch, then of the next, with no break between."""
+        epoch, i = np.divmod(step * self.cfg.train.batch_size + np.arange(self.cfg.train.batch_size), self.windows)
+        keys = {e: int(scramble(np.uint64(self.cfg.run.seed << 32 | int(e)))) >> 1 for e in set(epoch.tolist())}
+        return np.concatenate([permuted(i[epoch == e], self.windows, key) for e, key in sorted(keys.items())])
+
+    def eval_rows(self, i: int):
+        return i * self.cfg.train.batch_size + np.arange(self.cfg.train.batch_size)
+
+    def eval_indices(self, step: int) -> list[int]:
+        """The batches that the evaluation after `step` updates goes through."""
+        t, n = self.cfg.train, self.n_eval_batches
+        count = n if t.eval_batches == -1 else min(t.eval_batches, n)
+        n_before = max(0, -(-step // t.eval_every) - 1) if t.eval_every and t.eval_rolling else 0
+        return [(n_before * count + k) % n for k in range(count)]
+
+    def window(self, row: int):
+        """seq_len + 1 tokens from row * seq_len on, -1 beyond the end of the set."""
+        L, start = self.cfg.train.seq_len, int(row) * self.cfg.train.seq_len
+        found = self.stream.read(start, min(start + L + 1, len(self.stream))) if start < len(self.stream) - 1 else []
+        return np.concatenate([found, np.full(L + 1 - len(found), -1)]).astype(np.int32)
+
+    def place(self, rows):
+        """(tokens, targets) of these windows on the mesh."""
+        t = self.cfg.train
+        row_AMB = rows.reshape(t.grad_accum, t.microbatches, -1)
+        made = {}  # tp shards ask for the same piece
+
+        def read(index):
+            key = tuple((s.start, s.stop) for s in index[:3])
+            if key not in made:
+                piece = row_AMB[index[:3]]
+                made[key] = np.stack([self.window(row) for row in piece.flat]).reshape(*piece.shape, t.seq_len + 1)
+            return made[key]
+
+        shape = (*row_AMB.shape, t.seq_len)
+        tokens = jax.make_array_from_callback(shape, self.sharding, lambda at: np.maximum(read(at)[..., :-1], 0))
+        targets = jax.make_array_from_callback(shape, self.sharding, lambda at: read(at)[..., 1:])
+        return tokens, targets
+
+    def ahead_of(self, key, rows, next_key, next_rows):
+        """Place rows, from the read-ahead where they are in it, and start reading next_rows."""
+        future = self.ahead.pop(key, None)
+        placed = future.result() if future else self.place(rows)
+        self.ahead = {next_key: self.worker.submit(self.place, next_rows)} if next_rows is not None else {}
+        return placed
+
+    def batch(self, step: int):
+        last = step + 1 >= self.cfg.train.steps
+        return self.ahead_of(("train", step), self.rows(step), ("train", step + 1), None if last else self.rows(step + 1))
+
+    def eval_batch(self, i: int):
+        follows = (i + 1) % self.n_eval_batches
+        return self.ahead_of(("eval", i), self.eval_rows(i), ("eval", follows), self.eval_rows(follows))

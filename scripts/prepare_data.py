@@ -1,0 +1,253 @@
+"""Turn text into token shards: OUT/train and OUT/val, each with a manifest.json and its tokenizer.
+
+    python scripts/prepare_data.py --stdlib --out data/demo --vocab_size 4096
+    python scripts/prepare_data.py --input book.txt --tokenizer char --out data/book
+
+A file is a document, and ends with the end-of-document token.  One in fifty is held out, chosen by its name; a single file
+is cut near its end instead.  Interrupted, the same command goes on after the last finished shard; finished, it does nothing.
+"""
+
+import hashlib
+import json
+import os
+import sys
+import sysconfig
+import zlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+import tyro
+from etils import epath
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tqdm import tqdm
+
+from config import DATA, END, USAGE, UserError, quit_on_error
+
+
+
+
+@dataclass(frozen=True)
+class Args:
+    out: str
+    """The folder to make, local or gs://; it gets train/ and val/."""
+    input: str = ""
+    """A text file, or a folder whose files (below it too) are documents."""
+    stdlib: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Use the Python files of this Python's own standard library, without its tests."""
+    suffix: str = ""
+    """Take only files that end so, .txt or .md for instance."""
+    tokenizer: str = "bpe"
+    """byte, char, bpe (byte-level, trained on the text), or the path of a tokenizer.json."""
+    vocab_size: int = 4096
+    """For bpe: entries, the end-of-document token included."""
+    val_fraction: float = 0.02
+    """Share of the text that is held out."""
+    shard_tokens: int = 100_000_000
+    """Tokens at which a shard is closed, at the end of a document."""
+
+
+# ---- documents
+
+
+def find_documents(args: Args) -> list[tuple[str, Path]]:
+    """(name, path) of each file, in the order of the names; a name does not depend on where the folder lies."""
+    root = Path(sysconfig.get_paths()["stdlib"] if args.stdlib else args.input)
+    if root.is_file():
+        return [(root.name, root)]
+    skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", ".git"}
+    found = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [f for f in folders if not (args.stdlib and f in skip) and not f.startswith(".")]
+        for name in files:
+            path = Path(folder, name)
+            if name.endswith(".py" if args.stdlib else args.suffix) and not path.is_symlink():
+                found.append((path.relative_to(root).as_posix(), path))
+    if not found:
+        what = f"no files{f' ending in {args.suffix!r}' if args.suffix else ''} in {root}"
+        raise UserError(DATA, (what, "give --input a text file or a folder with text files"))
+    return sorted(found)
+
+
+def held_out(name: str, fraction: float) -> bool:
+    return zlib.crc32(name.encode()) % 10_000 < fraction * 10_000
+
+
+def split(documents, args: Args) -> dict[str, list]:
+    """{"train": [(path, start, stop)], "val": ...}: whole documents, or the two parts of a single one in characters."""
+    if len(documents) == 1:
+        path = documents[0][1]
+        n = len(read(path))
+        cut = n - max(1, round(n * args.val_fraction))
+        return dict(train=[(path, 0, cut)], val=[(path, cut, n)])
+    parts = dict(train=[], val=[])
+    for name, path in documents:
+        parts["val" if held_out(name, args.val_fraction) else "train"].append((path, 0, None))
+    if not parts["val"]:
+        parts["val"].append(parts["train"].pop())
+    return parts
+
+
+def read(path: Path, start: int = 0, stop: int | None = None) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")[start:stop]
+
+
+# ---- tokenizers
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Each byte is its own id; 256 ends a document."""
+    letters = list(range(33, 127)) + list(range(161, 173)) + list(range(174, 256))  # GPT-2's printable stand-ins
+    others = [b for b in range(256) if b not in letters]
+    stand_in = {b: chr(b) for b in letters} | {b: chr(256 + n) for n, b in enumerate(others)}
+    tokenizer = Tokenizer(models.BPE(vocab={stand_in[b]: b for b in range(256)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([END])
+    return tokenizer
+
+
+def char_tokenizer(texts) -> Tokenizer:
+    """Each character that occurs is an id, in code point order."""
+    characters = sorted(set().union(*texts))
+    tokenizer = Tokenizer(models.WordLevel({c: n for n, c in enumerate(characters)}, unk_token=characters[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"(?s)."), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([END])
+    return tokenizer
+
+
+def bpe_tokenizer(texts, vocab_size: int, n_texts: int) -> Tokenizer:
+    """Byte-level BPE, trained on the texts."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[END], show_progress=False,
+                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())  # fmt: skip
+    tokenizer.train_from_iterator(tqdm(texts, desc="train tokenizer", total=n_texts, unit="file"), trainer, n_texts)
+    return tokenizer
+
+
+def make_tokenizer(args: Args, train: list) -> Tokenizer:
+    texts = (read(*part) for part in train)
+    match args.tokenizer:
+        case "byte":
+            return byte_tokenizer()
+        case "char":
+            return char_tokenizer(texts)
+        case "bpe":
+            return bpe_tokenizer(texts, args.vocab_size, len(train))
+    tokenizer = Tokenizer.from_str(epath.Path(args.tokenizer).read_text())
+    tokenizer.add_special_tokens([END])  # nothing happens where it has one
+    return tokenizer
+
+
+# ---- shards
+
+
+def write_whole(path: epath.Path, data: bytes):
+    """A file appears under its name with all of its bytes, or not at all."""
+    part = path.with_name(path.name + ".part")
+    part.write_bytes(data)
+    part.replace(path)
+
+
+def npy_bytes(tokens: np.ndarray) -> bytes:
+    import io
+
+    out = io.BytesIO()
+    np.save(out, tokens, allow_pickle=False)
+    return out.getvalue()
+
+
+def tokenize(parts: list, out: epath.Path, tokenizer: Tokenizer, recipe: dict, args: Args, desc: str):
+    """Write the shards of one split and then its manifest.  progress.json says how far a run before this one came."""
+    out.mkdir(parents=True, exist_ok=True)
+    kind = "uint16" if tokenizer.get_vocab_size() <= 65536 else "uint32"
+    end = tokenizer.token_to_id(END)
+    progress = out / "progress.json"
+    state = dict(next=0, bytes=0, shards=[])
+    if progress.exists() and (before := json.loads(progress.read_text()))["recipe"] == recipe:
+        state = {k: before[k] for k in state}
+    held, n_held, n_bytes = [], 0, 0
+
+    def close_shard(next_part: int):
+        nonlocal held, n_held, n_bytes
+        data = npy_bytes(np.concatenate(held))
+        name = f"shard_{len(state['shards']):05d}.npy"
+        write_whole(out / name, data)
+        state["shards"].append(dict(name=name, tokens=n_held, dtype=kind, sha256=hashlib.sha256(data).hexdigest()))
+        state["next"], state["bytes"] = next_part, state["bytes"] + n_bytes
+        write_whole(progress, json.dumps(state | dict(recipe=recipe)).encode())
+        held, n_held, n_bytes = [], 0, 0
+
+    bar = tqdm(total=len(parts), initial=state["next"], desc=desc, unit="file")
+    for at in range(state["next"], len(parts), 32):
+        texts = [read(*part) for part in parts[at : at + 32]]
+        for text, encoded in zip(texts, tokenizer.encode_batch_fast(texts, add_special_tokens=False), strict=True):
+            held.append(np.array([*encoded.ids, end], kind))
+            n_held, n_bytes = n_held + len(held[-1]), n_bytes + len(text.encode())
+        bar.update(len(texts))
+        if n_held >= args.shard_tokens:
+            close_shard(at + len(texts))
+    if held:
+        close_shard(len(parts))
+    bar.close()
+    manifest = dict(format=1, shards=state["shards"], dtype=kind, vocab_size=tokenizer.get_vocab_size(), eot_id=end,
+                    bytes=state["bytes"], tokenizer="tokenizer.json", recipe=recipe)  # fmt: skip
+    write_whole(out / "manifest.json", json.dumps(manifest, indent=1).encode())
+    progress.unlink()
+    tokens = sum(s["tokens"] for s in state["shards"])
+    print(f"{out}: {tokens:,} tokens from {state['bytes']:,} bytes ({state['bytes'] / tokens:.2f} bytes a token) "
+          f"in {len(state['shards'])} shard(s), vocabulary {tokenizer.get_vocab_size()}")  # fmt: skip
+
+
+def main(args: Args):
+    """Check the request, make the tokenizer once, and tokenize both splits."""
+    if bool(args.input) == args.stdlib:
+        raise UserError(USAGE, ("give either --input or --stdlib", "name a file or folder with --input, or say --stdlib"))
+    if not 0 < args.val_fraction < 1 or args.shard_tokens < 1 or args.vocab_size < 257:
+        what = f"val_fraction={args.val_fraction}, shard_tokens={args.shard_tokens}, vocab_size={args.vocab_size}"
+        raise UserError(USAGE, (what, "give a fraction between 0 and 1, 1 token or more, and 257 entries or more"))
+    if args.input and not Path(args.input).exists():
+        raise UserError(DATA, (f"--input {args.input} does not exist", "give a text file or a folder of them"))
+    documents = find_documents(args)
+    sizes = [(name, path.stat().st_size) for name, path in documents]
+    recipe = {k: v for k, v in asdict(args).items() if k not in ("out", "input")}
+    recipe["documents"] = hashlib.sha256(json.dumps(sizes).encode()).hexdigest()
+    out = epath.Path(args.out)
+    done = {name: check_out(out / name, recipe) for name in ("train", "val")}
+    if all(done.values()):
+        return print(f"{out} is up to date")
+
+    parts = split(documents, args)
+    path = out / "train" / "tokenizer.json"
+    if not path.exists():
+        tokenizer = make_tokenizer(args, parts["train"])
+        for name in parts:
+            (out / name).mkdir(parents=True, exist_ok=True)
+        write_whole(out / "val" / "tokenizer.json", tokenizer.to_str().encode())
+        write_whole(path, tokenizer.to_str().encode())
+    tokenizer = Tokenizer.from_str(path.read_text())
+    for name in parts:
+        if not done[name]:
+            tokenize(parts[name], out / name, tokenizer, recipe, args, f"tokenize {name}")
+
+
+def check_out(out: epath.Path, recipe: dict) -> bool:
+    """Whether this split is finished.  Raises UserError where it was made in another way: it is not overwritten."""
+    for name in ("manifest.json", "progress.json"):
+        if (out / name).exists():
+            before = json.loads((out / name).read_text()).get("recipe", {})
+            differ = [k for k in before | recipe if before.get(k) != recipe.get(k)]
+            if differ:
+                what = f"{out} was made with other {', '.join(differ)}"
+                raise UserError(DATA, (what, "choose another --out, or delete that folder"))
+            return name == "manifest.json"
+    return False
+
+
+if __name__ == "__main__":
+    quit_on_error(main, tyro.cli(Args, use_underscores=True, description=__doc__))

@@ -1,0 +1,93 @@
+"""Continue text with a trained model: any checkpoint, any mesh.
+
+    python scripts/sample.py --run runs/demo --prompt "def main(" --temperature 0.8 --top_p 0.95
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import config
+
+
+@dataclass(frozen=True)
+class Args:
+    run: str
+    """A run directory, local or gs://."""
+    prompt: tuple[str, ...] = ("",)
+    """Texts to continue; an empty one starts a new document."""
+    tokens: int = 128
+    """Tokens to add to each, unless the document ends first."""
+    temperature: float = 0.8
+    """0 always takes the likeliest token."""
+    top_k: int = 0
+    """Draw from the k likeliest tokens only; 0 from all."""
+    top_p: float = 1.0
+    """Draw from the fewest tokens that hold this much probability."""
+    seed: int = 0
+    """The same seed gives the same text, on any mesh."""
+    step: int = -1
+    """The checkpoint to use; -1 is the newest."""
+    tokenizer: str = ""
+    """A tokenizer.json, for a run whose data had none."""
+    mesh: config.Mesh = config.Mesh()
+
+
+def parse() -> tuple[Args, config.Config]:
+    args = tyro.cli(Args, use_underscores=True, description=__doc__)
+    wrong = []
+    for name, low, high in (("tokens", 1, 10**9), ("temperature", 0, 100), ("top_k", 0, 10**9), ("top_p", 1e-9, 1), ("seed", 0, 2**32)):
+        if not low <= getattr(args, name) <= high:
+            what = f"{name}={getattr(args, name)} must be between {low} and {high}"
+            wrong.append(config.Problem(what, f"set --{name} inside that range"))
+    if wrong:
+        raise config.UserError(config.USAGE, *wrong)
+    return args, config.of_run(args.run, args.mesh)
+
+
+if __name__ == "__main__":  # before jax is imported, see train.py
+    ARGS, CFG = config.quit_on_error(parse)
+
+from tokenizers import Tokenizer
+
+import model
+import train
+import utils
+
+
+def load_tokenizer(args: Args) -> Tokenizer:
+    path = utils.absolute(args.tokenizer or args.run)
+    path = path if args.tokenizer else path / "tokenizer.json"
+    if not path.exists():
+        what = f"{path} does not exist: the run's data came without a tokenizer"
+        raise config.UserError(config.DATA, (what, "give the data's --tokenizer tokenizer.json"))
+    return Tokenizer.from_str(path.read_text())
+
+
+def main(cfg: config.Config):
+    """Print each prompt with its continuation, a single one as it grows."""
+    args, tokenizer = ARGS, load_tokenizer(ARGS)
+    cfg = utils.start_mesh(cfg, rows=len(args.prompt))
+    params = train.load_params(utils.absolute(args.run), cfg, args.step)
+    end = tokenizer.token_to_id(config.END)
+    prompts = [tokenizer.encode(text, add_special_tokens=False).ids or [end or 0] for text in args.prompt]
+    skip = [0 if text else 1 for text in args.prompt]  # the token that stands for an empty prompt is not text
+    shown = ""
+    for rows in model.generate(params, prompts, args.tokens, cfg, vocab_size=tokenizer.get_vocab_size(), stop_id=end,
+                               temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed):  # fmt: skip
+        text = tokenizer.decode(rows[0][skip[0] :])
+        if len(rows) == 1 and utils.is_lead() and not text.endswith("\ufffd"):  # half a character is not shown
+            print(text[len(shown) :], end="", flush=True)
+            shown = text
+    if len(rows) == 1:
+        return utils.say()
+    for row, n in zip(rows, skip, strict=True):
+        utils.say(tokenizer.decode(row[n:]), "\n" + "-" * 80)
+
+
+if __name__ == "__main__":
+    utils.run_main(main, CFG)

@@ -1,0 +1,58 @@
+"""Eight fake CPU devices, the mesh to use, and a small real data set, shared by all tests."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import config
+
+os.environ |= dict(JAX_PLATFORMS="cpu", WANDB_SILENT="true")
+os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"  # compile in half the time; subprocesses do so too
+config.simulate_devices(config.Mesh(2, 2, 2))  # before jax is imported
+
+import pytest
+
+import utils
+
+MESHES = [(dp, pp, tp) for n in (1, 2, 4, 8) for dp in (1, 2, 4, 8) for pp in (1, 2, 4, 8) for tp in (1, 2, 4, 8)
+          if dp * pp * tp == n]  # fmt: skip
+
+
+def on_mesh(cfg: config.Config, mesh=(1, 1, 1), **sections) -> config.Config:
+    """cfg on that mesh, which becomes the ambient one; sections=dict(field=value) replaces fields."""
+    sections = {name: replace(getattr(cfg, name), **fields) for name, fields in sections.items()}
+    return utils.start_mesh(replace(cfg, **{"mesh": config.Mesh(*mesh), **sections}))
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> Path:
+    """train/ and val/ of real text, one byte a token, cut into several shards."""
+    out = tmp_path_factory.mktemp("corpus")
+    source = Path(os.__file__).parent / "json"
+    prepare("--input", source, "--suffix", ".py", "--tokenizer", "byte", "--out", out, "--shard_tokens", 10_000,
+            "--val_fraction", 0.2)  # fmt: skip
+    return out
+
+
+def run(script: str, *args, **kwargs) -> subprocess.CompletedProcess:
+    """`python script args`, its output captured."""
+    command = [sys.executable, ROOT / script, *args]
+    return subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300, **kwargs)
+
+
+def prepare(*args):
+    done = run("scripts/prepare_data.py", *args)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def cfg(corpus, tmp_path) -> config.Config:
+    """The tiny preset on the corpus, with its own folder for runs."""
+    tiny = config.tiny()
+    data = config.Data(train=str(corpus / "train"), val=str(corpus / "val"))
+    return replace(tiny, data=data, run=replace(tiny.run, dir=str(tmp_path / "runs")))

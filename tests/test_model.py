@@ -1,0 +1,213 @@
+"""The model: one function on every mesh, and the function that it should be."""
+
+from dataclasses import replace
+from functools import cache
+
+import jax
+import numpy as np
+import pytest
+from conftest import MESHES, on_mesh
+
+import config
+import model
+import train
+import utils
+from model import TOKENS
+
+PLAIN = config.tiny()
+RICH = replace(
+    PLAIN,
+    model=replace(PLAIN.model, tie_embeddings=True, qk_norm=True),
+    train=replace(PLAIN.train, grad_accum=2, dropout=0.2, z_loss=1e-3),
+)
+
+
+def batch(cfg, seed=0):
+    """Random tokens and targets of one step, a fifth of the targets masked, placed on the ambient mesh."""
+    t, rng = cfg.train, np.random.default_rng(seed)
+    rows = rng.integers(cfg.model.vocab_size, size=(t.batch_size, t.seq_len + 1), dtype=np.int32)
+    tokens, targets = rows[:, :-1], np.where(rng.random((t.batch_size, t.seq_len)) < 0.2, -1, rows[:, 1:])
+    place = lambda x: jax.device_put(x.reshape(t.grad_accum, t.microbatches, -1, t.seq_len),
+                                     utils.shardings(TOKENS))  # fmt: skip
+    return place(tokens), place(targets)
+
+
+def params_of(cfg):
+    return train.init_state(cfg).params
+
+
+@cache
+def one_device_params(model_cfg):
+    return jax.device_get(params_of(on_mesh(replace(PLAIN, model=model_cfg))))
+
+
+@cache
+def one_device_gradient(cfg):
+    return gradient(cfg, (1, 1, 1))
+
+
+def gradient(cfg, mesh, **train_fields):
+    params = one_device_params(cfg.model)
+    cfg = on_mesh(cfg, mesh, train=train_fields)
+    params = jax.device_put(params, utils.shardings(model.param_specs(cfg)))
+    f = jax.jit(train.loss_and_grads, static_argnames="cfg")
+    return jax.device_get(f(params, *batch(cfg), jax.random.key(7), cfg))
+
+
+def assert_same_gradient(got, want, tolerance=1e-5):
+    """Per-parameter relative L2 error, and the loss."""
+    np.testing.assert_allclose(got[0], want[0], rtol=tolerance)
+    error = jax.tree.map(lambda a, b: np.linalg.norm(a - b) / np.linalg.norm(b), got[1], want[1])
+    assert max(jax.tree.leaves(error)) <= tolerance, error
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("cfg", [PLAIN, RICH], ids=["plain", "accumulation+dropout+qk_norm+tied+z_loss"])
+def test_every_mesh_has_the_gradient_of_one_device(cfg, mesh):
+    assert_same_gradient(gradient(cfg, mesh), one_device_gradient(cfg))
+
+
+@pytest.mark.parametrize("fields", [dict(grad_accum=4), dict(grad_accum=2, microbatches=8), dict(microbatches=16),
+                                    dict(remat="none"), dict(remat="dots")], ids=str)  # fmt: skip
+def test_accumulation_microbatches_and_remat_do_not_change_the_gradient(fields):
+    assert_same_gradient(gradient(PLAIN, (2, 2, 1), **fields), one_device_gradient(PLAIN))
+
+
+def test_dropout_drops_and_differs_between_steps():
+    cfg = on_mesh(RICH)
+    f = jax.jit(train.loss_and_grads, static_argnames="cfg")
+    losses = [float(f(params_of(cfg), *batch(cfg), jax.random.key(n), cfg)[0]) for n in (1, 1, 2)]
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_initial_weights_do_not_depend_on_the_mesh():
+    want = jax.device_get(params_of(on_mesh(PLAIN)))
+    for mesh in [(2, 2, 2), (8, 1, 1), (1, 8, 1), (1, 1, 8)]:
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(params_of(on_mesh(PLAIN, mesh))), want)
+    layers = want["layers"]["q_DHK"]
+    assert abs(layers.std() * PLAIN.model.d_model**0.5 - 1) < 0.05
+    assert not np.array_equal(layers[0], layers[1]) and not np.array_equal(layers, want["layers"]["k_DGK"])
+
+
+def test_no_token_sees_the_future():
+    cfg = on_mesh(PLAIN, (2, 2, 2))
+    tokens_AMBL, targets_AMBL = batch(cfg)
+    before = np.asarray(train.eval_step(params_of(cfg), tokens_AMBL, targets_AMBL, cfg)[2])
+    after = np.asarray(train.eval_step(params_of(cfg), tokens_AMBL.at[..., 9:].set(3), targets_AMBL, cfg)[2])
+    np.testing.assert_array_equal(before[..., :9], after[..., :9])
+    assert (before[..., 9:] != after[..., 9:]).any()
+
+
+def plain_nll(w, tokens, targets, cfg):
+    """The same decoder once more, for one sequence, in numpy float64 with loops over heads and positions."""
+    m, L = cfg.model, len(tokens)
+    norm = lambda x, gain: x / np.sqrt((x**2).mean(-1, keepdims=True) + m.norm_eps) * gain
+
+    def turn(x):
+        half = m.d_head // 2
+        for position in range(L):
+            for i in range(half):
+                angle = position * m.rope_theta ** (-2 * i / m.d_head)
+                a, b = x[position, i], x[position, i + half]
+                x[position, i] = a * np.cos(angle) - b * np.sin(angle)
+                x[position, i + half] = b * np.cos(angle) + a * np.sin(angle)
+        return x
+
+    x = w["embed_VD"][tokens]
+    for n in range(m.n_layers):
+        p = {name: weight[n] for name, weight in w["layers"].items()}
+        y, out = norm(x, p["attn_norm_D"]), np.zeros_like(x)
+        for h in range(m.n_heads):
+            g = h * m.n_kv_heads // m.n_heads
+            q, k, v = y @ p["q_DHK"][:, h], y @ p["k_DGK"][:, g], y @ p["v_DGK"][:, g]
+            if m.qk_norm:
+                q, k = norm(q, p["q_norm_K"]), norm(k, p["k_norm_K"])
+            q, k = turn(q), turn(k)
+            for i in range(L):
+                score = np.exp(k[: i + 1] @ q[i] / np.sqrt(m.d_head))
+                out[i] += score / score.sum() @ v[: i + 1] @ p["o_HKD"][h]
+        x = x + out
+        y = norm(x, p["mlp_norm_D"])
+        gate, up = y @ p["in_CDF"][0], y @ p["in_CDF"][1]
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ p["out_FD"]
+    unembed = w["embed_VD"].T if m.tie_embeddings else w["unembed_DV"]
+    logit = norm(x, w["norm_D"]) @ unembed
+    return np.log(np.exp(logit).sum(-1)) - logit[np.arange(L), targets]
+
+
+@pytest.mark.parametrize("cfg", [PLAIN, RICH], ids=["plain", "qk_norm+tied"])
+def test_the_loss_is_that_of_a_plain_decoder(cfg):
+    cfg = on_mesh(cfg, (1, 2, 2))
+    params, (tokens, targets) = params_of(cfg), batch(cfg)
+    got = np.asarray(train.eval_step(params, tokens, targets, cfg)[2])
+    w = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+    want = plain_nll(w, np.asarray(tokens)[0, 1, 2], np.asarray(targets)[0, 1, 2], cfg)
+    counted = np.asarray(targets)[0, 1, 2] >= 0
+    np.testing.assert_allclose(got[0, 1, 2][counted], want[counted], rtol=2e-5)
+    assert (got[0, 1, 2][~counted] == 0).all()
+
+
+def test_a_tenth_of_the_loss_is_not_lost_to_bfloat16():
+    cfg = replace(PLAIN, train=replace(PLAIN.train, dtype="bfloat16"))
+    (loss, grads), (loss32, grads32) = gradient(cfg, (2, 2, 2)), one_device_gradient(PLAIN)
+    assert abs(loss - loss32) < 0.02
+    cosine = lambda a, b: (a * b).sum() / np.linalg.norm(a) / np.linalg.norm(b)
+    assert min(jax.tree.leaves(jax.tree.map(cosine, grads, grads32))) > 0.99
+    assert all(g.dtype == np.float32 for g in jax.tree.leaves(grads))
+
+
+# ---- decoding
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2), (1, 4, 1)], ids=str)
+def test_greedy_text_is_the_argmax_of_the_loss_function(mesh):
+    """Each greedy token is the one that the training-time loss finds least surprising, on any mesh."""
+    cfg = utils.start_mesh(replace(PLAIN, mesh=config.Mesh(*mesh)), rows=3)
+    params = params_of(cfg)
+    prompts = [[5, 6, 7], [1], list(range(12))]
+    *_, rows = model.generate(params, prompts, 8, cfg, vocab_size=512, temperature=0)
+    assert [row[: len(p)] for row, p in zip(rows, prompts, strict=True)] == prompts
+    w = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+    row = rows[0]
+    for n in (3, 7):
+        nll = [plain_nll(w, np.array(row[:n]), np.array([0] * (n - 1) + [v]), cfg)[-1] for v in range(0, 512, 37)]
+        chosen = plain_nll(w, np.array(row[:n]), np.array([0] * (n - 1) + [row[n]]), cfg)[-1]
+        assert chosen <= min(nll)
+    longest = rows[2]
+    assert len(longest) == 20 > cfg.train.seq_len  # the window slides
+
+
+def test_sampling_options():
+    logit_V = np.log(np.array([0.5, 0.3, 0.15, 0.05]))
+    draw = lambda **options: np.bincount(
+        [model.choose(logit_V, np.random.default_rng(n), **{**dict(temperature=1, top_k=0, top_p=1.0), **options})
+         for n in range(2000)], minlength=4) / 2000  # fmt: skip
+    np.testing.assert_allclose(draw(), [0.5, 0.3, 0.15, 0.05], atol=0.04)
+    np.testing.assert_allclose(draw(top_k=2), [0.625, 0.375, 0, 0], atol=0.04)
+    np.testing.assert_allclose(draw(top_p=0.79), [0.625, 0.375, 0, 0], atol=0.04)
+    assert draw(temperature=0)[0] == 1 and draw(top_p=0.5)[0] == 1
+    assert draw(temperature=0.5)[0] > 0.6 and draw(temperature=2.0)[3] > 0.08
+
+
+def test_a_row_stops_at_the_end_of_its_document():
+    cfg = utils.start_mesh(PLAIN, rows=1)
+    params = params_of(cfg)
+    *_, rows = model.generate(params, [[5]], 6, cfg, vocab_size=512, temperature=0)
+    *_, stopped = model.generate(params, [[5]], 6, cfg, vocab_size=512, temperature=0, stop_id=rows[0][3])
+    assert stopped[0] == rows[0][: rows[0].index(rows[0][3])]
+
+
+def test_parameters_are_counted_as_published():
+    """Llama 3 8B has 8.03 billion parameters (Grattafiori et al. 2024)."""
+    assert model.param_count(config.llama3_8b()) == 8_030_261_248
+    assert model.param_count(PLAIN) == sum(x.size for x in jax.tree.leaves(params_of(on_mesh(PLAIN))))
+
+
+def test_a_replicated_norm_is_one_value_on_every_device():
+    """What check_vma guards: replicas cannot drift apart."""
+    cfg = on_mesh(PLAIN, (2, 2, 2))
+    grads = jax.jit(train.loss_and_grads, static_argnames="cfg")(params_of(cfg), *batch(cfg), jax.random.key(0), cfg)[1]
+    copies = [np.asarray(s.data) for s in grads["norm_D"].addressable_shards]
+    assert len(copies) == 8
+    for copy in copies:
+        np.testing.assert_array_equal(copy, copies[0])

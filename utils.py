@@ -1,0 +1,798 @@
+"""The parts of a run that are not maths: processes, mesh, run directory, metrics, verified checkpoints, FLOPs and peaks."""
+
+import fcntl
+import io
+import json
+import math
+import netrc
+import os
+import platform
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+import zlib
+from contextlib import contextmanager
+from dataclasses import asdict
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+from jax import lax
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import config
+from config import BUSY, CHECKPOINT, DISTRIBUTED, DIVERGED, INTERRUPTED, STORAGE, USAGE, Config, UserError
+
+# ---- processes and devices
+
+
+def is_lead() -> bool:
+    return jax.process_index() == 0
+
+
+def say(*words):
+    """Print once, from process 0, at once."""
+    if is_lead():
+        print(*words, flush=True)
+
+
+def warn(text: str):
+    if is_lead():
+        print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+def on_lead(f, *args):
+    """f(*args) on process 0, whose UserError stops every process; the others get None."""
+    result, error = None, None
+    if is_lead():
+        try:
+            result = f(*args)
+        except UserError as e:
+            error = e
+    if jax.process_count() > 1:
+        code = int(multihost_utils.broadcast_one_to_all(np.int32(error.code if error else 0)))
+        if code and error is None:
+            error = UserError(code)  # process 0 has printed why
+    if error:
+        raise error
+    return result
+
+
+def all_agree(ok: bool) -> bool:
+    """True where every process says ok."""
+    return ok if jax.process_count() == 1 else bool(multihost_utils.process_allgather(np.int32(ok)).all())
+
+
+def start_processes(cfg: Config):
+    """Join the other processes: as told by the run.* flags, as a detected cluster says, or not at all on one host."""
+    r = cfg.run
+    if r.coordinator:
+        if r.process_id > 0:
+            wait_for_port(r.coordinator)
+        jax.distributed.initialize(r.coordinator, r.num_processes, r.process_id)
+        return
+    try:
+        jax.distributed.initialize()
+    except ValueError as e:
+        if "coordinator_address should be defined" not in str(e):
+            raise
+
+
+def wait_for_port(address: str, seconds: float = 60):
+    """Return once something listens at HOST:PORT.  jax.distributed aborts the process instead of raising."""
+    host, port = address.rsplit(":", 1)
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return socket.create_connection((host, int(port)), timeout=5).close()
+        except OSError as e:
+            if time.monotonic() > deadline:
+                what = f"no process 0 at run.coordinator={address} after {seconds:.0f} s: {e}"
+                raise UserError(DISTRIBUTED, (what, "start process 0, and check the address and the firewall")) from None
+            time.sleep(0.5)
+
+
+def start_mesh(cfg: Config, rows: int | None = None) -> Config:
+    """Make cfg's mesh the ambient one, and return cfg resolved for it; rows as in config.resolve."""
+    cfg = config.resolve(cfg, jax.device_count(), rows)
+    jax.set_mesh(make_mesh(cfg))
+    if cfg.train.dtype == "float32":  # or TPUs and GPUs would multiply in fewer bits
+        jax.config.update("jax_default_matmul_precision", "float32")
+    kind = jax.devices()[0].device_kind
+    if is_lead():  # on stderr: stdout is for results
+        print(f"mesh: dp={cfg.mesh.dp} pp={cfg.mesh.pp} tp={cfg.mesh.tp} on {math.prod(cfg.mesh.sizes)} x {kind}, "
+              f"{jax.process_count()} process(es)", file=sys.stderr, flush=True)  # fmt: skip
+    return cfg
+
+
+def make_mesh(cfg: Config) -> jax.sharding.Mesh:
+    """The (dp, pp, tp) mesh over the visible devices, all of them unless they are fake ones on a CPU."""
+    n, devices = math.prod(cfg.mesh.sizes), jax.devices()
+    product = "mesh.dp*mesh.pp*mesh.tp = {}*{}*{}".format(*cfg.mesh.sizes)
+    found = f"{len(devices)} {devices[0].device_kind} device(s) are visible"
+    if n > len(devices):
+        fix = f"choose axes whose product is {len(devices)}, or simulate the mesh on this host's CPU with JAX_PLATFORMS=cpu"
+        raise UserError(USAGE, (f"{product} = {n} but only {found}", fix))
+    if n < len(devices) and (devices[0].platform != "cpu" or jax.process_count() > 1):
+        fix = "choose axes whose product is that number (one axis may be -1), or hide the others from JAX"
+        raise UserError(USAGE, (f"{product} = {n} would leave some idle: {found}", fix))
+    kinds = (AxisType.Auto,) * 3
+    return jax.make_mesh(cfg.mesh.sizes, ("dp", "pp", "tp"), axis_types=kinds, devices=devices[:n])
+
+
+def shardings(specs):
+    """NamedShardings on the ambient mesh from a tree of PartitionSpecs."""
+    mesh = jax.sharding.get_mesh()
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
+
+
+class Stop:
+    """Whether SIGTERM or Ctrl-C has asked the run to stop; every process gets the same answer at the same poll.
+
+    With jax.distributed its preemption service owns SIGTERM (a Python handler would disable it), and agrees on the poll.
+    """
+
+    def __init__(self):
+        self.asked = self.agreed = False
+        self.polls = 0
+        signal.signal(signal.SIGINT, self.handle)
+        if not jax.distributed.is_initialized():
+            signal.signal(signal.SIGTERM, self.handle)
+
+    def handle(self, number, frame):
+        if self.asked:  # the second time: at once
+            os.write(2, b"\ninterrupted: what was not yet committed is lost; run the same command again to go on\n")
+            os._exit(INTERRUPTED)
+        self.asked = True
+        os.write(2, b"\nstopping after this update; once more stops at once\n")
+        if jax.distributed.is_initialized():
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def __bool__(self):
+        if jax.distributed.is_initialized():
+            self.polls += 1
+            self.agreed = self.agreed or multihost_utils.reached_preemption_sync_point(self.polls)
+            return self.agreed
+        return self.asked
+
+
+def run_main(main, cfg: Config):
+    """main(cfg) among the other processes, with the exit codes of config.py, also for the loss of a peer."""
+    try:
+        config.quit_on_error(start_processes, cfg)
+        return config.quit_on_error(main, cfg)
+    except (ValueError, RuntimeError) as e:
+        lost = re.search(r"Gloo|[Cc]onnection closed by peer|coordination service|heartbeat", str(e))
+        if not lost or jax.process_count() == 1:
+            raise
+        fix = "look at that process's log, then run the same command again everywhere to resume"
+        print(UserError(DISTRIBUTED, (f"a peer process was lost: {str(e).splitlines()[0][:200]}", fix)), file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(DISTRIBUTED)  # a normal exit would wait for the lost peer
+
+
+# ---- FLOPs and peaks
+
+# Dense bfloat16 FLOP/s of one JAX device, from the makers' data sheets.  A TPU v2, v3 or 7x chip is two devices.
+PEAK_FLOPS = {
+    "TPU v2": 22.5e12, "TPU v3": 61.5e12, "TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5e": 197e12, "TPU v5": 459e12,
+    "TPU v5p": 459e12, "TPU v6 lite": 918e12, "TPU v6e": 918e12, "TPU7x": 1153.5e12, "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA A100-PCIE-40GB": 312e12, "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA H200": 989e12, "NVIDIA B200": 2250e12,
+}  # fmt: skip
+
+
+def peak_flops(cfg: Config) -> float | None:
+    """bfloat16 FLOP/s of the whole mesh, or None where they are unknown or the run is not in bfloat16."""
+    peak = PEAK_FLOPS.get(jax.devices()[0].device_kind) if cfg.train.dtype == "bfloat16" else None
+    return peak and peak * math.prod(cfg.mesh.sizes)
+
+
+def flops_per_token(cfg: Config) -> int:
+    """Forward and backward FLOPs of one token: 6 a matmul weight, the head counted and the embedding lookup not, and
+    causal attention at half of the full square (PaLM, appendix B, with the mask taken into account)."""
+    m = cfg.model
+    weights = m.n_layers * m.d_model * (2 * m.n_heads * m.d_head + 2 * m.n_kv_heads * m.d_head + 3 * m.d_ff)
+    attention = 6 * m.n_layers * m.n_heads * m.d_head * (cfg.train.seq_len + 1)
+    return 6 * (weights + m.d_model * m.vocab_size) + attention
+
+
+# ---- run directory
+
+
+def is_remote(path) -> bool:
+    return "://" in os.fspath(path)
+
+
+def absolute(path: str) -> epath.Path:
+    return epath.Path(path if is_remote(path) else os.path.abspath(path))
+
+
+def write_text(path: epath.Path, text: str):
+    """Replace a file whole: a reader, or a crash, meets the old text or the new, never half of one."""
+    if is_remote(path):
+        return path.write_text(text)  # an object appears whole
+    part = path.with_name(path.name + ".part")
+    part.write_text(text)
+    part.replace(path)
+
+
+def free_name(path: epath.Path) -> epath.Path:
+    """path, or path.2, path.3 .. where it is taken."""
+    names = (path if n == 1 else path.with_name(f"{path.name}.{n}") for n in range(1, 10_000))
+    return next(name for name in names if not name.exists())
+
+
+class Lock:
+    """Keeps a run directory to one live run.
+
+    Locally an flock, which the kernel drops with the process.  On object stores a lease: lock.json renewed every `beat`
+    seconds, and taken over once it has not changed for three of them.
+    """
+
+    def __init__(self, path: epath.Path):
+        self.path, self.done = path, threading.Event()
+        self.beat = float(os.environ.get("TRIFOLD_LEASE_BEAT", 15))  # seconds; shorter in tests
+        self.me = dict(host=socket.gethostname(), pid=os.getpid(), id=uuid.uuid4().hex)
+        self.remote = is_remote(path)
+        if self.remote:
+            self.take_lease()
+        else:
+            self.take_flock()
+
+    def busy(self, holder: str):
+        what = f"run directory {self.path.parent} belongs to another live run: {holder}"
+        return UserError(BUSY, (what, "wait for that run or stop it, or choose another --run.name"))
+
+    def take_flock(self):
+        self.file = open(os.fspath(self.path), "a+", encoding="utf-8")
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.file.seek(0)
+            raise self.busy(self.file.read(200) or "unknown") from None
+        self.file.truncate(0)
+        self.file.write(json.dumps(self.me))
+        self.file.flush()
+
+    def take_lease(self):
+        seen = self.read()
+        if seen:
+            say(f"waiting {3 * self.beat:.0f} s for the lease of an earlier run to lapse: {seen}")
+        deadline = time.monotonic() + 3 * self.beat
+        while seen and time.monotonic() < deadline:
+            time.sleep(self.beat / 5)
+            if self.read() not in (seen, ""):
+                raise self.busy(seen)
+        self.renew(0)
+        time.sleep(0.2)  # of two that start at once, the later writer wins
+        if self.me["id"] not in self.read():
+            raise self.busy(self.read())
+        threading.Thread(target=self.keep_renewing, daemon=True).start()
+
+    def read(self) -> str:
+        return self.path.read_text() if self.path.exists() else ""
+
+    def renew(self, n: int):
+        self.path.write_text(json.dumps(self.me | dict(beat=n)))
+
+    def keep_renewing(self):
+        n = 0
+        while not self.done.wait(self.beat):
+            if self.me["id"] not in self.read():
+                os.write(2, (str(self.busy(self.read())) + "\n").encode())
+                os._exit(BUSY)
+            self.renew(n := n + 1)
+
+    def release(self):
+        self.done.set()
+        if self.remote:
+            self.path.unlink(missing_ok=True)
+        else:
+            self.file.close()
+
+
+OURS = {"config.json", "metrics.jsonl", "samples.jsonl", "loss.png", "checkpoints", "damaged", "tokenizer.json", "lock",
+        "wandb"}  # fmt: skip
+
+
+def record(cfg: Config, fingerprint: str, run_id: str) -> str:
+    """config.json: the resolved configuration, and what else it takes to tell this run from another."""
+    versions = {m.__name__: m.__version__ for m in (jax, np, ocp)} | dict(python=platform.python_version())
+    try:
+        here = os.path.dirname(os.path.abspath(__file__))
+        git = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        commit = subprocess.run(git, cwd=here, capture_output=True, text=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        commit = ""
+    return config.to_json(cfg, argv=sys.argv, versions=versions | dict(device=jax.devices()[0].device_kind),
+                          git_commit=commit, data_fingerprint=fingerprint, run_id=run_id)  # fmt: skip
+
+
+@contextmanager
+def open_run(cfg: Config, data):
+    """Yield run.dir/run.name, locked for this run and with its config.json written; with --fresh, first move an old run aside.
+
+    Raises UserError BUSY where another run holds it, USAGE where it holds something else, STORAGE where it can't be
+    written.  data: the training Dataset, for its fingerprint and tokenizer.
+    """
+    path = absolute(cfg.run.dir) / cfg.run.name
+
+    def prepare() -> Lock:
+        if cfg.eval_only and not (path / "config.json").exists():
+            raise UserError(CHECKPOINT, (f"there is no run in {path} to evaluate", "give the --run.name and --run.dir of one"))
+        path.mkdir(parents=True, exist_ok=True)
+        strange = [p.name for p in path.iterdir() if p.name not in OURS and not p.name.endswith(".part")]
+        if strange and not (path / "config.json").exists():
+            what = f"{path} is not a run directory: it holds {strange[0]!r} and no config.json"
+            raise UserError(USAGE, (what, "choose another --run.name or --run.dir"))
+        lock = Lock(path / "lock")
+        if cfg.fresh and (path / "config.json").exists():
+            aside = free_name(path.with_name(path.name + ".old"))
+            path.rename(aside)
+            say(f"the old run is now {aside}")
+            lock.release()
+            path.mkdir(parents=True, exist_ok=True)
+            lock = Lock(path / "lock")
+        if not cfg.eval_only:
+            old = json.loads((path / "config.json").read_text()) if (path / "config.json").exists() else {}
+            write_text(path / "config.json", record(cfg, data.fingerprint, old.get("run_id", uuid.uuid4().hex[:12])))
+            say_changes(old, cfg)
+            if data.tokenizer:  # so that the run can be sampled without its data
+                write_text(path / "tokenizer.json", data.tokenizer.read_text())
+        return lock
+
+    def prepare_or_explain() -> Lock:
+        try:
+            return prepare()
+        except OSError as e:
+            what = f"cannot write to {path}: {e.strerror or e}"
+            raise UserError(STORAGE, (what, "choose a --run.dir that this user can write to")) from None
+
+    lock = on_lead(prepare_or_explain)
+    try:
+        yield path
+    finally:
+        if lock:
+            lock.release()
+
+
+def say_changes(old: dict, cfg: Config):
+    """Tell which settings differ from those that the run was last started with."""
+    for section in config.SECTIONS:
+        for name, value in asdict(getattr(cfg, section)).items():
+            before = old.get(section, {}).get(name, value)
+            if before != value and section != "run":
+                say(f"changed since this run's last start: {section}.{name} {before} -> {value}")
+
+
+# ---- metrics
+
+
+def duration(seconds: float) -> str:
+    h, m, s = int(seconds // 3600), int(seconds // 60 % 60), int(seconds % 60)
+    return f"{h}h{m:02d}m" if h else f"{m}m{s:02d}s" if m else f"{s}s"
+
+
+def finite(x) -> float | None:
+    return float(x) if math.isfinite(x) else None
+
+
+class RowFile:
+    """A .jsonl file in the run directory that holds each row exactly once, also across kills and resumes.
+
+    Rows after `step`, the update resumed from, are dropped: they are about to be made again.  On object stores, which
+    cannot append, the file grows locally and is uploaded before every checkpoint.
+    """
+
+    def __init__(self, path: epath.Path, step: int):
+        rows = kept_rows(path, step)
+        self.path, self.rows = path, [json.loads(row) for row in rows]
+        self.local = path
+        if is_remote(path):
+            self.local = epath.Path(tempfile.mkdtemp(prefix="trifold-")) / path.name
+        if is_lead() and (rows or path.exists()):
+            write_text(self.local, "".join(rows))
+
+    def add(self, row: dict):
+        with self.local.open("a") as f:
+            f.write(json.dumps(row, allow_nan=False) + "\n")
+
+    def publish(self):
+        if is_remote(self.path) and self.local.exists():
+            self.path.write_text(self.local.read_text())
+
+
+class MetricsLog:
+    """metrics.jsonl, the console, loss.png and Weights & Biases, all from the same rows.
+
+    Rows are written one update late, so that the host never waits for the device.
+    """
+
+    MAX_SKIPS = 10
+
+    def __init__(self, run: epath.Path, cfg: Config, step: int):
+        self.cfg, self.run, self.held, self.skips = cfg, run, None, 0
+        self.train, self.eval = [], {}  # [(step, loss)] and {step: loss}, for the curve
+        self.flops, self.peak = flops_per_token(cfg), peak_flops(cfg)
+        self.tokens_per_step = cfg.train.batch_size * cfg.train.seq_len
+        self.began = self.clock = time.perf_counter()
+        self.first = step
+        self.file, self.text = RowFile(run / "metrics.jsonl", step), RowFile(run / "samples.jsonl", step)
+        self.samples = {row["step"] for row in self.text.rows}
+        for row in self.file.rows:
+            self.remember(row)
+        self.wandb = start_wandb(run, cfg) if is_lead() else None
+
+    def remember(self, row: dict):
+        if row["kind"] == "train":
+            self.train.append((row["step"], row["loss"]))
+            self.skips = self.skips + 1 if None in (row["loss"], row["grad_norm"]) else 0
+        else:
+            self.eval[row["step"]] = row["loss"]
+
+    def write(self, row: dict):
+        if is_lead():
+            self.file.add(row)
+            if self.wandb:
+                self.wandb(row)
+        self.remember(row)
+
+    def update(self, step: int, metrics: dict):
+        """Note the metrics of update `step` (device arrays), and write those of the update before it."""
+        self.flush()
+        self.held = (step, metrics)
+
+    def flush(self):
+        """Wait for the update noted last, and write it.  Raises UserError DIVERGED after too many skipped ones."""
+        if self.held is None:
+            return
+        (step, metrics), self.held = self.held, None
+        loss, norm, lr = (float(metrics[name]) for name in ("loss", "grad_norm", "lr"))
+        now = time.perf_counter()
+        seconds, self.clock = now - self.clock, now
+        rate = self.tokens_per_step / seconds
+        mfu = self.peak and rate * self.flops / self.peak
+        self.write(dict(kind="train", step=step, loss=finite(loss), grad_norm=finite(norm), lr=lr,
+                        tokens=step * self.tokens_per_step, step_time=seconds, tokens_per_sec=rate, mfu=mfu))  # fmt: skip
+        if step == self.first + 1 or step % self.cfg.log.every == 0 or step == self.cfg.train.steps:
+            left = (self.cfg.train.steps - step) * (now - self.began) / (step - self.first)
+            say(f"update {step}/{self.cfg.train.steps}  loss {loss:.4f}  grad norm {norm:.3f}  lr {lr:.2e}  "
+                f"{rate:,.0f} tokens/s  mfu {f'{mfu:.1%}' if mfu else '-'}  eta {duration(left)}")  # fmt: skip
+        if self.skips:
+            warn(f"update {step} skipped: loss {loss}, gradient norm {norm}; {self.skips} in a row")
+        if self.skips >= self.MAX_SKIPS:
+            what = f"diverged: no finite loss and gradient in {self.skips} updates in a row, {step - self.skips + 1} to {step}"
+            raise UserError(DIVERGED, (what, f"lower optim.lr={self.cfg.optim.lr} or optim.clip_norm={self.cfg.optim.clip_norm}, "
+                                       "or look at the data of those updates; the checkpoints are sound"))  # fmt: skip
+
+    def aside(self, f, *args):
+        """f(*args), with every row before it written and its own time left out of the updates'."""
+        self.publish()
+        result = f(*args)
+        self.clock = time.perf_counter()
+        return result
+
+    def evaluation(self, step: int, result: dict | None):
+        """Write an evaluation and redraw the curve; None is one that was cut short, and is made again on resume."""
+        if result is None:
+            return
+        self.write(dict(kind="eval", step=step) | result)
+        say_eval(step, result)
+        if is_lead():
+            draw_loss(self.run / "loss.png", self.train, self.eval)
+
+    def sample(self, row: dict):
+        self.samples.add(row["step"])
+        if is_lead():
+            self.text.add(row)
+        say(f"sample after update {row['step']}: {row['text']!r}")
+
+    def publish(self):
+        """Write the update noted last too, and bring the file on an object store up to date."""
+        self.flush()
+        if is_lead():
+            self.file.publish()
+            self.text.publish()
+
+    def close(self):
+        self.publish()
+        if self.wandb:
+            self.wandb(None)
+
+
+def say_eval(step: int, result: dict):
+    bpb = result["bits_per_byte"]
+    say(f"update {step}  validation loss {result['loss']:.4f}  bits per byte {'-' if bpb is None else f'{bpb:.4f}'}  "
+        f"over {result['tokens']:,} tokens")  # fmt: skip
+
+
+def farewell(run: epath.Path, step: int, cfg: Config):
+    """The last line of a run; one that was asked to stop leaves with its own exit code."""
+    if step == cfg.train.steps:
+        return say(f"finished: {run}")
+    say(f"interrupted: checkpoint of update {step} committed in {run}; run the same command again to go on")
+    sys.exit(INTERRUPTED)
+
+
+def kept_rows(path: epath.Path, step: int) -> list[str]:
+    """The whole lines of metrics.jsonl up to update `step`; a torn last line is dropped with the rest."""
+    rows = []
+    for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
+        try:
+            if line.endswith("\n") and json.loads(line)["step"] <= step:
+                rows.append(line)
+        except (ValueError, TypeError, KeyError):
+            warn(f"{path}: dropped a line that is no row: {line[:60]!r}")
+    return rows
+
+
+def draw_loss(path: epath.Path, train: list, evals: dict):
+    """The loss curve, as a PNG."""
+    from matplotlib.figure import Figure  # 0.3 s, and only needed here
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(*zip(*[row for row in train if row[1] is not None] or [(0, np.nan)]), lw=0.8, label="train")
+    axes.plot(*zip(*sorted(evals.items())), "o-", label="validation")
+    axes.set(xlabel="update", ylabel="loss (nats per token)", title=path.parent.name)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=120)
+    path.write_bytes(png.getvalue())
+
+
+def has_wandb_key() -> bool:
+    try:
+        return bool(os.environ.get("WANDB_API_KEY") or netrc.netrc().authenticators("api.wandb.ai"))
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def start_wandb(run: epath.Path, cfg: Config):
+    """A function that sends a row to Weights & Biases (None ends it), or None.  Never stops the run unless required."""
+    mode = cfg.log.wandb
+    if mode == "off":
+        return None
+    if mode != "offline" and not has_wandb_key():
+        if mode == "required":
+            fix = "set WANDB_API_KEY or run `wandb login`, or use --log.wandb online"
+            raise UserError(USAGE, ("log.wandb=required but no API key was found", fix))
+        say("wandb: no API key, so this run is logged offline; `wandb sync` uploads it later")
+        mode = "offline"
+    online = mode != "offline"
+    sections = {s: asdict(getattr(cfg, s)) for s in config.SECTIONS}
+    try:
+        import wandb
+
+        where = tempfile.mkdtemp(prefix="trifold-") if is_remote(run) else os.fspath(run)
+        session = wandb.init(project=cfg.log.wandb_project, name=cfg.run.name, config=sections, dir=where,
+                             id=json.loads((run / "config.json").read_text())["run_id"], resume="allow",
+                             mode="online" if online else "offline",
+                             settings=wandb.Settings(init_timeout=30, console="off", save_code=False, disable_git=True))  # fmt: skip
+        session.define_metric("*", step_metric="step")
+    except Exception as e:  # whatever fails in there, training goes on without it
+        if mode == "required":
+            fix = "mend the connection, or use --log.wandb online"
+            raise UserError(USAGE, (f"log.wandb=required but it did not start: {str(e)[:200]}", fix)) from None
+        warn(f"wandb is off ({type(e).__name__}: {str(e)[:200]}); metrics.jsonl has everything")
+        return None
+
+    def send(row: dict | None):
+        try:
+            if row is None:
+                return session.finish()
+            names = {name: f"{row['kind']}/{name}" for name in row}
+            session.log({names[k]: v for k, v in row.items() if k not in ("kind", "step")} | dict(step=row["step"]))
+        except Exception as e:
+            warn(f"wandb lost a row ({type(e).__name__}: {str(e)[:200]})")
+
+    return send
+
+
+# ---- verified checkpoints
+
+
+def mix(x):
+    """A bijection of uint32 that spreads every bit (the finalizer of MurmurHash3)."""
+    x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
+
+
+def digest(x):
+    """Two uint32 that change with any bit or any move of an element of x, and with nothing else.
+
+    A sum over elements of mix(bits ^ mix(index)): integer addition is associative, so every mesh gets the same.  It
+    detects accidents, not forgery.
+    """
+    words = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
+    bits = lax.bitcast_convert_type(x, words).astype(jnp.uint32)
+    index, stride = jnp.zeros(x.shape, jnp.uint32), 1
+    for dim in reversed(range(x.ndim)):
+        index += lax.broadcasted_iota(jnp.uint32, x.shape, dim) * np.uint32(stride % 2**32)
+        stride *= x.shape[dim]
+    sums = [mix(bits ^ mix(index + np.uint32(seed))).sum(dtype=jnp.uint32) for seed in (0x9E3779B9, 0x7F4A7C15)]
+    return jnp.stack(sums)
+
+
+@jax.jit
+def digests(leaves: list):
+    """uint32 [leaf, 2], and whether every float in them is finite."""
+    finite = [jnp.isfinite(x).all() for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
+    return jnp.stack([digest(x) for x in leaves]), jnp.stack(finite).all()
+
+
+def leaf_table(tree) -> dict:
+    """{"params/layers/q_DHK": leaf}"""
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in jax.tree.leaves_with_path(tree)}
+
+
+def checksum(meta: dict) -> int:
+    return zlib.crc32(json.dumps({k: v for k, v in meta.items() if k != "checksum"}, sort_keys=True).encode())
+
+
+class Damaged(ValueError):
+    """A checkpoint that is not what was saved."""
+
+
+DAMAGE = (ValueError, KeyError, TypeError, AttributeError, OSError, RuntimeError, EOFError)  # what orbax raises for one
+OUTAGE = r"RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE_EXCEEDED|PERMISSION_DENIED|UNAUTHENTICATED|[Pp]ermission denied"
+
+
+class Checkpoints:
+    """checkpoints/N: the state after N updates, saved in the background, verified leaf by leaf when restored.
+
+    Each holds two array items, `params` and `rest`, and `meta`: per leaf its shape, dtype and digest, and the settings
+    (`must`) that a run which continues it has to share.
+    """
+
+    FORMAT = 1
+
+    def __init__(self, run: epath.Path, keep: int = 2, must: dict | None = None, read_only: bool = False):
+        self.run, self.path, self.keep, self.must, self.read_only = run, run / "checkpoints", keep, must or {}, read_only
+        self.newest = None
+        self.open()
+
+    def open(self):
+        options = dict(read_only=True) if self.read_only else dict(max_to_keep=self.keep, create=True)
+        self.manager = ocp.CheckpointManager(self.path, options=ocp.CheckpointManagerOptions(**options))
+
+    def restore(self, abstract: dict, step: int = -1):
+        """The newest checkpoint that verifies, laid out as `abstract` (ShapeDtypeStructs with shardings), or None.
+
+        abstract: {"params": ..., "rest": ...} or one of them.  Those that do not verify are moved to damaged/.  step: that
+        one and no other.  Raises UserError CHECKPOINT where none is left, where a run has lost them, or where it is of
+        another run.
+        """
+        if step >= 0 and step not in self.manager.all_steps():
+            what = f"{self.path} has no checkpoint {step}, only {config.listed(self.manager.all_steps() or ['none'])}"
+            raise UserError(CHECKPOINT, (what, "give --step one of those, or leave it out for the newest"))
+        bad = []
+        while (step := self.manager.latest_step() if step < 0 else step) is not None:
+            try:
+                tree = self.load(step, abstract)
+                self.newest = step
+                say(f"resume: update {step} (verified) from {self.path / str(step)}")
+                return tree
+            except DAMAGE as e:
+                if re.search(OUTAGE, str(e)) or isinstance(e, (PermissionError, ConnectionError, TimeoutError)):
+                    what = f"cannot read {self.path / str(step)}: {str(e)[:300]}"
+                    raise UserError(STORAGE, (what, "mend the storage or the permissions, and run the same command again")) from e
+                reason = re.sub(r"\s+", " ", str(e))[:160]
+                bad.append(f"{step} ({type(e).__name__}: {reason})")
+                where = self.set_aside(step)
+                warn(f"checkpoint {step} failed verification ({reason}); moved to {where}")
+        if bad:
+            what = f"no usable checkpoint among {len(bad)} in {self.path}: {', '.join(bad)}"
+            raise UserError(CHECKPOINT, (what, f"restore one from a copy, or start over with --fresh; they are in {self.run / 'damaged'}"))
+        metrics = self.run / "metrics.jsonl"
+        if metrics.exists() and metrics.read_text().strip():
+            what = f"{self.run} has trained, but {self.path} holds no checkpoint"
+            raise UserError(CHECKPOINT, (what, "restore the checkpoints from a copy, or start over with --fresh"))
+        return None
+
+    def load(self, step: int, abstract: dict):
+        """Checkpoint `step`, verified.  Raises Damaged or what orbax raises, or UserError where it is another run's."""
+        if not is_remote(self.path) and os.path.islink(self.path / str(step)):
+            raise Damaged("it is a symbolic link")
+        meta = self.manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+        if not isinstance(meta, dict) or meta.get("checksum") != checksum(meta):
+            raise Damaged("its meta does not match its checksum")
+        self.compare(step, meta, abstract)
+        args = {name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()}
+        try:
+            tree, error = self.manager.restore(step, args=ocp.args.Composite(**args)), None
+        except DAMAGE as e:
+            tree, error = None, e
+        if not all_agree(error is None):
+            raise error or Damaged("another process could not read it")
+        tree = {name: tree[name] for name in abstract}
+        table = leaf_table(tree)
+        got, _ = digests(list(table.values()))
+        wrong = [name for name, d in zip(table, np.asarray(got).tolist()) if d != meta["leaves"][name][2]]
+        if wrong:
+            raise Damaged(f"{len(wrong)} of {len(table)} arrays differ from what was saved, {wrong[0]} first")
+        return tree
+
+    def compare(self, step: int, meta: dict, abstract: dict):
+        """UserError CHECKPOINT where the checkpoint is of another format, model or data than this run."""
+        now = {"format": self.FORMAT, **self.must}
+        then = {"format": meta["format"], **{k: v for k, v in meta["must"].items() if k in self.must}}
+        for name, x in leaf_table(abstract).items():
+            now[name] = f"{x.dtype}{list(x.shape)}"
+        for name, (shape, dtype, _) in meta["leaves"].items():
+            if name.split("/")[0] in abstract:
+                then[name] = f"{dtype}{shape}"
+        differ = [f"{k}: {then.get(k, 'nothing')} there, {now.get(k, 'nothing')} here"
+                  for k in now | then if now.get(k) != then.get(k)]  # fmt: skip
+        if differ:
+            more = f", and {len(differ) - 10} more" if len(differ) > 10 else ""
+            what = f"checkpoint {self.path / str(step)} is of another run: {'; '.join(differ[:10])}{more}"
+            fix = "give the values it was saved with (config.json has them), or another --run.name, or --fresh"
+            raise UserError(CHECKPOINT, (what, fix))
+
+    def set_aside(self, step: int) -> epath.Path:
+        """Move checkpoint `step` out of the way: while it stands there, orbax refuses to save any step up to it."""
+        where = free_name(self.run / "damaged" / str(step))
+        if self.read_only:
+            raise UserError(CHECKPOINT, (f"checkpoint {self.path / str(step)} is damaged", "start its run once: it goes on from the one before"))
+        self.manager.close()
+
+        def move():
+            where.parent.mkdir(parents=True, exist_ok=True)
+            (self.path / str(step)).rename(where)
+
+        on_lead(move)
+        self.open()
+        return where
+
+    def save(self, step: int, state: dict):
+        """Start saving the state after `step` updates.  Returns once it is copied off the devices; the first is waited for,
+        so that a storage that cannot hold it shows before the first update.  Raises UserError STORAGE."""
+        if step == self.newest:
+            return
+        table = leaf_table(state)
+        got, finite = digests(list(table.values()))
+        if not finite:
+            what = f"the state after update {step} holds a NaN or infinity; it was not saved"
+            raise UserError(DIVERGED, (what, f"resume from {self.newest} with a lower --optim.lr"))
+        leaves = {n: [list(x.shape), str(x.dtype), d] for (n, x), d in zip(table.items(), np.asarray(got).tolist())}
+        meta = dict(format=self.FORMAT, step=step, must=self.must, leaves=leaves)
+        args = {name: ocp.args.StandardSave(tree) for name, tree in state.items()}
+        meta = ocp.args.JsonSave(meta | dict(checksum=checksum(meta)))
+        with self.storage_errors(step):
+            started = self.manager.save(step, args=ocp.args.Composite(meta=meta, **args), force=True)
+            assert started, f"orbax declined to save {step}; it has {self.manager.all_steps()}"
+            if self.newest is None:
+                self.manager.wait_until_finished()
+        self.newest = step
+
+    @contextmanager
+    def storage_errors(self, step: int):
+        try:
+            yield
+        except (OSError, ValueError, RuntimeError) as e:
+            what = f"checkpoint {step} could not be written to {self.path}: {str(e)[:300]}"
+            fix = "make room or mend the storage, and run the same command again: it resumes from the one before"
+            raise UserError(STORAGE, (what, fix)) from e
+
+    def wait(self):
+        """Return once everything saved is committed."""
+        with self.storage_errors(self.newest):
+            self.manager.wait_until_finished()
+
+    def close(self):
+        self.wait()
+        self.manager.close()
