@@ -207,8 +207,8 @@ def permuted(i, n: int, key: int):
     (cycle walking: Black and Rogaway 2002), at most four times on average.  A billion windows need no table.
     """
     half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
-    mask = np.uint64((1 << int(half)) - 1)
-    keys = scramble(np.uint64(key) + np.arange(1, 7, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    keys = scramble(scramble(np.full(6, key, np.uint64)) + np.arange(6, dtype=np.uint64))
 
     def network(x):
         left, right = x >> half, x & mask
@@ -271,8 +271,8 @@ class Dataset:
     def rows(self, step: int):
         """The windows of step's batch: the seeded order of the first epoch, then of the next, with no break between."""
         epoch, i = np.divmod(step * self.cfg.train.batch_size + np.arange(self.cfg.train.batch_size), self.windows)
-        keys = {e: int(scramble(np.uint64(self.cfg.run.seed << 32 | int(e)))) >> 1 for e in set(epoch.tolist())}
-        return np.concatenate([permuted(i[epoch == e], self.windows, key) for e, key in sorted(keys.items())])
+        order = [permuted(i[epoch == e], self.windows, self.cfg.run.seed << 32 | int(e)) for e in np.unique(epoch)]
+        return np.concatenate(order)
 
     def eval_rows(self, i: int):
         return i * self.cfg.train.batch_size + np.arange(self.cfg.train.batch_size)

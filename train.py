@@ -59,7 +59,7 @@ def make_state(cfg: Config) -> State:
 def state_specs(cfg: Config) -> State:
     """Where each leaf of State rests: the optimizer's moments with their weights, counters everywhere."""
     specs = model.param_specs(cfg)
-    opt = optax.tree_map_params(optimizer(cfg), lambda _, spec: spec, jax.eval_shape(partial(make_state, cfg)).opt, specs,
+    opt = optax.tree.map_params(optimizer(cfg), lambda _, spec: spec, jax.eval_shape(partial(make_state, cfg)).opt, specs,
                                 transform_non_params=lambda _: P())  # fmt: skip
     return State(P(), specs, opt)
 
@@ -134,7 +134,7 @@ def train_step(state: State, tokens_AMBL, targets_AMBL, cfg: Config):
     """One update.  One with a loss or gradient that is not finite changes nothing but the step."""
     key = jax.random.fold_in(jax.random.key(cfg.run.seed), state.step)
     loss, grads = loss_and_grads(state.params, tokens_AMBL, targets_AMBL, key, cfg)
-    grad_norm = optax.global_norm(grads)
+    grad_norm = optax.tree.norm(grads)
     updates, opt = optimizer(cfg).update(grads, state.opt, state.params)
     params = optax.apply_updates(state.params, updates)
     good = jnp.isfinite(loss) & jnp.isfinite(grad_norm)

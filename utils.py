@@ -3,6 +3,7 @@
 import fcntl
 import io
 import json
+import logging
 import math
 import netrc
 import os
@@ -19,6 +20,7 @@ import uuid
 import zlib
 from contextlib import contextmanager
 from dataclasses import asdict
+from types import CoroutineType
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +34,9 @@ from jax.sharding import PartitionSpec as P
 
 import config
 from config import BUSY, CHECKPOINT, DISTRIBUTED, DIVERGED, INTERRUPTED, STORAGE, USAGE, Config, UserError
+
+for noisy in ("absl", "asyncio"):  # orbax logs what it also raises, with tracebacks
+    logging.getLogger(noisy).setLevel(logging.CRITICAL)
 
 # ---- processes and devices
 
@@ -166,19 +171,34 @@ class Stop:
         return self.asked
 
 
+def drop_late_callbacks(unraisable):
+    """A sys.unraisablehook without the hundreds of lines that follow a failed read or write inside orbax."""
+    if "Event loop is closed" not in str(unraisable.exc_value) and not isinstance(unraisable.object, CoroutineType):
+        sys.__unraisablehook__(unraisable)
+
+
 def run_main(main, cfg: Config):
     """main(cfg) among the other processes, with the exit codes of config.py, also for the loss of a peer."""
+    sys.unraisablehook = drop_late_callbacks
     try:
-        config.quit_on_error(start_processes, cfg)
-        return config.quit_on_error(main, cfg)
+        start_processes(cfg)
+        return main(cfg)
+    except UserError as e:
+        leave(e)
     except (ValueError, RuntimeError) as e:
         lost = re.search(r"Gloo|[Cc]onnection closed by peer|coordination service|heartbeat", str(e))
         if not lost or jax.process_count() == 1:
             raise
         fix = "look at that process's log, then run the same command again everywhere to resume"
-        print(UserError(DISTRIBUTED, (f"a peer process was lost: {str(e).splitlines()[0][:200]}", fix)), file=sys.stderr)
-        sys.stderr.flush()
-        os._exit(DISTRIBUTED)  # a normal exit would wait for the lost peer
+        leave(UserError(DISTRIBUTED, (f"a peer process was lost: {str(e).splitlines()[0][:200]}", fix)))
+
+
+def leave(error: UserError):
+    """Print the error and exit with its code, at once: a normal exit waits for lost peers and for saves that failed."""
+    print(error, file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(error.code)
 
 
 # ---- FLOPs and peaks
@@ -647,7 +667,6 @@ class Damaged(ValueError):
     """A checkpoint that is not what was saved."""
 
 
-DAMAGE = (ValueError, KeyError, TypeError, AttributeError, OSError, RuntimeError, EOFError)  # what orbax raises for one
 OUTAGE = r"RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE_EXCEEDED|PERMISSION_DENIED|UNAUTHENTICATED|[Pp]ermission denied"
 
 
@@ -680,20 +699,17 @@ class Checkpoints:
             what = f"{self.path} has no checkpoint {step}, only {config.listed(self.manager.all_steps() or ['none'])}"
             raise UserError(CHECKPOINT, (what, "give --step one of those, or leave it out for the newest"))
         bad = []
-        while (step := self.manager.latest_step() if step < 0 else step) is not None:
+        wanted = step if step >= 0 else None
+        while (step := self.manager.latest_step() if wanted is None else wanted) is not None:
             try:
                 tree = self.load(step, abstract)
                 self.newest = step
                 say(f"resume: update {step} (verified) from {self.path / str(step)}")
                 return tree
-            except DAMAGE as e:
-                if re.search(OUTAGE, str(e)) or isinstance(e, (PermissionError, ConnectionError, TimeoutError)):
-                    what = f"cannot read {self.path / str(step)}: {str(e)[:300]}"
-                    raise UserError(STORAGE, (what, "mend the storage or the permissions, and run the same command again")) from e
-                reason = re.sub(r"\s+", " ", str(e))[:160]
-                bad.append(f"{step} ({type(e).__name__}: {reason})")
+            except Damaged as e:
+                bad.append(f"{step} ({e})")
                 where = self.set_aside(step)
-                warn(f"checkpoint {step} failed verification ({reason}); moved to {where}")
+                warn(f"checkpoint {step} failed verification ({e}); moved to {where}")
         if bad:
             what = f"no usable checkpoint among {len(bad)} in {self.path}: {', '.join(bad)}"
             raise UserError(CHECKPOINT, (what, f"restore one from a copy, or start over with --fresh; they are in {self.run / 'damaged'}"))
@@ -704,26 +720,36 @@ class Checkpoints:
         return None
 
     def load(self, step: int, abstract: dict):
-        """Checkpoint `step`, verified.  Raises Damaged or what orbax raises, or UserError where it is another run's."""
+        """Checkpoint `step`, verified.  Raises Damaged, or UserError CHECKPOINT where it is another run's."""
         if not is_remote(self.path) and os.path.islink(self.path / str(step)):
             raise Damaged("it is a symbolic link")
-        meta = self.manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+        meta = self.read(step, meta=ocp.args.JsonRestore())["meta"]
         if not isinstance(meta, dict) or meta.get("checksum") != checksum(meta):
             raise Damaged("its meta does not match its checksum")
         self.compare(step, meta, abstract)
-        args = {name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()}
-        try:
-            tree, error = self.manager.restore(step, args=ocp.args.Composite(**args)), None
-        except DAMAGE as e:
-            tree, error = None, e
-        if not all_agree(error is None):
-            raise error or Damaged("another process could not read it")
+        tree = self.read(step, **{name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()})
         tree = {name: tree[name] for name in abstract}
         table = leaf_table(tree)
         got, _ = digests(list(table.values()))
         wrong = [name for name, d in zip(table, np.asarray(got).tolist()) if d != meta["leaves"][name][2]]
         if wrong:
             raise Damaged(f"{len(wrong)} of {len(table)} arrays differ from what was saved, {wrong[0]} first")
+        return tree
+
+    def read(self, step: int, **items):
+        """Items of checkpoint `step`.  Raises Damaged, or UserError STORAGE where not the checkpoint is to blame."""
+        tree = error = None
+        try:
+            tree = self.manager.restore(step, args=ocp.args.Composite(**items))
+        except Exception as e:  # orbax raises nearly every type for damage, down to a bare Exception for a short read
+            error = e
+        outage = isinstance(error, PermissionError | ConnectionError | TimeoutError) or re.search(OUTAGE, str(error))
+        if error and outage:
+            what = f"cannot read {self.path / str(step)}: {str(error)[:300]}"
+            raise UserError(STORAGE, (what, "mend the storage or the permissions, and run the same command again")) from error
+        if not all_agree(error is None):
+            reason = re.sub(r"\s+", " ", f"{type(error).__name__}: {error}")[:160] if error else "another process failed"
+            raise Damaged(reason) from error
         return tree
 
     def compare(self, step: int, meta: dict, abstract: dict):

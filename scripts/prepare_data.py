@@ -8,6 +8,7 @@ is cut near its end instead.  Interrupted, the same command goes on after the la
 """
 
 import hashlib
+import io
 import json
 import os
 import sys
@@ -15,6 +16,7 @@ import sysconfig
 import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -75,23 +77,50 @@ def held_out(name: str, fraction: float) -> bool:
     return zlib.crc32(name.encode()) % 10_000 < fraction * 10_000
 
 
-def split(documents, args: Args) -> dict[str, list]:
-    """{"train": [(path, start, stop)], "val": ...}: whole documents, or the two parts of a single one in characters."""
-    if len(documents) == 1:
-        path = documents[0][1]
-        n = len(read(path))
-        cut = n - max(1, round(n * args.val_fraction))
-        return dict(train=[(path, 0, cut)], val=[(path, cut, n)])
+class Piece(NamedTuple):
+    """Some whole lines of a document, so that a huge file never has to fit in memory."""
+
+    path: Path
+    start: int
+    stop: int
+    ends: bool
+    """Whether the document ends with it."""
+
+    def text(self) -> str:
+        with open(self.path, "rb") as f:
+            f.seek(self.start)
+            return f.read(self.stop - self.start).decode("utf-8", errors="replace")
+
+
+def line_end(path: Path, at: int) -> int:
+    """The first line's end from byte `at` on."""
+    with open(path, "rb") as f:
+        f.seek(max(0, at - 1))
+        return f.readline() and f.tell()
+
+
+def pieces(path: Path, start: int, stop: int, size: int = 4_000_000) -> list[Piece]:
+    """Bytes start .. stop of a file, cut at line ends into pieces of about `size` bytes."""
+    cuts = [start, *(line_end(path, at) for at in range(start + size, stop, size)), stop]
+    cuts = sorted({min(cut, stop) for cut in cuts})
+    return [Piece(path, a, b, b == stop) for a, b in zip(cuts, cuts[1:], strict=False)]
+
+
+def split(documents, args: Args) -> dict[str, list[Piece]]:
+    """{"train": pieces, "val": pieces}: of whole documents, or of the two parts of a single one."""
     parts = dict(train=[], val=[])
+    if len(documents) == 1:
+        path, size = documents[0][1], documents[0][1].stat().st_size
+        cut = line_end(path, round(size * (1 - args.val_fraction)))
+        cut = cut if 0 < cut < size else round(size * (1 - args.val_fraction))  # a file of one line
+        return dict(train=pieces(path, 0, cut), val=pieces(path, cut, size))
     for name, path in documents:
-        parts["val" if held_out(name, args.val_fraction) else "train"].append((path, 0, None))
+        parts["val" if held_out(name, args.val_fraction) else "train"] += pieces(path, 0, path.stat().st_size)
     if not parts["val"]:
-        parts["val"].append(parts["train"].pop())
+        last = documents[-1][1]
+        parts["val"] = [piece for piece in parts["train"] if piece.path == last]
+        parts["train"] = [piece for piece in parts["train"] if piece.path != last]
     return parts
-
-
-def read(path: Path, start: int = 0, stop: int | None = None) -> str:
-    return path.read_text(encoding="utf-8", errors="replace")[start:stop]
 
 
 # ---- tokenizers
@@ -126,12 +155,12 @@ def bpe_tokenizer(texts, vocab_size: int, n_texts: int) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[END], show_progress=False,
                                   initial_alphabet=pre_tokenizers.ByteLevel.alphabet())  # fmt: skip
-    tokenizer.train_from_iterator(tqdm(texts, desc="train tokenizer", total=n_texts, unit="file"), trainer, n_texts)
+    tokenizer.train_from_iterator(tqdm(texts, desc="train tokenizer", total=n_texts, unit="piece"), trainer, n_texts)
     return tokenizer
 
 
 def make_tokenizer(args: Args, train: list) -> Tokenizer:
-    texts = (read(*part) for part in train)
+    texts = (piece.text() for piece in train)
     match args.tokenizer:
         case "byte":
             return byte_tokenizer()
@@ -155,8 +184,6 @@ def write_whole(path: epath.Path, data: bytes):
 
 
 def npy_bytes(tokens: np.ndarray) -> bytes:
-    import io
-
     out = io.BytesIO()
     np.save(out, tokens, allow_pickle=False)
     return out.getvalue()
@@ -183,15 +210,16 @@ def tokenize(parts: list, out: epath.Path, tokenizer: Tokenizer, recipe: dict, a
         write_whole(progress, json.dumps(state | dict(recipe=recipe)).encode())
         held, n_held, n_bytes = [], 0, 0
 
-    bar = tqdm(total=len(parts), initial=state["next"], desc=desc, unit="file")
+    bar = tqdm(total=len(parts), initial=state["next"], desc=desc, unit="piece")
     for at in range(state["next"], len(parts), 32):
-        texts = [read(*part) for part in parts[at : at + 32]]
-        for text, encoded in zip(texts, tokenizer.encode_batch_fast(texts, add_special_tokens=False), strict=True):
-            held.append(np.array([*encoded.ids, end], kind))
+        texts = [piece.text() for piece in parts[at : at + 32]]
+        encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        for n, text in enumerate(texts):
+            held.append(np.array(encoded[n].ids + [end] * parts[at + n].ends, kind))
             n_held, n_bytes = n_held + len(held[-1]), n_bytes + len(text.encode())
+            if n_held >= args.shard_tokens:
+                close_shard(at + n + 1)
         bar.update(len(texts))
-        if n_held >= args.shard_tokens:
-            close_shard(at + len(texts))
     if held:
         close_shard(len(parts))
     bar.close()

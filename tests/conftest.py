@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,9 @@ sys.path.insert(0, str(ROOT))
 import config
 
 os.environ |= dict(JAX_PLATFORMS="cpu", WANDB_SILENT="true")
-os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"  # compile in half the time; subprocesses do so too
+os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"  # compiles in half the time
+CACHE = tempfile.TemporaryDirectory(prefix="trifold-tests-")  # what one run compiled, the next one and its subprocesses load
+os.environ |= dict(JAX_COMPILATION_CACHE_DIR=CACHE.name, JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0.3")
 config.simulate_devices(config.Mesh(2, 2, 2))  # before jax is imported
 
 import pytest

@@ -1,0 +1,49 @@
+"""What a run came to, from its metrics: `python scripts/report.py --run runs/demo`."""
+
+import json
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+from etils import epath
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from config import DATA, UserError, quit_on_error
+
+
+@dataclass(frozen=True)
+class Args:
+    run: str
+    """A run directory, local or gs://."""
+
+
+def rows(path: epath.Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def main(args: Args):
+    """Print the run directory, how far and how fast it trained, its last evaluation and its last sample."""
+    run = epath.Path(args.run)
+    metrics, samples = rows(run / "metrics.jsonl"), rows(run / "samples.jsonl")
+    train = [row for row in metrics if row["kind"] == "train"]
+    evals = [row for row in metrics if row["kind"] == "eval"]
+    if not train:
+        what = f"{run} has no rows in metrics.jsonl"
+        raise UserError(DATA, (what, "give --run a run directory that has trained"))
+    last, skipped = train[-1], sum(None in (row["loss"], row["grad_norm"]) for row in train)
+    rate = statistics.median(row["tokens_per_sec"] for row in train)
+    print(f"run directory    {run} (loss.png, metrics.jsonl, checkpoints/)")
+    print(f"trained          {last['step']:,} updates, {last['tokens']:,} tokens, {rate:,.0f} tokens/s, {skipped} skipped")
+    if evals:
+        print(f"validation loss  {evals[-1]['loss']:.4f} nats per token, over {evals[-1]['tokens']:,} tokens")
+        if evals[-1]["bits_per_byte"] is not None:
+            print(f"bits per byte    {evals[-1]['bits_per_byte']:.4f}")
+    if samples:
+        print(f"sample after update {samples[-1]['step']}:\n{samples[-1]['text']}")
+
+
+if __name__ == "__main__":
+    quit_on_error(main, tyro.cli(Args, use_underscores=True, description=__doc__))

@@ -1,0 +1,401 @@
+"""Training runs: the same on any mesh, through any interruption, and sound whatever happens to them."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import ROOT, on_mesh
+
+import config
+import model
+import train
+import utils
+from config import BUSY, CHECKPOINT, DISTRIBUTED, DIVERGED, INTERRUPTED, Config, UserError
+
+STEPS = 20
+
+
+def rows(run: Path, kind="train") -> dict:
+    """{step: row} of metrics.jsonl, each step once and without a gap."""
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    found = [row for row in found if row["kind"] == kind]
+    steps = [row["step"] for row in found]
+    assert len(set(steps)) == len(steps) and steps == sorted(steps)
+    assert kind == "eval" or steps == list(range(1, len(steps) + 1))
+    return {row["step"]: row for row in found}
+
+
+def losses(run: Path) -> list[str]:
+    """Losses and gradient norms to the last bit."""
+    return [f"{row['loss'].hex()} {row['grad_norm'].hex()}" for row in rows(run).values()]
+
+
+def final_weights(run: Path) -> dict:
+    cfg = utils.start_mesh(replace(config.of_run(str(run), config.Mesh(1, 1, 1))), rows=1)
+    return utils.leaf_table(jax.device_get(train.load_params(utils.absolute(str(run)), cfg)))
+
+
+def flags(cfg: Config, *more) -> list[str]:
+    """The command line that gives cfg."""
+    sections = json.loads(config.to_json(cfg))
+    return [f"--{s}.{k}={v}" for s, fields in sections.items() for k, v in fields.items()] + [*map(str, more)]
+
+
+def start(cfg: Config, *more, **kwargs) -> subprocess.Popen:
+    command = [sys.executable, str(ROOT / "train.py"), "--config", "tiny", *flags(cfg, *more)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs)
+
+
+def finish(process: subprocess.Popen) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=300)
+    return process.returncode, out, err
+
+
+def wait_for_step(process: subprocess.Popen, run: Path, step: int):
+    """Return once metrics.jsonl has `step`."""
+    deadline = time.monotonic() + 120
+    while not ((run / "metrics.jsonl").exists() and f'"step": {step}, "loss"' in (run / "metrics.jsonl").read_text()):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def base(corpus, tmp_path_factory) -> Config:
+    """A run of 20 updates on (2, 2, 2), with checkpoints at 10 and 20."""
+    tiny = config.tiny()
+    return replace(
+        tiny,
+        run=replace(tiny.run, dir=str(tmp_path_factory.mktemp("runs")), name="whole"),
+        mesh=config.Mesh(2, 2, 2),
+        data=config.Data(train=str(corpus / "train"), val=str(corpus / "val")),
+        train=replace(tiny.train, steps=STEPS, eval_batches=2, dropout=0.1, microbatches=4),
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(base) -> Path:
+    """That run, left alone."""
+    code, _, err = finish(start(base))
+    assert code == 0, err
+    return Path(base.run.dir) / base.run.name
+
+
+def named(base: Config, name: str, **sections) -> tuple[Config, Path]:
+    cfg = replace(base, run=replace(base.run, name=name))
+    cfg = replace(cfg, **{s: replace(getattr(cfg, s), **fields) for s, fields in sections.items()})
+    return cfg, Path(cfg.run.dir) / name
+
+
+def copy_of(whole: Path, base: Config, name: str, **sections) -> tuple[Config, Path]:
+    cfg, run = named(base, name, **sections)
+    shutil.copytree(whole, run)
+    return cfg, run
+
+
+def refusal(cfg: Config) -> UserError:
+    with pytest.raises(UserError) as error:
+        train.main(cfg)
+    return error.value
+
+
+# ---- what a run leaves behind
+
+
+def test_a_run_leaves_its_record(whole, base):
+    train_rows, evals = rows(whole), rows(whole, "eval")
+    assert list(train_rows) == list(range(1, STEPS + 1)) and list(evals) == [10, 20]
+    assert list(train_rows[1]) == ["kind", "step", "loss", "grad_norm", "lr", "tokens", "step_time", "tokens_per_sec", "mfu"]
+    assert list(evals[10]) == ["kind", "step", "loss", "bits_per_byte", "tokens"]
+    assert train_rows[3]["tokens"] == 3 * 64 * 16 and train_rows[3]["mfu"] is None
+    assert train_rows[STEPS]["loss"] < 0.6 * train_rows[1]["loss"]
+    assert sorted(p.name for p in (whole / "checkpoints").iterdir()) == ["10", "20"]
+    record = json.loads((whole / "config.json").read_text())
+    assert record["versions"]["jax"] == jax.__version__ and record["argv"] and len(record["data_fingerprint"]) == 32
+    assert config.parse(["--config", str(whole / "config.json")]) == base
+    assert (whole / "loss.png").read_bytes()[:4] == b"\x89PNG"
+
+
+# ---- interruptions
+
+
+def test_sigkill_at_any_moment_changes_no_bit(base, whole):
+    """Killed while it trains, while it saves and while it starts, then run again until it ends."""
+    cfg, run = named(base, "killed", checkpoint=dict(every=3))
+    for step in (2, 5, 13):
+        process = start(cfg)
+        wait_for_step(process, run, step)
+        time.sleep(np.random.default_rng(step).uniform(0, 0.3))
+        process.send_signal(signal.SIGKILL)
+        assert finish(process)[0] == -signal.SIGKILL
+    process = start(cfg)
+    time.sleep(2)
+    process.kill()
+    finish(process)
+    code, out, err = finish(start(cfg))
+    assert code == 0 and "resume: update" in out, err
+    assert losses(run) == losses(whole)
+    assert rows(run, "eval") == rows(whole, "eval")
+    got, want = final_weights(run), final_weights(whole)
+    for name in want:
+        np.testing.assert_array_equal(got[name], want[name])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_run_saves_exits_75_and_goes_on(base, whole, number):
+    cfg, run = named(base, f"stopped{number}", checkpoint=dict(every=1000))
+    process = start(cfg)
+    wait_for_step(process, run, 7)
+    process.send_signal(number)
+    code, out, err = finish(process)
+    assert code == INTERRUPTED and "checkpoint of update" in out and "Traceback" not in err
+    saved = max(int(p.name) for p in (run / "checkpoints").iterdir())
+    assert saved >= 7 and len(rows(run)) == saved
+    assert finish(start(cfg))[0] == 0
+    assert losses(run) == losses(whole)
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (8, 1, 1), (1, 4, 2)], ids=str)
+def test_a_checkpoint_resumes_on_any_mesh(base, whole, mesh):
+    cfg, run = copy_of(whole, base, "mesh" + "".join(map(str, mesh)))
+    shutil.rmtree(run / "checkpoints" / "20")
+    train.main(replace(cfg, mesh=config.Mesh(*mesh)))
+    got, want = rows(run), rows(whole)
+    for step in range(11, STEPS + 1):
+        np.testing.assert_allclose(got[step]["loss"], want[step]["loss"], rtol=1e-5)
+    assert losses(run)[:10] == losses(whole)[:10]
+
+
+def test_a_run_from_the_start_is_the_same_on_another_mesh(base, whole):
+    cfg, run = named(base, "one_device")
+    train.main(replace(cfg, mesh=config.Mesh(1, 1, 1), train=replace(cfg.train, grad_accum=2, microbatches=0)))
+    got, want = rows(run), rows(whole)
+    np.testing.assert_allclose([r["loss"] for r in got.values()], [r["loss"] for r in want.values()], rtol=1e-5)
+    assert rows(run, "eval")[20]["tokens"] == rows(whole, "eval")[20]["tokens"]
+
+
+def test_a_finished_run_run_again_does_nothing(base, whole):
+    cfg, run = copy_of(whole, base, "again")
+    train.main(cfg)
+    assert (run / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+
+
+# ---- what a run refuses
+
+
+def test_a_run_directory_has_one_live_run(base):
+    cfg, run = named(base, "busy", train=dict(steps=100_000), optim=dict(warmup_steps=5))
+    first = start(cfg)
+    wait_for_step(first, run, 1)
+    began = time.monotonic()
+    code, _, err = finish(start(cfg))
+    first.kill()
+    finish(first)
+    assert code == BUSY and "belongs to another live run" in err and f'"pid": {first.pid}' in err
+    assert time.monotonic() - began < 20 and "Traceback" not in err
+
+
+def test_fresh_moves_the_old_run_aside(base, whole):
+    cfg, run = copy_of(whole, base, "fresh", train=dict(steps=5), optim=dict(warmup_steps=5))
+    train.main(replace(cfg, fresh=True))
+    assert len(rows(run)) == 5
+    assert losses(run.with_name("fresh.old")) == losses(whole)
+
+
+@pytest.mark.parametrize("sections, word", [
+    (dict(model=dict(d_ff=128)), "model.d_ff: 64 there, 128 here"),
+    (dict(model=dict(n_layers=16)), "params/layers/q_DHK: float32[8, 32, 16, 4] there, float32[16, 32, 16, 4] here"),
+    (dict(model=dict(tie_embeddings=True)), "params/unembed_DV: float32[32, 512] there, nothing here"),
+    (dict(train=dict(seq_len=32)), "train.seq_len: 16 there, 32 here"),
+    (dict(run=dict(seed=1)), "run.seed: 0 there, 1 here"),
+    (dict(data=dict(train=None)), "data.train fingerprint: "),
+], ids=lambda x: str(x) if isinstance(x, dict) else "")  # fmt: skip
+def test_a_checkpoint_of_another_run_is_refused_with_the_fields(base, whole, corpus, sections, word):
+    if "data" in sections:
+        sections = dict(data=dict(train=str(corpus / "val")))
+    cfg, run = copy_of(whole, base, f"other{abs(hash(str(sections)))}")
+    cfg = replace(cfg, **{s: replace(getattr(cfg, s), **fields) for s, fields in sections.items()})
+    before = sorted(p for p in run.rglob("*"))
+    error = refusal(cfg)
+    assert error.code == CHECKPOINT and word in str(error)
+    assert sorted(p for p in run.rglob("*")) == before
+
+
+def test_a_run_without_its_checkpoints_does_not_start_over(base, whole):
+    cfg, run = copy_of(whole, base, "lost")
+    shutil.rmtree(run / "checkpoints")
+    error = refusal(cfg)
+    assert error.code == CHECKPOINT and "has trained, but" in str(error)
+
+
+def test_another_folder_is_not_taken_for_a_run(base):
+    cfg, run = named(base, "strangers")
+    run.mkdir()
+    (run / "thesis.tex").write_text("x")
+    error = refusal(cfg)
+    assert error.code == config.USAGE and "'thesis.tex'" in str(error) and list(run.iterdir()) == [run / "thesis.tex"]
+
+
+def test_eval_only_evaluates_and_leaves_the_run_alone(base, whole, capsys):
+    cfg, run = copy_of(whole, base, "only")
+    (run / "lock").unlink()
+    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    train.main(replace(cfg, eval_only=True))
+    assert f"validation loss {rows(whole, 'eval')[20]['loss']:.4f}" in capsys.readouterr().out
+    (run / "lock").unlink()
+    assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
+    assert refusal(replace(named(base, "nowhere")[0], eval_only=True)).code == CHECKPOINT
+
+
+# ---- numerics
+
+
+def poisoned(monkeypatch, cfg, steps):
+    """Make the gradient of these updates' batches NaN."""
+    data = train.Dataset(on_mesh(cfg, cfg.mesh.sizes), "train")
+    bad = np.array([int(np.asarray(data.batch(step)[0]).sum()) for step in steps])
+    real = train.loss_and_grads
+
+    def poison(params, tokens, targets, key, cfg):
+        loss, grads = real(params, tokens, targets, key, cfg)
+        nan = jnp.where((tokens.sum() == bad).any(), jnp.nan, 0.0)
+        return loss, jax.tree.map(lambda g: g + nan, grads)
+
+    monkeypatch.setattr(train, "loss_and_grads", poison)
+
+
+def test_an_update_that_is_not_finite_changes_nothing_but_the_step(base, monkeypatch, capsys):
+    cfg, run = named(base, "skip", mesh=dict(dp=1, pp=1, tp=1), train=dict(steps=8), optim=dict(lr=0.011))
+    poisoned(monkeypatch, cfg, [3])
+    state = train.main(cfg)
+    table = rows(run)
+    assert [step for step, row in table.items() if row["grad_norm"] is None] == [4]
+    assert table[5]["lr"] == table[4]["lr"] > table[3]["lr"]  # the schedule waited
+    assert int(state.step) == 8 and int(state.opt[-1].count) == 7
+    assert capsys.readouterr().err.count("warning: update 4 skipped") == 1
+
+    def by_hand(skip):
+        at = on_mesh(cfg, (1, 1, 1))
+        data, state = train.Dataset(at, "train"), train.init_state(at)
+        for step in range(8):
+            if step == skip:
+                state = state._replace(step=state.step + 1)
+            else:
+                state, _ = train.train_step(state, *data.batch(step), at)
+        return state
+
+    jax.tree.map(np.testing.assert_array_equal, by_hand(skip=3).params, state.params)
+
+
+def test_ten_bad_updates_in_a_row_end_the_run_with_sound_checkpoints(base, monkeypatch):
+    cfg, run = named(base, "diverged", mesh=dict(dp=1, pp=1, tp=1), optim=dict(lr=0.012), checkpoint=dict(every=4))
+    poisoned(monkeypatch, cfg, range(5, 20))
+    error = refusal(cfg)
+    assert error.code == DIVERGED and "6 to 15" in str(error)
+    for name, x in final_weights(run).items():
+        assert np.isfinite(x).all(), name
+
+
+def test_a_state_with_a_nan_is_not_saved(base, tmp_path):
+    cfg = on_mesh(base, (1, 1, 1))
+    state = train.init_state(cfg)
+    state.params["norm_D"] = state.params["norm_D"].at[3].set(jnp.nan)
+    store = utils.Checkpoints(utils.absolute(str(tmp_path)))
+    with pytest.raises(UserError) as error:
+        store.save(5, train.items(state))
+    assert error.value.code == DIVERGED and store.manager.latest_step() is None
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+def test_learning_rate(schedule):
+    cfg = config.parse(["--config", "tiny", "--optim.schedule", schedule, "--train.steps", "100", "--optim.warmup_steps", "10",
+                        "--optim.lr", "1", "--optim.min_lr_ratio", "0.1"])  # fmt: skip
+    rate = np.array([float(train.learning_rate(n, cfg)) for n in range(100)])
+    np.testing.assert_allclose(rate[:10], np.arange(1, 11) / 10, rtol=1e-6)
+    assert rate[99] == pytest.approx(0.1) and (np.diff(rate[10:]) <= 1e-7).all()
+    if schedule == "wsd":
+        np.testing.assert_allclose(rate[10:80], 1)
+        np.testing.assert_allclose(np.diff(rate[80:]), -0.9 / 20, rtol=1e-4)
+    else:
+        assert rate[54] == pytest.approx(0.55)
+
+
+def test_weight_decay_pulls_matrices_only():
+    cfg = on_mesh(config.tiny(), (1, 1, 1), optim=dict(weight_decay=0.5, warmup_steps=0))
+    params = train.init_state(cfg).params
+    zero = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = train.optimizer(cfg).update(zero, train.optimizer(cfg).init(params), params)
+    moved = {name for name, x in utils.leaf_table(updates).items() if np.abs(x).max() > 0}
+    assert moved == {name for name, p in utils.leaf_table(model.param_table(cfg)).items() if "norm" not in name}
+    np.testing.assert_allclose(updates["embed_VD"], -train.learning_rate(0, cfg) * 0.5 * params["embed_VD"], rtol=1e-6)
+
+
+def test_clipping_uses_the_norm_of_the_whole_gradient():
+    got = []
+    for mesh in [(1, 1, 1), (2, 2, 2)]:
+        cfg = on_mesh(config.tiny(), mesh, optim=dict(clip_norm=0.01, lr=0.02))
+        state = train.init_state(cfg)
+        rng = np.random.default_rng(0)
+        tokens, targets = (jax.device_put(rng.integers(512, size=(1, cfg.train.microbatches, 64 // cfg.train.microbatches, 16),
+                                                       dtype=np.int32).reshape(1, cfg.train.microbatches, -1, 16),
+                                          utils.shardings(model.TOKENS)) for _ in range(2))  # fmt: skip
+        state, metrics = train.train_step(state, tokens, targets, cfg)
+        assert metrics["grad_norm"] > 1
+        mu = state.opt[1].mu
+        got.append(float(jnp.sqrt(sum((x**2).sum() for x in jax.tree.leaves(mu)))))
+    np.testing.assert_allclose(got, [0.01 * (1 - cfg.optim.b1)] * 2, rtol=1e-4)
+
+
+# ---- several processes
+
+
+def start_two(cfg: Config) -> list[subprocess.Popen]:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    both = [replace(cfg, run=replace(cfg.run, coordinator=f"127.0.0.1:{port}", num_processes=2, process_id=n)) for n in (0, 1)]
+    env = {k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"}  # each gets half of the mesh
+    return [start(c, env=env) for c in both]
+
+
+def test_two_processes_have_the_losses_of_one(base, whole):
+    cfg, run = named(base, "two")
+    for process in start_two(cfg):
+        code, _, err = finish(process)
+        assert code == 0, err
+    got, want = rows(run), rows(whole)
+    np.testing.assert_allclose([r["loss"] for r in got.values()], [r["loss"] for r in want.values()], rtol=1e-6)
+    assert rows(run, "eval")[20]["tokens"] == rows(whole, "eval")[20]["tokens"]
+
+
+def test_two_processes_stop_together_and_go_on_as_one(base, whole):
+    cfg, run = named(base, "two_stopped", checkpoint=dict(every=1000))
+    both = start_two(cfg)
+    wait_for_step(both[0], run, 5)
+    both[1].send_signal(signal.SIGTERM)
+    for process in both:
+        code, _, err = finish(process)
+        assert code == INTERRUPTED, err
+    train.main(replace(cfg, run=replace(cfg.run, name="two_stopped")))
+    np.testing.assert_allclose([r["loss"] for r in rows(run).values()], [r["loss"] for r in rows(whole).values()], rtol=1e-5)
+
+
+def test_a_lost_peer_is_an_error_not_a_hang(base):
+    cfg, run = named(base, "peer", train=dict(steps=100_000))
+    both = start_two(cfg)
+    wait_for_step(both[0], run, 3)
+    both[1].kill()
+    code, _, err = finish(both[0])
+    finish(both[1])
+    assert code == DISTRIBUTED and "error: a peer process was lost" in err and "Traceback" not in err
