@@ -83,7 +83,10 @@ def restore_or_init(store: utils.Checkpoints, cfg: Config) -> State:
     found = store.restore(items(abstract_state(cfg)))
     if found is None and cfg.eval_only:
         raise UserError(CHECKPOINT, (f"{store.run} has no checkpoint to evaluate", "train it first, without --eval_only"))
-    return State(params=found["params"], **found["rest"]) if found else init_state(cfg)
+    if found is None:
+        return init_state(cfg)
+    utils.say(f"resume: update {store.newest} (verified) from {store.path}")
+    return State(params=found["params"], **found["rest"])
 
 
 def load_params(run, cfg: Config, step: int = -1):

@@ -704,7 +704,6 @@ class Checkpoints:
             try:
                 tree = self.load(step, abstract)
                 self.newest = step
-                say(f"resume: update {step} (verified) from {self.path / str(step)}")
                 return tree
             except Damaged as e:
                 bad.append(f"{step} ({e})")

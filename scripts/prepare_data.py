@@ -65,16 +65,12 @@ def find_documents(args: Args) -> list[tuple[str, Path]]:
         folders[:] = [f for f in folders if not (args.stdlib and f in skip) and not f.startswith(".")]
         for name in files:
             path = Path(folder, name)
-            if name.endswith(".py" if args.stdlib else args.suffix) and not path.is_symlink():
+            if name.endswith(".py" if args.stdlib else args.suffix) and not path.is_symlink() and path.stat().st_size:
                 found.append((path.relative_to(root).as_posix(), path))
     if not found:
         what = f"no files{f' ending in {args.suffix!r}' if args.suffix else ''} in {root}"
         raise UserError(DATA, (what, "give --input a text file or a folder with text files"))
     return sorted(found)
-
-
-def held_out(name: str, fraction: float) -> bool:
-    return zlib.crc32(name.encode()) % 10_000 < fraction * 10_000
 
 
 class Piece(NamedTuple):
@@ -114,12 +110,11 @@ def split(documents, args: Args) -> dict[str, list[Piece]]:
         cut = line_end(path, round(size * (1 - args.val_fraction)))
         cut = cut if 0 < cut < size else round(size * (1 - args.val_fraction))  # a file of one line
         return dict(train=pieces(path, 0, cut), val=pieces(path, cut, size))
+    rank = {name: zlib.crc32(name.encode()) / 2**32 for name, _ in documents}
+    n_held = sum(r < args.val_fraction for r in rank.values())
+    held = sorted(rank, key=rank.get)[: min(max(1, n_held), len(rank) - 1)]  # a split is never empty
     for name, path in documents:
-        parts["val" if held_out(name, args.val_fraction) else "train"] += pieces(path, 0, path.stat().st_size)
-    if not parts["val"]:
-        last = documents[-1][1]
-        parts["val"] = [piece for piece in parts["train"] if piece.path == last]
-        parts["train"] = [piece for piece in parts["train"] if piece.path != last]
+        parts["val" if name in held else "train"] += pieces(path, 0, path.stat().st_size)
     return parts
 
 
@@ -142,7 +137,7 @@ def char_tokenizer(texts) -> Tokenizer:
     """Each character that occurs is an id, in code point order."""
     characters = sorted(set().union(*texts))
     tokenizer = Tokenizer(models.WordLevel({c: n for n, c in enumerate(characters)}, unk_token=characters[0]))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"(?s)."), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(?m)."), behavior="isolated")  # m: newlines too
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([END])
     return tokenizer
@@ -226,7 +221,7 @@ def tokenize(parts: list, out: epath.Path, tokenizer: Tokenizer, recipe: dict, a
     manifest = dict(format=1, shards=state["shards"], dtype=kind, vocab_size=tokenizer.get_vocab_size(), eot_id=end,
                     bytes=state["bytes"], tokenizer="tokenizer.json", recipe=recipe)  # fmt: skip
     write_whole(out / "manifest.json", json.dumps(manifest, indent=1).encode())
-    progress.unlink()
+    progress.unlink(missing_ok=True)
     tokens = sum(s["tokens"] for s in state["shards"])
     print(f"{out}: {tokens:,} tokens from {state['bytes']:,} bytes ({state['bytes'] / tokens:.2f} bytes a token) "
           f"in {len(state['shards'])} shard(s), vocabulary {tokenizer.get_vocab_size()}")  # fmt: skip

@@ -1,0 +1,224 @@
+"""The scripts: from text to shards, and from a checkpoint to text and numbers."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from conftest import ROOT, on_mesh, prepare, run
+from tokenizers import Tokenizer
+
+import config
+import train
+import utils
+from config import CHECKPOINT, DATA, USAGE
+from dataset import Dataset
+
+TEXTS = {
+    "b/notes.txt": "Ünïcödé, tabs\tand\r\nlines.\n\n   Trailing spaces  \n" * 30,
+    "a.txt": "The quick brown fox jumps over the lazy dog. 0123456789\n" * 40,
+    "c.txt": "ÿ\x00binary-ish\x7f 日本語 🙂\n" * 20,
+    "empty.txt": "",
+    "d.md": "# not a .txt file\n",
+}
+
+
+@pytest.fixture
+def texts(tmp_path) -> Path:
+    folder = tmp_path / "texts"
+    for name, text in TEXTS.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(text.encode())
+    return folder
+
+
+def manifest(folder) -> dict:
+    return json.loads((folder / "manifest.json").read_text())
+
+
+def tokens_of(folder) -> np.ndarray:
+    return np.concatenate([np.load(folder / s["name"]) for s in manifest(folder)["shards"]])
+
+
+def documents_of(folder) -> list[str]:
+    """The texts that a prepared set decodes to."""
+    end, tokens = manifest(folder)["eot_id"], tokens_of(folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert tokens[-1] == end
+    parts = np.split(tokens, np.flatnonzero(tokens == end) + 1)[:-1]
+    return [tokenizer.decode(part[:-1].tolist()) for part in parts]
+
+
+# ---- prepare_data
+
+
+@pytest.mark.parametrize("kind", ["byte", "char", "bpe"])
+def test_prepared_text_decodes_to_what_it_was(texts, tmp_path, kind):
+    out = tmp_path / "out"
+    prepare("--input", texts, "--suffix", ".txt", "--tokenizer", kind, "--vocab_size", 400, "--out", out, "--val_fraction", 0.3,
+            "--shard_tokens", 500)  # fmt: skip
+    got = documents_of(out / "train") + documents_of(out / "val")
+    want = [text for name, text in TEXTS.items() if name.endswith(".txt") and text]
+    if kind == "char":  # a character that only the held-out text has is unknown to a tokenizer made from the rest
+        assert set(documents_of(out / "train")) <= set(want)
+    else:
+        assert sorted(got) == sorted(want)
+    total = sum(manifest(out / split)["bytes"] for split in ("train", "val"))
+    assert total == sum(len(text.encode()) for text in want)
+    assert manifest(out / "train")["vocab_size"] == dict(byte=257, bpe=400).get(kind, manifest(out / "train")["vocab_size"])
+
+
+def test_byte_tokens_are_bytes_and_a_single_file_is_cut_at_a_line(tmp_path):
+    path, out = tmp_path / "one.txt", tmp_path / "out"
+    path.write_bytes("zwölf Boxkämpfer\n".encode() * 200)
+    prepare("--input", path, "--tokenizer", "byte", "--out", out, "--val_fraction", 0.1)
+    train_tokens, val_tokens = tokens_of(out / "train"), tokens_of(out / "val")
+    assert bytes(train_tokens[:-1].tolist()) + bytes(val_tokens[:-1].tolist()) == path.read_bytes()
+    assert train_tokens[-2] == ord("\n") and 0.05 < len(val_tokens) / len(train_tokens) < 0.15
+
+
+def test_a_large_file_is_read_in_pieces_of_whole_lines(tmp_path):
+    path, out = tmp_path / "large.txt", tmp_path / "out"
+    lines = [f"line {n} of many, with an ümlaut\n" for n in range(300_000)]
+    path.write_text("".join(lines))
+    assert path.stat().st_size > 8_000_000
+    prepare("--input", path, "--tokenizer", "byte", "--out", out, "--shard_tokens", 3_000_000)
+    assert len(manifest(out / "train")["shards"]) > 2
+    assert "".join(documents_of(out / "train") + documents_of(out / "val")) == "".join(lines)
+
+
+def test_a_second_run_does_nothing_and_another_request_is_refused(texts, tmp_path):
+    out = tmp_path / "out"
+    request = ["--input", texts, "--tokenizer", "byte", "--out", out]
+    prepare(*request)
+    before = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in out.rglob("*") if p.is_file()}
+    assert "is up to date" in run("scripts/prepare_data.py", *request).stdout
+    other = run("scripts/prepare_data.py", *request, "--val_fraction", 0.5)
+    assert other.returncode == DATA and "was made with other val_fraction" in other.stderr
+    (texts / "a.txt").write_text("changed")
+    changed = run("scripts/prepare_data.py", *request)
+    assert changed.returncode == DATA and "was made with other documents" in changed.stderr
+    assert {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in out.rglob("*") if p.is_file()} == before
+
+
+def test_an_interrupted_run_goes_on_and_ends_the_same(tmp_path):
+    source = Path(os.__file__).parent / "email"
+    request = ["--input", source, "--suffix", ".py", "--tokenizer", "bpe", "--vocab_size", 600, "--shard_tokens", 4000]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    prepare(*request, "--out", whole)
+    command = [sys.executable, ROOT / "scripts/prepare_data.py", *request, "--out", cut]
+    process = subprocess.Popen([*map(str, command)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not (cut / "train" / "progress.json").exists():
+        assert process.poll() is None
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (cut / "val" / "manifest.json").exists()
+    prepare(*request, "--out", cut)
+    for split in ("train", "val"):
+        assert manifest(cut / split) == manifest(whole / split)
+        np.testing.assert_array_equal(tokens_of(cut / split), tokens_of(whole / split))
+
+
+@pytest.mark.parametrize("request_, code, word", [
+    ([], USAGE, "give either --input or --stdlib"),
+    (["--input", "x", "--stdlib"], USAGE, "give either --input or --stdlib"),
+    (["--input", "/nowhere"], DATA, "--input /nowhere does not exist"),
+    (["--stdlib", "--val_fraction", "2"], USAGE, "val_fraction=2.0"),
+], ids=lambda x: "")  # fmt: skip
+def test_a_bad_request_is_two_lines(tmp_path, request_, code, word):
+    done = run("scripts/prepare_data.py", "--out", tmp_path / "out", *request_)
+    assert done.returncode == code and word in done.stderr and done.stderr.count("\n") == 2
+
+
+# ---- from a checkpoint
+
+
+@pytest.fixture(scope="module")
+def trained(corpus, tmp_path_factory) -> Path:
+    """A short run on (2, 2, 2) that has sampled, with checkpoints at 10 and 20."""
+    tiny = config.tiny()
+    cfg = replace(tiny, mesh=config.Mesh(2, 2, 2), run=replace(tiny.run, dir=str(tmp_path_factory.mktemp("runs"))),
+                  data=config.Data(train=str(corpus / "train"), val=str(corpus / "val")),
+                  train=replace(tiny.train, sample_every=10, sample_tokens=5))  # fmt: skip
+    train.main(cfg)
+    return Path(cfg.run.dir) / cfg.run.name
+
+
+def text_of(trained, *args) -> str:
+    done = run("scripts/sample.py", "--run", trained, *args)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_samples_are_the_same_text_from_any_mesh(trained):
+    args = ["--prompt", "import ", "--tokens", 12, "--temperature", 0.5, "--seed", 3]
+    want = text_of(trained, *args, "--mesh.dp", 1)
+    assert want.startswith("import ") and len(want) > 8
+    assert text_of(trained, *args, "--mesh.dp", 2, "--mesh.pp", 2, "--mesh.tp", 2) == want
+    several = text_of(trained, *args, "--mesh.dp", 1, "--prompt", "import ", "def ", "")
+    assert several.startswith(want.rstrip("\n")) and several.count("-" * 80) == 3
+
+
+def test_samples_in_training_compare_over_time(trained):
+    rows = [json.loads(line) for line in (trained / "samples.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [10, 20] and all(isinstance(row["text"], str) for row in rows)
+
+
+def test_a_checkpoint_can_be_chosen(trained):
+    args = ["--prompt", "import ", "--tokens", 8, "--temperature", 0, "--mesh.dp", 1]
+    assert text_of(trained, *args, "--step", 20) == text_of(trained, *args)
+    done = run("scripts/sample.py", "--run", trained, *args, "--step", 15)
+    assert done.returncode == CHECKPOINT and "has no checkpoint 15, only 10 or 20" in done.stderr
+    bad = run("scripts/sample.py", "--run", trained, "--top_p", 2, "--temperature=-1")
+    assert bad.returncode == USAGE and bad.stderr.count("error:") == 2
+
+
+def test_evaluate_agrees_with_training_and_writes_each_token(trained, corpus, tmp_path):
+    logged = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()][-1]
+    out = tmp_path / "logprob.npy"
+    done = run("scripts/evaluate.py", "--run", trained, "--per_token", out, "--batch_size", 10, "--mesh.dp", 2, "--mesh.tp", 2)
+    assert done.returncode == 0, done.stderr
+    result, logprob = json.loads(done.stdout), np.load(out)
+    assert logged["kind"] == "eval" and result["tokens"] == logged["tokens"] == len(logprob)
+    np.testing.assert_allclose([result["loss"], result["bits_per_byte"]], [logged["loss"], logged["bits_per_byte"]], rtol=1e-5)
+    np.testing.assert_allclose(-logprob.mean(dtype=np.float64), result["loss"], rtol=1e-6)
+    np.testing.assert_allclose(result["perplexity"], np.exp(result["loss"]))
+
+    cfg = on_mesh(config.of_run(str(trained), config.Mesh(1, 1, 1)), train=dict(batch_size=8))  # in the data's order
+    params = train.load_params(utils.absolute(str(trained)), cfg)
+    nll = np.asarray(train.eval_step(params, *Dataset(cfg, "val").eval_batch(3), cfg)[2]).ravel()
+    np.testing.assert_allclose(logprob[3 * 8 * 16 :][: len(nll)], -nll, atol=1e-5)
+
+
+def test_evaluate_takes_another_set(trained, corpus):
+    done = run("scripts/evaluate.py", "--run", trained, "--data", corpus / "train", "--mesh.dp", 1)
+    assert json.loads(done.stdout)["tokens"] == len(tokens_of(corpus / "train")) - 1
+    assert run("scripts/evaluate.py", "--run", trained, "--data", "/nowhere").returncode == DATA
+
+
+def test_report_ends_with_the_numbers(trained):
+    done = run("scripts/report.py", "--run", trained)
+    assert done.returncode == 0, done.stderr
+    for word in (f"run directory    {trained}", "validation loss  ", "bits per byte    ", "20 updates", "sample after update 20"):
+        assert word in done.stdout
+    assert run("scripts/report.py", "--run", trained / "none").returncode == DATA
+
+
+def test_a_run_without_a_tokenizer_says_how_to_name_one(trained, tmp_path):
+    import shutil
+
+    copy = Path(shutil.copytree(trained, tmp_path / "copy"))
+    tokenizer = (copy / "tokenizer.json").rename(tmp_path / "t.json")
+    args = ["--run", copy, "--tokens", 2, "--mesh.dp", 1]
+    done = run("scripts/sample.py", *args)
+    assert done.returncode == DATA and "--tokenizer" in done.stderr
+    assert run("scripts/sample.py", *args, "--tokenizer", tokenizer).returncode == 0
+    jax.clear_caches()
