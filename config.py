@@ -36,8 +36,8 @@ class Problem(NamedTuple):
 class UserError(Exception):
     """Something its user can mend.  Ends the process with `code` and two lines a problem."""
 
-    def __init__(self, code: int, *problems: Problem | tuple[str, str]):
-        self.code, self.problems = code, [Problem(*p) for p in problems]
+    def __init__(self, code: int, what: str = "", fix: str = "", problems: list[Problem] = ()):
+        self.code, self.problems = code, list(problems) or [Problem(what, fix)]
         super().__init__("\n".join(map(str, self.problems)))
 
 
@@ -228,10 +228,10 @@ def demo() -> Config:
     return Config(
         run=Run(name="demo"),
         mesh=Mesh(dp=2, pp=2, tp=2),
-        model=Model(vocab_size=4096, d_model=128, n_layers=8, n_heads=4, n_kv_heads=2, d_head=32, d_ff=384),
-        train=Train(seq_len=128, batch_size=16, steps=300, eval_every=75, sample_every=150, dtype="float32"),
-        optim=Optim(lr=3e-3, warmup_steps=30, schedule="wsd"),
-        checkpoint=Checkpoint(every=25),
+        model=Model(vocab_size=4096, d_model=128, n_layers=4, n_heads=8, n_kv_heads=4, d_head=16, d_ff=384),
+        train=Train(seq_len=128, batch_size=16, steps=400, eval_every=100, sample_every=200, dtype="float32"),
+        optim=Optim(lr=4e-3, warmup_steps=30, schedule="wsd"),
+        checkpoint=Checkpoint(every=20),
         log=Log(wandb="off"),
     )
 
@@ -388,7 +388,7 @@ def check(cfg: Config) -> Config:
         found += divide_problems(cfg)
     found += other_problems(cfg)
     if found:
-        raise UserError(USAGE, *found)
+        raise UserError(USAGE, problems=found)
     return cfg
 
 
@@ -457,10 +457,10 @@ def file_flags(path: str) -> list[str]:
         return flags
     except FileNotFoundError:
         what = f"--config {path}: no such preset or file"
-        raise UserError(USAGE, (what, f"use {listed(PRESETS)}, or the config.json of a run")) from None
+        raise UserError(USAGE, what, f"use {listed(PRESETS)}, or the config.json of a run") from None
     except (OSError, ValueError, AttributeError, RecursionError) as e:
         what = f"--config {path!r} cannot be read: {str(e)[:200]}"
-        raise UserError(USAGE, (what, "give the config.json of a run, or JSON of the same shape")) from None
+        raise UserError(USAGE, what, "give the config.json of a run, or JSON of the same shape") from None
 
 
 def parse(argv: list[str]) -> Config:
@@ -470,7 +470,7 @@ def parse(argv: list[str]) -> Config:
     given, rest = pre.parse_known_args(argv)
     asks_help = "-h" in rest or "--help" in rest
     if given.config is None and not asks_help:
-        raise UserError(USAGE, ("no --config given", f"add --config and one of {listed(PRESETS)}, or a config.json"))
+        raise UserError(USAGE, "no --config given", f"add --config and one of {listed(PRESETS)}, or a config.json")
     base = PRESETS.get(given.config, Config)()
     flags = [] if given.config is None or given.config in PRESETS else file_flags(given.config)
     about = f"--config NAME_OR_FILE: a preset ({', '.join(PRESETS)}) or a run's config.json; flags override it."

@@ -21,7 +21,7 @@ DTYPES = ("uint16", "uint32", "int32", "int64")  # the manifest's are unsigned; 
 
 
 def bad_data(what: str, fix: str) -> UserError:
-    return UserError(DATA, (what, fix))
+    return UserError(DATA, what, fix)
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,7 @@ class Dataset:
             problems.append(Problem(f"train.sample_every={cfg.train.sample_every} but {path} has no tokenizer.json",
                                     "prepare the data with scripts/prepare_data.py, or set --train.sample_every 0"))  # fmt: skip
         if problems:
-            raise UserError(DATA, *problems)
+            raise UserError(DATA, problems=problems)
 
     def decode(self, ids: list[int]) -> str:
         from tokenizers import Tokenizer  # 0.1 s, and few runs need it

@@ -82,7 +82,7 @@ def abstract_state(cfg: Config) -> State:
 def restore_or_init(store: utils.Checkpoints, cfg: Config) -> State:
     found = store.restore(items(abstract_state(cfg)))
     if found is None and cfg.eval_only:
-        raise UserError(CHECKPOINT, (f"{store.run} has no checkpoint to evaluate", "train it first, without --eval_only"))
+        raise UserError(CHECKPOINT, f"{store.run} has no checkpoint to evaluate", "train it first, without --eval_only")
     if found is None:
         return init_state(cfg)
     utils.say(f"resume: update {store.newest} (verified) from {store.path}")
@@ -93,7 +93,7 @@ def load_params(run, cfg: Config, step: int = -1):
     """The weights of a run's newest checkpoint, or of the one after `step` updates, and nothing else of it."""
     found = utils.Checkpoints(run, read_only=True).restore(dict(params=abstract_state(cfg).params), step)
     if found is None:
-        raise UserError(CHECKPOINT, (f"{run} has no checkpoint", "train it first"))
+        raise UserError(CHECKPOINT, f"{run} has no checkpoint", "train it first")
     return found["params"]
 
 

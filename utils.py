@@ -67,7 +67,7 @@ def on_lead(f, *args):
     if jax.process_count() > 1:
         code = int(multihost_utils.broadcast_one_to_all(np.int32(error.code if error else 0)))
         if code and error is None:
-            error = UserError(code)  # process 0 has printed why
+            error = UserError(code, "process 0 could not go on", "see what it printed")
     if error:
         raise error
     return result
@@ -103,7 +103,7 @@ def wait_for_port(address: str, seconds: float = 60):
         except OSError as e:
             if time.monotonic() > deadline:
                 what = f"no process 0 at run.coordinator={address} after {seconds:.0f} s: {e}"
-                raise UserError(DISTRIBUTED, (what, "start process 0, and check the address and the firewall")) from None
+                raise UserError(DISTRIBUTED, what, "start process 0, and check the address and the firewall") from None
             time.sleep(0.5)
 
 
@@ -127,10 +127,10 @@ def make_mesh(cfg: Config) -> jax.sharding.Mesh:
     found = f"{len(devices)} {devices[0].device_kind} device(s) are visible"
     if n > len(devices):
         fix = f"choose axes whose product is {len(devices)}, or simulate the mesh on this host's CPU with JAX_PLATFORMS=cpu"
-        raise UserError(USAGE, (f"{product} = {n} but only {found}", fix))
+        raise UserError(USAGE, f"{product} = {n} but only {found}", fix)
     if n < len(devices) and (devices[0].platform != "cpu" or jax.process_count() > 1):
         fix = "choose axes whose product is that number (one axis may be -1), or hide the others from JAX"
-        raise UserError(USAGE, (f"{product} = {n} would leave some idle: {found}", fix))
+        raise UserError(USAGE, f"{product} = {n} would leave some idle: {found}", fix)
     kinds = (AxisType.Auto,) * 3
     return jax.make_mesh(cfg.mesh.sizes, ("dp", "pp", "tp"), axis_types=kinds, devices=devices[:n])
 
@@ -190,7 +190,7 @@ def run_main(main, cfg: Config):
         if not lost or jax.process_count() == 1:
             raise
         fix = "look at that process's log, then run the same command again everywhere to resume"
-        leave(UserError(DISTRIBUTED, (f"a peer process was lost: {str(e).splitlines()[0][:200]}", fix)))
+        leave(UserError(DISTRIBUTED, f"a peer process was lost: {str(e).splitlines()[0][:200]}", fix))
 
 
 def leave(error: UserError):
@@ -272,7 +272,7 @@ class Lock:
 
     def busy(self, holder: str):
         what = f"run directory {self.path.parent} belongs to another live run: {holder}"
-        return UserError(BUSY, (what, "wait for that run or stop it, or choose another --run.name"))
+        return UserError(BUSY, what, "wait for that run or stop it, or choose another --run.name")
 
     def take_flock(self):
         self.file = open(os.fspath(self.path), "a+", encoding="utf-8")
@@ -350,12 +350,12 @@ def open_run(cfg: Config, data):
 
     def prepare() -> Lock:
         if cfg.eval_only and not (path / "config.json").exists():
-            raise UserError(CHECKPOINT, (f"there is no run in {path} to evaluate", "give the --run.name and --run.dir of one"))
+            raise UserError(CHECKPOINT, f"there is no run in {path} to evaluate", "give the --run.name and --run.dir of one")
         path.mkdir(parents=True, exist_ok=True)
         strange = [p.name for p in path.iterdir() if p.name not in OURS and not p.name.endswith(".part")]
         if strange and not (path / "config.json").exists():
             what = f"{path} is not a run directory: it holds {strange[0]!r} and no config.json"
-            raise UserError(USAGE, (what, "choose another --run.name or --run.dir"))
+            raise UserError(USAGE, what, "choose another --run.name or --run.dir")
         lock = Lock(path / "lock")
         if cfg.fresh and (path / "config.json").exists():
             aside = free_name(path.with_name(path.name + ".old"))
@@ -377,7 +377,7 @@ def open_run(cfg: Config, data):
             return prepare()
         except OSError as e:
             what = f"cannot write to {path}: {e.strerror or e}"
-            raise UserError(STORAGE, (what, "choose a --run.dir that this user can write to")) from None
+            raise UserError(STORAGE, what, "choose a --run.dir that this user can write to") from None
 
     lock = on_lead(prepare_or_explain)
     try:
@@ -493,8 +493,8 @@ class MetricsLog:
             warn(f"update {step} skipped: loss {loss}, gradient norm {norm}; {self.skips} in a row")
         if self.skips >= self.MAX_SKIPS:
             what = f"diverged: no finite loss and gradient in {self.skips} updates in a row, {step - self.skips + 1} to {step}"
-            raise UserError(DIVERGED, (what, f"lower optim.lr={self.cfg.optim.lr} or optim.clip_norm={self.cfg.optim.clip_norm}, "
-                                       "or look at the data of those updates; the checkpoints are sound"))  # fmt: skip
+            raise UserError(DIVERGED, what, f"lower optim.lr={self.cfg.optim.lr} or optim.clip_norm={self.cfg.optim.clip_norm}, "
+                                       "or look at the data of those updates; the checkpoints are sound")  # fmt: skip
 
     def aside(self, f, *args):
         """f(*args), with every row before it written and its own time left out of the updates'."""
@@ -588,7 +588,7 @@ def start_wandb(run: epath.Path, cfg: Config):
     if mode != "offline" and not has_wandb_key():
         if mode == "required":
             fix = "set WANDB_API_KEY or run `wandb login`, or use --log.wandb online"
-            raise UserError(USAGE, ("log.wandb=required but no API key was found", fix))
+            raise UserError(USAGE, "log.wandb=required but no API key was found", fix)
         say("wandb: no API key, so this run is logged offline; `wandb sync` uploads it later")
         mode = "offline"
     online = mode != "offline"
@@ -605,7 +605,7 @@ def start_wandb(run: epath.Path, cfg: Config):
     except Exception as e:  # whatever fails in there, training goes on without it
         if mode == "required":
             fix = "mend the connection, or use --log.wandb online"
-            raise UserError(USAGE, (f"log.wandb=required but it did not start: {str(e)[:200]}", fix)) from None
+            raise UserError(USAGE, f"log.wandb=required but it did not start: {str(e)[:200]}", fix) from None
         warn(f"wandb is off ({type(e).__name__}: {str(e)[:200]}); metrics.jsonl has everything")
         return None
 
@@ -697,7 +697,7 @@ class Checkpoints:
         """
         if step >= 0 and step not in self.manager.all_steps():
             what = f"{self.path} has no checkpoint {step}, only {config.listed(self.manager.all_steps() or ['none'])}"
-            raise UserError(CHECKPOINT, (what, "give --step one of those, or leave it out for the newest"))
+            raise UserError(CHECKPOINT, what, "give --step one of those, or leave it out for the newest")
         bad = []
         wanted = step if step >= 0 else None
         while (step := self.manager.latest_step() if wanted is None else wanted) is not None:
@@ -711,11 +711,11 @@ class Checkpoints:
                 warn(f"checkpoint {step} failed verification ({e}); moved to {where}")
         if bad:
             what = f"no usable checkpoint among {len(bad)} in {self.path}: {', '.join(bad)}"
-            raise UserError(CHECKPOINT, (what, f"restore one from a copy, or start over with --fresh; they are in {self.run / 'damaged'}"))
+            raise UserError(CHECKPOINT, what, f"restore one from a copy, or start over with --fresh; they are in {self.run / 'damaged'}")
         metrics = self.run / "metrics.jsonl"
         if metrics.exists() and metrics.read_text().strip():
             what = f"{self.run} has trained, but {self.path} holds no checkpoint"
-            raise UserError(CHECKPOINT, (what, "restore the checkpoints from a copy, or start over with --fresh"))
+            raise UserError(CHECKPOINT, what, "restore the checkpoints from a copy, or start over with --fresh")
         return None
 
     def load(self, step: int, abstract: dict):
@@ -745,7 +745,7 @@ class Checkpoints:
         outage = isinstance(error, PermissionError | ConnectionError | TimeoutError) or re.search(OUTAGE, str(error))
         if error and outage:
             what = f"cannot read {self.path / str(step)}: {str(error)[:300]}"
-            raise UserError(STORAGE, (what, "mend the storage or the permissions, and run the same command again")) from error
+            raise UserError(STORAGE, what, "mend the storage or the permissions, and run the same command again") from error
         if not all_agree(error is None):
             reason = re.sub(r"\s+", " ", f"{type(error).__name__}: {error}")[:160] if error else "another process failed"
             raise Damaged(reason) from error
@@ -766,13 +766,13 @@ class Checkpoints:
             more = f", and {len(differ) - 10} more" if len(differ) > 10 else ""
             what = f"checkpoint {self.path / str(step)} is of another run: {'; '.join(differ[:10])}{more}"
             fix = "give the values it was saved with (config.json has them), or another --run.name, or --fresh"
-            raise UserError(CHECKPOINT, (what, fix))
+            raise UserError(CHECKPOINT, what, fix)
 
     def set_aside(self, step: int) -> epath.Path:
         """Move checkpoint `step` out of the way: while it stands there, orbax refuses to save any step up to it."""
         where = free_name(self.run / "damaged" / str(step))
         if self.read_only:
-            raise UserError(CHECKPOINT, (f"checkpoint {self.path / str(step)} is damaged", "start its run once: it goes on from the one before"))
+            raise UserError(CHECKPOINT, f"checkpoint {self.path / str(step)} is damaged", "start its run once: it goes on from the one before")
         self.manager.close()
 
         def move():
@@ -792,7 +792,7 @@ class Checkpoints:
         got, finite = digests(list(table.values()))
         if not finite:
             what = f"the state after update {step} holds a NaN or infinity; it was not saved"
-            raise UserError(DIVERGED, (what, f"resume from {self.newest} with a lower --optim.lr"))
+            raise UserError(DIVERGED, what, f"resume from {self.newest} with a lower --optim.lr")
         leaves = {n: [list(x.shape), str(x.dtype), d] for (n, x), d in zip(table.items(), np.asarray(got).tolist())}
         meta = dict(format=self.FORMAT, step=step, must=self.must, leaves=leaves)
         args = {name: ocp.args.StandardSave(tree) for name, tree in state.items()}
@@ -811,7 +811,7 @@ class Checkpoints:
         except (OSError, ValueError, RuntimeError) as e:
             what = f"checkpoint {step} could not be written to {self.path}: {str(e)[:300]}"
             fix = "make room or mend the storage, and run the same command again: it resumes from the one before"
-            raise UserError(STORAGE, (what, fix)) from e
+            raise UserError(STORAGE, what, fix) from e
 
     def wait(self):
         """Return once everything saved is committed."""

@@ -35,7 +35,7 @@ class Args:
 def parse() -> tuple[Args, config.Config]:
     args = tyro.cli(Args, use_underscores=True, description=__doc__)
     if args.batch_size < 1:
-        raise config.UserError(config.USAGE, (f"batch_size={args.batch_size} must be at least 1", "set --batch_size 1 or more"))
+        raise config.UserError(config.USAGE, f"batch_size={args.batch_size} must be at least 1", "set --batch_size 1 or more")
     return args, config.of_run(args.run, args.mesh, *(["--data.val", args.data] if args.data else []))
 
 

@@ -69,7 +69,7 @@ def find_documents(args: Args) -> list[tuple[str, Path]]:
                 found.append((path.relative_to(root).as_posix(), path))
     if not found:
         what = f"no files{f' ending in {args.suffix!r}' if args.suffix else ''} in {root}"
-        raise UserError(DATA, (what, "give --input a text file or a folder with text files"))
+        raise UserError(DATA, what, "give --input a text file or a folder with text files")
     return sorted(found)
 
 
@@ -230,12 +230,12 @@ def tokenize(parts: list, out: epath.Path, tokenizer: Tokenizer, recipe: dict, a
 def main(args: Args):
     """Check the request, make the tokenizer once, and tokenize both splits."""
     if bool(args.input) == args.stdlib:
-        raise UserError(USAGE, ("give either --input or --stdlib", "name a file or folder with --input, or say --stdlib"))
+        raise UserError(USAGE, "give either --input or --stdlib", "name a file or folder with --input, or say --stdlib")
     if not 0 < args.val_fraction < 1 or args.shard_tokens < 1 or args.vocab_size < 257:
         what = f"val_fraction={args.val_fraction}, shard_tokens={args.shard_tokens}, vocab_size={args.vocab_size}"
-        raise UserError(USAGE, (what, "give a fraction between 0 and 1, 1 token or more, and 257 entries or more"))
+        raise UserError(USAGE, what, "give a fraction between 0 and 1, 1 token or more, and 257 entries or more")
     if args.input and not Path(args.input).exists():
-        raise UserError(DATA, (f"--input {args.input} does not exist", "give a text file or a folder of them"))
+        raise UserError(DATA, f"--input {args.input} does not exist", "give a text file or a folder of them")
     documents = find_documents(args)
     sizes = [(name, path.stat().st_size) for name, path in documents]
     recipe = {k: v for k, v in asdict(args).items() if k not in ("out", "input")}
@@ -267,7 +267,7 @@ def check_out(out: epath.Path, recipe: dict) -> bool:
             differ = [k for k in before | recipe if before.get(k) != recipe.get(k)]
             if differ:
                 what = f"{out} was made with other {', '.join(differ)}"
-                raise UserError(DATA, (what, "choose another --out, or delete that folder"))
+                raise UserError(DATA, what, "choose another --out, or delete that folder")
             return name == "manifest.json"
     return False
 

@@ -32,7 +32,7 @@ def main(args: Args):
     evals = [row for row in metrics if row["kind"] == "eval"]
     if not train:
         what = f"{run} has no rows in metrics.jsonl"
-        raise UserError(DATA, (what, "give --run a run directory that has trained"))
+        raise UserError(DATA, what, "give --run a run directory that has trained")
     last, skipped = train[-1], sum(None in (row["loss"], row["grad_norm"]) for row in train)
     rate = statistics.median(row["tokens_per_sec"] for row in train)
     print(f"run directory    {run} (loss.png, metrics.jsonl, checkpoints/)")

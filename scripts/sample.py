@@ -45,7 +45,7 @@ def parse() -> tuple[Args, config.Config]:
             what = f"{name}={getattr(args, name)} must be between {low} and {high}"
             wrong.append(config.Problem(what, f"set --{name} inside that range"))
     if wrong:
-        raise config.UserError(config.USAGE, *wrong)
+        raise config.UserError(config.USAGE, problems=wrong)
     return args, config.of_run(args.run, args.mesh)
 
 
@@ -64,7 +64,7 @@ def load_tokenizer(args: Args) -> Tokenizer:
     path = path if args.tokenizer else path / "tokenizer.json"
     if not path.exists():
         what = f"{path} does not exist: the run's data came without a tokenizer"
-        raise config.UserError(config.DATA, (what, "give the data's --tokenizer tokenizer.json"))
+        raise config.UserError(config.DATA, what, "give the data's --tokenizer tokenizer.json")
     return Tokenizer.from_str(path.read_text())
 
 

@@ -31,16 +31,16 @@ def test_a_bad_mesh_is_two_lines_and_exit_2_in_half_a_second():
         done = run("train.py", "--config", "demo", "--mesh.pp", 3)
         seconds.append(time.perf_counter() - start)
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr == "error: mesh.pp=3 must divide model.n_layers=8\n  fix: set --mesh.pp to 1, 2, 4 or 8\n"
+    assert done.stderr == "error: mesh.pp=3 must divide model.n_layers=4\n  fix: set --mesh.pp to 1, 2 or 4\n"
     assert min(seconds) < 0.5
 
 
 @pytest.mark.parametrize("flags, words", [
-    (["--mesh.tp", "4"], ["mesh.tp=4 must divide model.n_kv_heads=2"]),
+    (["--mesh.tp", "8"], ["mesh.tp=8 must divide model.n_kv_heads=4"]),
     (["--mesh.dp", "3"], ["mesh.dp=3 must divide model.d_model=128", "= 6 must divide train.batch_size=16"]),
     (["--train.batch_size", "6"], ["train.grad_accum*mesh.dp*mesh.pp = 1*2*2 = 4 must divide train.batch_size=6"]),
     (["--train.microbatches", "5"], ["mesh.pp=2 must divide train.microbatches=5", "= 10 must divide"]),
-    (["--model.n_kv_heads", "3", "--mesh.tp", "1"], ["model.n_kv_heads=3 must divide model.n_heads=4"]),
+    (["--model.n_kv_heads", "3", "--mesh.tp", "1"], ["model.n_kv_heads=3 must divide model.n_heads=8"]),
     (["--model.d_head", "7"], ["model.d_head=7 must be even"]),
     (["--optim.lr", "nan", "--run.seed", "-1"], ["run.seed=-1", "optim.lr=nan"]),
     (["--optim.lr=-1", "--optim.b1", "1", "--optim.clip_norm", "0"], ["optim.lr=-1.0", "optim.b1=1.0", "optim.clip_norm=0.0"]),

@@ -72,7 +72,7 @@ def test_prepared_text_decodes_to_what_it_was(texts, tmp_path, kind):
         assert sorted(got) == sorted(want)
     total = sum(manifest(out / split)["bytes"] for split in ("train", "val"))
     assert total == sum(len(text.encode()) for text in want)
-    assert manifest(out / "train")["vocab_size"] == dict(byte=257, bpe=400).get(kind, manifest(out / "train")["vocab_size"])
+    assert manifest(out / "train")["vocab_size"] <= dict(byte=257, char=200, bpe=400)[kind]
 
 
 def test_byte_tokens_are_bytes_and_a_single_file_is_cut_at_a_line(tmp_path):

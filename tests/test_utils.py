@@ -226,12 +226,14 @@ def test_the_oldest_checkpoints_are_dropped(copy):
 
 def test_a_full_disk_is_a_storage_error(tmp_path):
     """A file may not grow beyond 20 kB in a process of its own: the first save, before any update, says so."""
+    data, folder = str(tmp_path / "a.npy"), str(tmp_path)
+    argv = [str(ROOT / "train.py"), "--config", "tiny", "--run.dir", folder, "--data.train", data]
+    argv += ["--data.val", data, "--mesh.dp", "1", "--model.d_model", "128"]
     code = f"""
-import resource, runpy, sys
+import resource, runpy, signal, sys
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-sys.argv = {[str(ROOT / "train.py"), "--config", "tiny", "--run.dir", str(tmp_path), "--data.train", str(tmp_path / "a.npy"),
-             "--data.val", str(tmp_path / "a.npy"), "--mesh.dp", "1", "--model.d_model", "128"]!r}
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+sys.argv = {argv!r}
 sys.path.insert(0, {str(ROOT)!r})
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
