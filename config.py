@@ -1,4 +1,5 @@
-"""Every knob of a run: frozen sections, presets, the command line, and every check that needs no device.
+"""Every knob of a run: frozen sections, presets, the command line,
+and every check that needs no device.
 
     python train.py --config NAME_OR_FILE [--section.field VALUE ...]
 
@@ -142,7 +143,7 @@ class Train:
     dropout: float = 0.0
     """Chance that an element of the embedding or of a branch's output is dropped."""
     z_loss: float = 0.0
-    """Weight of the mean squared log-partition in the objective (PaLM, section 5; 1e-4 is usual)."""
+    """Weight of the mean squared log-partition in the objective (PaLM, section 5; usual: 1e-4)."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ class Optim:
     lr: float = 1e-3
     """Peak learning rate."""
     schedule: Literal["cosine", "wsd"] = "cosine"
-    """After warmup: cosine to min_lr_ratio, or hold and then fall linearly (warmup-stable-decay)."""
+    """After warmup: cosine to min_lr_ratio, or hold, then fall linearly (warmup-stable-decay)."""
     warmup_steps: int = 10
     """Updates of linear warmup."""
     decay_ratio: float = 0.2
@@ -187,7 +188,8 @@ class Log:
     """The Weights & Biases project."""
 
 
-YesNo = tyro.conf.FlagConversionOff  # booleans take a value (--model.qk_norm True), as config.json has it
+# Booleans take a value (--model.qk_norm True), as config.json has it.
+YesNo = tyro.conf.FlagConversionOff
 
 
 @dataclass(frozen=True)
@@ -210,6 +212,8 @@ SECTIONS = [f.name for f in fields(Config) if f.name not in ("fresh", "eval_only
 
 # ---- presets
 
+# fmt: off
+
 
 def tiny() -> Config:
     """For tests: compiles in seconds, and every axis can be 1, 2, 4 or 8."""
@@ -228,8 +232,10 @@ def demo() -> Config:
     return Config(
         run=Run(name="demo"),
         mesh=Mesh(dp=2, pp=2, tp=2),
-        model=Model(vocab_size=4096, d_model=128, n_layers=4, n_heads=8, n_kv_heads=4, d_head=16, d_ff=384),
-        train=Train(seq_len=128, batch_size=16, steps=400, eval_every=100, sample_every=200, dtype="float32"),
+        model=Model(vocab_size=4096, d_model=128, n_layers=4, n_heads=8, n_kv_heads=4,
+                    d_head=16, d_ff=384),
+        train=Train(seq_len=128, batch_size=16, steps=400, eval_every=100, sample_every=200,
+                    dtype="float32"),
         optim=Optim(lr=4e-3, warmup_steps=30, schedule="wsd"),
         checkpoint=Checkpoint(every=20),
         log=Log(wandb="off"),
@@ -240,22 +246,25 @@ def gpt2_124m() -> Config:
     """GPT-2 small's sizes in a modern block; vocabulary rounded up to 128 x 393."""
     return Config(
         run=Run(name="gpt2_124m"),
-        model=Model(vocab_size=50304, d_model=768, n_layers=12, n_heads=12, n_kv_heads=12, d_head=64, d_ff=2048,
-                    tie_embeddings=True),
+        model=Model(vocab_size=50304, d_model=768, n_layers=12, n_heads=12, n_kv_heads=12,
+                    d_head=64, d_ff=2048, tie_embeddings=True),
         data=Data(train="data/openwebtext/train.bin", val="data/openwebtext/val.bin"),
-        train=Train(seq_len=1024, batch_size=480, grad_accum=10, steps=20_000, eval_every=500, eval_batches=20),
+        train=Train(seq_len=1024, batch_size=480, grad_accum=10, steps=20_000, eval_every=500,
+                    eval_batches=20),
         optim=Optim(lr=6e-4, warmup_steps=500),
         checkpoint=Checkpoint(every=500),
-    )  # fmt: skip
+    )
 
 
 def llama_1b() -> Config:
     """A 0.9B Llama-style model for one node."""
     return Config(
         run=Run(name="llama_1b"),
-        model=Model(vocab_size=32768, d_model=2048, n_layers=16, n_heads=16, n_kv_heads=8, d_head=128, d_ff=5632),
+        model=Model(vocab_size=32768, d_model=2048, n_layers=16, n_heads=16, n_kv_heads=8,
+                    d_head=128, d_ff=5632),
         data=Data(train="data/train", val="data/val"),
-        train=Train(seq_len=2048, batch_size=512, grad_accum=4, steps=20_000, eval_every=500, eval_batches=20),
+        train=Train(seq_len=2048, batch_size=512, grad_accum=4, steps=20_000, eval_every=500,
+                    eval_batches=20),
         optim=Optim(lr=4e-4, warmup_steps=1000),
         checkpoint=Checkpoint(every=500),
     )
@@ -265,13 +274,16 @@ def llama3_8b() -> Config:
     """Llama 3 8B (Grattafiori et al. 2024, table 3)."""
     return Config(
         run=Run(name="llama3_8b"),
-        model=Model(vocab_size=128256, d_model=4096, n_layers=32, n_heads=32, n_kv_heads=8, d_head=128, d_ff=14336,
-                    rope_theta=500_000.0, norm_eps=1e-5),
+        model=Model(vocab_size=128256, d_model=4096, n_layers=32, n_heads=32, n_kv_heads=8,
+                    d_head=128, d_ff=14336, rope_theta=500_000.0, norm_eps=1e-5),
         data=Data(train="data/train", val="data/val"),
-        train=Train(seq_len=8192, batch_size=512, grad_accum=4, steps=100_000, eval_every=1000, eval_batches=20),
+        train=Train(seq_len=8192, batch_size=512, grad_accum=4, steps=100_000, eval_every=1000,
+                    eval_batches=20),
         optim=Optim(lr=3e-4, warmup_steps=2000),
         checkpoint=Checkpoint(every=500, keep=3),
-    )  # fmt: skip
+    )
+
+# fmt: on
 
 
 PRESETS = {f.__name__: f for f in (demo, tiny, gpt2_124m, llama_1b, llama3_8b)}
@@ -292,19 +304,23 @@ def value(cfg: Config, name: str):
     return reduce(getattr, name.split("."), cfg)
 
 
+# fmt: off
 AXIS_DIVIDES = {  # what each mesh axis splits into equal parts
     "mesh.dp": ["model.d_model"],
     "mesh.pp": ["model.n_layers", "train.microbatches"],
-    "mesh.tp": ["model.n_heads", "model.n_kv_heads", "model.d_ff", "model.vocab_size", "train.seq_len"],
+    "mesh.tp": ["model.n_heads", "model.n_kv_heads", "model.d_ff", "model.vocab_size",
+                "train.seq_len"],
 }
 
 BIG = 2**31 - 1
 AUTO = {"mesh.dp", "mesh.pp", "mesh.tp", "train.eval_batches"}  # where -1 has a meaning of its own
 RANGES = {  # name: (low, high), both allowed
     **dict.fromkeys(sorted(AUTO), (1, BIG)),
-    **{f"model.{name}": (1, BIG) for name in "vocab_size d_model n_layers n_heads n_kv_heads d_head d_ff".split()},
-    **{f"train.{name}": (1, BIG) for name in "seq_len batch_size grad_accum steps sample_tokens".split()},
-    **{f"train.{name}": (0, BIG) for name in "microbatches eval_every sample_every".split()},
+    **{f"model.{name}": (1, BIG) for name in (
+        "vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_head", "d_ff")},
+    **{f"train.{name}": (1, BIG) for name in (
+        "seq_len", "batch_size", "grad_accum", "steps", "sample_tokens")},
+    **{f"train.{name}": (0, BIG) for name in ("microbatches", "eval_every", "sample_every")},
     "run.seed": (0, 2**32 - 1),
     "model.rope_theta": (1.0, 1e12),
     "model.norm_eps": (1e-12, 0.1),
@@ -323,14 +339,16 @@ RANGES = {  # name: (low, high), both allowed
     "checkpoint.keep": (2, BIG),
     "log.every": (1, BIG),
 }
+# fmt: on
 
 
 def range_problems(cfg: Config):
     for name, (low, high) in RANGES.items():
-        x = value(cfg, name)
-        if not (low <= x <= high or (x == -1 and name in AUTO)):  # so written, a NaN is out of range too
-            what = f"{name}={x} must be " + (f"at least {low}" if high == BIG else f"between {low} and {high}")
-            yield Problem(what, f"set --{name} accordingly{', or to -1' if name in AUTO else ''}")
+        x, auto = value(cfg, name), name in AUTO
+        if not (low <= x <= high or (x == -1 and auto)):  # so written, a NaN is out of range too
+            limits = f"at least {low}" if high == BIG else f"between {low} and {high}"
+            fix = f"set --{name} accordingly{', or to -1' if auto else ''}"
+            yield Problem(f"{name}={x} must be {limits}", fix)
 
 
 def divide_problems(cfg: Config):
@@ -340,8 +358,8 @@ def divide_problems(cfg: Config):
         size, of = value(cfg, axis), {n: value(cfg, n) for n in names if value(cfg, n)}
         wrong = [f"{name}={n}" for name, n in of.items() if size > 1 and n % size]
         if wrong:
-            fits = divisors(math.gcd(*of.values()))
-            yield Problem(f"{axis}={size} must divide {' and '.join(wrong)}", f"set --{axis} to {listed(fits)}")
+            what = f"{axis}={size} must divide {' and '.join(wrong)}"
+            yield Problem(what, f"set --{axis} to {listed(divisors(math.gcd(*of.values())))}")
     if m.n_heads % m.n_kv_heads:
         what = f"model.n_kv_heads={m.n_kv_heads} must divide model.n_heads={m.n_heads}"
         yield Problem(what, f"set --model.n_kv_heads to {listed(divisors(m.n_heads))}")
@@ -351,20 +369,24 @@ def divide_problems(cfg: Config):
     dp, pp, _ = (max(1, size) for size in cfg.mesh.sizes)
     micro = t.microbatches or pp
     parts = t.grad_accum * dp * micro
-    if t.batch_size % parts and not (pp > 1 and m.n_layers % pp):  # else pp is wrong first, and reported
-        micro_name = "train.microbatches" if t.microbatches else "mesh.pp"
-        what = f"train.grad_accum*mesh.dp*{micro_name} = {t.grad_accum}*{dp}*{micro} = {parts} must divide "
+    pp_fits = m.n_layers % pp == 0  # else pp is wrong first, and reported
+    if t.batch_size % parts and pp_fits:
+        names = f"train.grad_accum*mesh.dp*{'train.microbatches' if t.microbatches else 'mesh.pp'}"
+        product = f"{t.grad_accum}*{dp}*{micro} = {parts}"
+        what = f"{names} = {product} must divide train.batch_size={t.batch_size}"
         near = max(1, round(t.batch_size / parts)) * parts
-        yield Problem(what + f"train.batch_size={t.batch_size}", f"set --train.batch_size {near}")
+        yield Problem(what, f"set --train.batch_size {near}")
 
 
 def other_problems(cfg: Config):
     r, t, o = cfg.run, cfg.train, cfg.optim
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", r.name) or r.name.startswith("."):
-        what = f"run.name={r.name!r} must be 1 to 64 letters, digits, '.', '_' or '-', not starting with '.'"
+        allowed = "1 to 64 letters, digits, '.', '_' or '-', not starting with '.'"
+        what = f"run.name={r.name!r} must be {allowed}"
         yield Problem(what, "choose a plain --run.name; folders belong in --run.dir")
-    if sum(size == -1 for size in cfg.mesh.sizes) > 1:
-        what = "mesh: {} axes are -1, at most one may be".format(sum(s == -1 for s in cfg.mesh.sizes))
+    n_auto = cfg.mesh.sizes.count(-1)
+    if n_auto > 1:
+        what = f"mesh: {n_auto} axes are -1, at most one may be"
         yield Problem(what, "set all but one of --mesh.dp --mesh.pp --mesh.tp")
     if o.warmup_steps > t.steps:
         what = f"optim.warmup_steps={o.warmup_steps} must not exceed train.steps={t.steps}"
@@ -374,15 +396,22 @@ def other_problems(cfg: Config):
         if not path or "\0" in path or re.match(r"[a-z]+://[^/]*@", path):
             what = f"{name}={path!r} must be a path without NUL bytes or credentials"
             yield Problem(what, f"give --{name} a local path or gs://bucket/path")
-    if any([r.coordinator, r.num_processes, r.process_id >= 0]):
-        if not (re.fullmatch(r".+:\d+", r.coordinator) and 0 <= r.process_id < r.num_processes):
-            what = (f"run.coordinator={r.coordinator!r} run.num_processes={r.num_processes} run.process_id={r.process_id} "
-                    "must go together: HOST:PORT, a count, and a number below it")  # fmt: skip
-            yield Problem(what, "set all three, or none where a cluster is detected")
+    given = r.coordinator or r.num_processes or r.process_id >= 0
+    whole = re.fullmatch(r".+:\d+", r.coordinator) and 0 <= r.process_id < r.num_processes
+    if given and not whole:
+        what = (
+            f"run.coordinator={r.coordinator!r} run.num_processes={r.num_processes} "
+            f"run.process_id={r.process_id} must go together: "
+            "HOST:PORT, a count, and a number below it"
+        )
+        yield Problem(what, "set all three, or none where a cluster is detected")
 
 
 def check(cfg: Config) -> Config:
-    """cfg itself, or a UserError with every problem in it.  Needs no device; a -1 axis is left for later."""
+    """cfg itself, or a UserError with every problem in it.
+
+    Needs no device; a -1 axis is left for later.
+    """
     found = list(range_problems(cfg))
     if not found:  # divisibility says nothing about a zero or a negative
         found += divide_problems(cfg)
@@ -395,7 +424,8 @@ def check(cfg: Config) -> Config:
 def resolve(cfg: Config, n_devices: int, rows: int | None = None) -> Config:
     """Fill in what depends on the number of devices: the -1 axis and the automatic microbatches.
 
-    rows: about so many sequences at a time instead of the training batch, for scripts that do not train.
+    rows: about so many sequences at a time instead of the training batch, for scripts that do not
+    train.
     """
     known = math.prod(size for size in cfg.mesh.sizes if size != -1)
     dp, pp, tp = (max(1, n_devices // known) if size == -1 else size for size in cfg.mesh.sizes)
@@ -413,7 +443,8 @@ def resolve(cfg: Config, n_devices: int, rows: int | None = None) -> Config:
 
 # ---- command line
 
-RECORD = ("argv", "versions", "git_commit", "data_fingerprint", "run_id")  # what config.json holds beside the config
+# What config.json holds beside the config.
+RECORD = ("argv", "versions", "git_commit", "data_fingerprint", "run_id")
 
 
 def to_json(cfg: Config, **record) -> str:
@@ -445,8 +476,8 @@ def file_flags(path: str) -> list[str]:
         if len(text) > 1_000_000:
             raise ValueError(f"{len(text)} characters, more than a config has")
         record = json.loads(text, object_pairs_hook=no_duplicates)
-        unknown = set(record) - set(SECTIONS) - set(RECORD) if isinstance(record, dict) else {type(record).__name__}
-        if unknown:
+        keys = set(record) if isinstance(record, dict) else {type(record).__name__}
+        if unknown := keys - set(SECTIONS) - set(RECORD):
             raise ValueError(f"unknown keys {sorted(unknown)}")
         flags = []
         for section in SECTIONS:
@@ -457,49 +488,65 @@ def file_flags(path: str) -> list[str]:
         return flags
     except FileNotFoundError:
         what = f"--config {path}: no such preset or file"
-        raise UserError(USAGE, what, f"use {listed(PRESETS)}, or the config.json of a run") from None
+        fix = f"use {listed(PRESETS)}, or the config.json of a run"
+        raise UserError(USAGE, what, fix) from None
     except (OSError, ValueError, AttributeError, RecursionError) as e:
         what = f"--config {path!r} cannot be read: {str(e)[:200]}"
-        raise UserError(USAGE, what, "give the config.json of a run, or JSON of the same shape") from None
+        fix = "give the config.json of a run, or JSON of the same shape"
+        raise UserError(USAGE, what, fix) from None
 
 
 def parse(argv: list[str]) -> Config:
-    """The checked Config of a command line.  Raises UserError; tyro itself exits 2 on unknown flags."""
+    """The checked Config of a command line.
+
+    Raises UserError; tyro itself exits 2 on unknown flags.
+    """
     pre = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     pre.add_argument("--config")
     given, rest = pre.parse_known_args(argv)
     asks_help = "-h" in rest or "--help" in rest
     if given.config is None and not asks_help:
-        raise UserError(USAGE, "no --config given", f"add --config and one of {listed(PRESETS)}, or a config.json")
+        fix = f"add --config and one of {listed(PRESETS)}, or a config.json"
+        raise UserError(USAGE, "no --config given", fix)
     base = PRESETS.get(given.config, Config)()
     flags = [] if given.config is None or given.config in PRESETS else file_flags(given.config)
-    about = f"--config NAME_OR_FILE: a preset ({', '.join(PRESETS)}) or a run's config.json; flags override it."
-    return check(tyro.cli(Config, default=base, args=flags + rest, description=about, use_underscores=True))
+    about = (
+        f"--config NAME_OR_FILE: a preset ({', '.join(PRESETS)}) or a run's config.json; "
+        "flags override it."
+    )
+    options = dict(default=base, description=about, use_underscores=True)
+    return check(tyro.cli(Config, args=flags + rest, **options))
 
 
 def simulate_devices(mesh: Mesh, n_processes: int = 1):
-    """Give the CPU as many devices as the mesh needs, and the threads to run them; call before jax starts.
+    """Give the CPU as many devices as the mesh needs, and the threads to run them.
 
-    An accelerator, where there is one, is used instead and none of this touches it.  XLA runs fake devices on one pool
-    with a thread per core, and programs with collectives wait for each other in it for good when there are fewer threads
-    than twice the devices; NPROC sets the pool's size.  The timeout turns what would still hang into an error.
+    Call before jax starts.  An accelerator, where there is one, is used instead and none of this
+    touches it.  XLA runs fake devices on one pool with a thread per core, and programs with
+    collectives wait for each other in it for good when there are fewer threads than twice the
+    devices; NPROC sets the pool's size.  The timeout turns what would still hang into an error.
     """
+    xla_flags = os.environ.get("XLA_FLAGS", "")
     wanted = math.prod(size for size in mesh.sizes if size > 0) // max(1, n_processes)
-    if wanted > 1 and "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    if wanted > 1 and "xla_force_host_platform_device_count" not in xla_flags:
         os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(wanted))
-    forced = re.findall(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    forced = re.findall(r"xla_force_host_platform_device_count=(\d+)", xla_flags)
     n = max(int(os.environ.get("JAX_NUM_CPU_DEVICES") or 1), *map(int, forced or [1]))
     if n > 1 and (os.cpu_count() or 1) < 2 * n:
         os.environ["NPROC"] = str(max(64, 2 * n, int(os.environ.get("NPROC") or 0)))
-    if n > 1 and "collective_call_terminate" not in os.environ.get("XLA_FLAGS", ""):
+    if n > 1 and "collective_call_terminate" not in xla_flags:
         timeout = "--xla_cpu_collective_call_terminate_timeout_seconds=120"
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {timeout}".strip()
+        os.environ["XLA_FLAGS"] = f"{xla_flags} {timeout}".strip()
 
 
 def of_run(run: str, mesh: Mesh, *flags: str) -> Config:
-    """The config of a run directory on another mesh, for scripts that do not train; the devices are prepared too."""
-    sizes = [f for axis, size in zip(("dp", "pp", "tp"), mesh.sizes, strict=True) for f in (f"--mesh.{axis}", str(size))]
-    rows = str(max(1, mesh.dp) * max(1, mesh.pp))  # a batch that fits; resolve() makes it the script's own
+    """The config of a run directory on another mesh, for scripts that do not train.
+
+    The devices are prepared too.
+    """
+    sizes = [word for axis, size in asdict(mesh).items() for word in (f"--mesh.{axis}", str(size))]
+    # A batch that fits; resolve() makes it the script's own.
+    rows = str(max(1, mesh.dp) * max(1, mesh.pp))
     batch = ["--train.batch_size", rows, "--train.grad_accum", "1", "--train.microbatches", "0"]
     cfg = parse(["--config", f"{run.rstrip('/')}/config.json", *sizes, *batch, *flags])
     simulate_devices(mesh)

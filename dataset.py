@@ -1,4 +1,5 @@
-"""Token shards on disk or in a bucket, and the batch of step s on the mesh: a pure function of (data, seed, s)."""
+"""Token shards on disk or in a bucket, and the batch of step s on the mesh: a pure function of
+(data, seed, s)."""
 
 import hashlib
 import json
@@ -15,9 +16,10 @@ from jax.sharding import NamedSharding
 
 from config import DATA, Config, Problem, UserError
 from model import TOKENS
-from utils import absolute, is_remote, warn
+from utils import absolute, is_remote
 
-DTYPES = ("uint16", "uint32", "int32", "int64")  # the manifest's are unsigned; bare shards may be any of these
+# The manifest's are unsigned; bare shards may be any of these.
+DTYPES = ("uint16", "uint32", "int32", "int64")
 
 
 def bad_data(what: str, fix: str) -> UserError:
@@ -41,7 +43,10 @@ class Shard:
 
 
 def read_manifest(folder: epath.Path) -> tuple[list[Shard], dict]:
-    """The shards that manifest.json lists, and the manifest.  Nothing it says can name a file outside the folder."""
+    """The shards that manifest.json lists, and the manifest.
+
+    Nothing it says can name a file outside the folder.
+    """
     path = folder / "manifest.json"
     remake = "make the data set again with scripts/prepare_data.py"
     try:
@@ -51,31 +56,42 @@ def read_manifest(folder: epath.Path) -> tuple[list[Shard], dict]:
             name, dtype, tokens, sha = (entry[k] for k in ("name", "dtype", "tokens", "sha256"))
             if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}", name):
                 raise ValueError(f"shard name {name!r} is not a plain file name")
-            if dtype not in DTYPES[:2] or not (isinstance(tokens, int) and tokens > 0 and re.fullmatch(r"[0-9a-f]{64}", sha)):
-                raise ValueError(f"shard {name!r} has dtype {dtype!r}, {tokens!r} tokens, sha256 {sha!r}")
+            says = f"dtype {dtype!r}, {tokens!r} tokens, sha256 {sha!r}"
+            is_count = isinstance(tokens, int) and tokens > 0
+            if dtype not in DTYPES[:2] or not is_count or not re.fullmatch(r"[0-9a-f]{64}", sha):
+                raise ValueError(f"shard {name!r} has {says}")
             shard = npy_shard(folder / name, sha)
             if (shard.dtype, shard.tokens) != (dtype, tokens):
-                raise bad_data(f"shard {name!r} holds {shard.tokens} {shard.dtype} tokens, its manifest says {tokens} {dtype}", remake)
+                holds = f"{shard.tokens} {shard.dtype} tokens"
+                what = f"shard {name!r} holds {holds}, its manifest says {tokens} {dtype}"
+                raise bad_data(what, remake)
             shards.append(shard)
         if not (isinstance(manifest["vocab_size"], int) and isinstance(manifest["bytes"], int)):
             raise ValueError("vocab_size and bytes must be whole numbers")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-        raise bad_data(f"{path} is not a manifest: {type(e).__name__} {str(e)[:200]}", remake) from None
+        what = f"{path} is not a manifest: {type(e).__name__} {str(e)[:200]}"
+        raise bad_data(what, remake) from None
     return shards, manifest
 
 
 def npy_shard(path: epath.Path, sha256: str = "") -> Shard:
-    """A .npy shard from its header.  Refuses pickles, other shapes and types, and sizes that do not fit the header."""
-    refuse = lambda why: bad_data(f"shard {path.name!r}: {why}", "make the shard again, as a 1-D .npy of token ids")
+    """A .npy shard from its header.
+
+    Refuses pickles, other shapes and types, and sizes that do not fit the header.
+    """
+    fix = "make the shard again, as a 1-D .npy of token ids"
+    refuse = lambda why: bad_data(f"shard {path.name!r}: {why}", fix)
+    npy = np.lib.format
     try:
         with path.open("rb") as f:
-            version = np.lib.format.read_magic(f)
-            header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape, _, dtype = header(f, max_header_size=10_000)
+            v1 = npy.read_magic(f) == (1, 0)
+            read_header = npy.read_array_header_1_0 if v1 else npy.read_array_header_2_0
+            shape, _, dtype = read_header(f, max_header_size=10_000)
             offset = f.tell()
         size = path.stat().length
     except FileNotFoundError:
-        raise bad_data(f"shard {path.name!r} is missing from {path.parent}", "copy it there, or make the data set again") from None
+        what = f"shard {path.name!r} is missing from {path.parent}"
+        raise bad_data(what, "copy it there, or make the data set again") from None
     except (ValueError, OSError) as e:
         raise refuse(str(e)[:200]) from None
     if dtype.hasobject or dtype.name not in DTYPES or dtype.byteorder == ">":
@@ -91,18 +107,20 @@ def bin_shard(path: epath.Path) -> Shard:
     """nanoGPT's raw format: nothing but uint16 tokens."""
     size = path.stat().length
     if size % 2 or not size:
-        raise bad_data(f"shard {path.name!r}: {size} bytes is no whole number of uint16 tokens", "copy the file again")
+        what = f"shard {path.name!r}: {size} bytes is no whole number of uint16 tokens"
+        raise bad_data(what, "copy the file again")
     return Shard(path, size // 2, "uint16", 0)
 
 
 def find_shards(path: epath.Path, split: str) -> tuple[list[Shard], dict]:
     """The shards of a data set and its manifest, {} where it has none.
 
-    A path is a folder with a manifest.json; or one .bin or .npy file; or a folder with {split}.bin (nanoGPT), or with bare
-    .npy (JAXformer) or .bin shards, taken in the order of their names.
+    A path is a folder with a manifest.json; or one .bin or .npy file; or a folder with {split}.bin
+    (nanoGPT), or with bare .npy (JAXformer) or .bin shards, taken in the order of their names.
     """
     if not path.exists():
-        raise bad_data(f"data.{split}={path} does not exist", f"make it with scripts/prepare_data.py, or set --data.{split}")
+        fix = f"make it with scripts/prepare_data.py, or set --data.{split}"
+        raise bad_data(f"data.{split}={path} does not exist", fix)
     if not path.is_dir():
         return [bin_shard(path) if path.suffix == ".bin" else npy_shard(path)], {}
     if (path / "manifest.json").exists():
@@ -113,8 +131,9 @@ def find_shards(path: epath.Path, split: str) -> tuple[list[Shard], dict]:
     for suffix, read in ((".npy", npy_shard), (".bin", bin_shard)):
         if found := [read(path / name) for name in names if name.endswith(suffix)]:
             return found, {}
-    raise bad_data(f"no shards in data.{split}={path}: no manifest.json, *.npy or *.bin among {len(names)} other files",
-                   "make them with scripts/prepare_data.py")  # fmt: skip
+    missing = f"no manifest.json, *.npy or *.bin among {len(names)} other files"
+    what = f"no shards in data.{split}={path}: {missing}"
+    raise bad_data(what, "make them with scripts/prepare_data.py")
 
 
 # ---- the token stream
@@ -126,7 +145,10 @@ def file_sha256(path: str) -> str:
 
 
 class Stream:
-    """The shards as one long array of tokens.  A shard is fetched, if remote, and its checksum verified before first use."""
+    """The shards as one long array of tokens.
+
+    A shard is fetched, if remote, and its checksum verified before first use.
+    """
 
     def __init__(self, shards: list[Shard], vocab_size: int, cache: str):
         self.shards, self.vocab_size, self.cache = shards, vocab_size, cache
@@ -144,29 +166,35 @@ class Stream:
             first = int(self.ends[n]) - self.shards[n].tokens
             piece = self.array(n)[start - first : stop - first]
             if piece.max() >= self.vocab_size or piece.min() < 0:
-                at = int(np.argmax((piece >= self.vocab_size) | (piece < 0)))
-                raise bad_data(
-                    f"shard {self.shards[n].path.name!r}: token id {piece[at]} at index {start - first + at} "
-                    f"is not below model.vocab_size={self.vocab_size}",
-                    f"make the shards again with the right tokenizer, or set --model.vocab_size {piece.max() + 1} or more",
-                )
+                raise self.outside(piece, n, start - first)
             pieces.append(piece.astype(np.int32))
             start += len(piece)
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def outside(self, piece, n: int, at: int) -> UserError:
+        """The error for a piece, from index `at` of shard n on, with a token that is no id."""
+        V, name = self.vocab_size, self.shards[n].path.name
+        i = int(np.argmax((piece >= V) | (piece < 0)))
+        what = f"token id {piece[i]} at index {at + i} is not below model.vocab_size={V}"
+        fix = "make the shards again with the right tokenizer, or set --model.vocab_size"
+        return bad_data(f"shard {name!r}: {what}", f"{fix} {piece.max() + 1} or more")
 
     def array(self, n: int):
         if n not in self.arrays:
             shard = self.shards[n]
             local = self.fetch(shard) if is_remote(shard.path) else os.fspath(shard.path)
             if shard.sha256 and file_sha256(local) != shard.sha256:
-                raise bad_data(f"shard {shard.path.name!r}: its checksum is not the manifest's", "copy it again, or make the data set again")
-            self.arrays[n] = np.memmap(local, shard.dtype, mode="r", offset=shard.offset, shape=(shard.tokens,))
+                what = f"shard {shard.path.name!r}: its checksum is not the manifest's"
+                raise bad_data(what, "copy it again, or make the data set again")
+            self.arrays[n] = np.memmap(local, shard.dtype, "r", shard.offset, (shard.tokens,))
         return self.arrays[n]
 
     def fetch(self, shard: Shard) -> str:
         """A local copy of a remote shard, kept for later runs."""
-        key = hashlib.sha256(f"{shard.path} {shard.sha256} {shard.tokens}".encode()).hexdigest()[:16]
-        folder = epath.Path(self.cache or os.path.join(tempfile.gettempdir(), f"trifold-shards-{os.getuid()}"))
+        identity = f"{shard.path} {shard.sha256} {shard.tokens}"
+        key = hashlib.sha256(identity.encode()).hexdigest()[:16]
+        default = os.path.join(tempfile.gettempdir(), f"trifold-shards-{os.getuid()}")
+        folder = epath.Path(self.cache or default)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         local = folder / f"{key}-{shard.path.name}"
         if not local.exists() or (shard.sha256 and file_sha256(os.fspath(local)) != shard.sha256):
@@ -177,7 +205,8 @@ class Stream:
 
 
 def fingerprint(shards: list[Shard]) -> str:
-    """Changes with the tokens: from the manifest's checksums, else from sizes and both ends of each file."""
+    """Changes with the tokens: from the manifest's checksums, else from sizes and both ends of each
+    file."""
     sums = []
     for s in shards:
         mark = s.sha256
@@ -203,8 +232,9 @@ def scramble(x):
 def permuted(i, n: int, key: int):
     """Elements i of a permutation of range(n) that key selects, without holding the permutation.
 
-    A Feistel network permutes the next power of four; what lands outside range(n) is sent through again until it does not
-    (cycle walking: Black and Rogaway 2002), at most four times on average.  A billion windows need no table.
+    A Feistel network permutes the next power of four; what lands outside range(n) is sent through
+    again until it does not (cycle walking: Black and Rogaway 2002), at most four times on average.
+    A billion windows need no table.
     """
     half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << half) - np.uint64(1)
@@ -228,8 +258,9 @@ def permuted(i, n: int, key: int):
 class Dataset:
     """Windows of seq_len tokens and their next-token targets.
 
-    batch(step) and eval_batch(i) return (tokens, targets), both AMBL int32 and sharded as model.TOKENS; a target of -1 is
-    not scored.  Each process reads only the rows that its devices hold, and reads the next batch ahead while the step runs.
+    batch(step) and eval_batch(i) return (tokens, targets), both AMBL int32 and sharded as
+    model.TOKENS; a target of -1 is not scored.  Each process reads only the rows that its devices
+    hold, and reads the next batch ahead while the step runs.
     """
 
     def __init__(self, cfg: Config, split: str):
@@ -237,26 +268,35 @@ class Dataset:
         shards, self.manifest = find_shards(path, split)
         self.cfg, self.fingerprint = cfg, fingerprint(shards)
         self.stream = Stream(shards, cfg.model.vocab_size, cfg.data.cache)
-        self.tokenizer = path / "tokenizer.json" if path.is_dir() and (path / "tokenizer.json").exists() else None
+        tokenizer = path / "tokenizer.json"
+        self.tokenizer = tokenizer if path.is_dir() and tokenizer.exists() else None
         self.worker, self.ahead = ThreadPoolExecutor(1), {}
         self.sharding = NamedSharding(jax.sharding.get_mesh(), TOKENS)
 
-        L, T, V = cfg.train.seq_len, len(self.stream), self.manifest.get("vocab_size", 0)
+        L, T = cfg.train.seq_len, len(self.stream)
         self.windows = (T - 1) // L
         self.n_eval_batches = -(-(T - 1) // (L * cfg.train.batch_size))
         self.bytes_per_token = self.manifest["bytes"] / T if self.manifest else None
-        problems = []
+        if found := list(self.problems(split, path)):
+            raise UserError(DATA, problems=found)
+
+    def problems(self, split: str, path: epath.Path):
+        """What keeps the run from using these data."""
+        m, t = self.cfg.model, self.cfg.train
+        vocab = self.manifest.get("vocab_size", 0)
         if self.windows < 1:
-            problems.append(Problem(f"data.{split}={path} holds {T} tokens; one window needs train.seq_len + 1 = {L + 1}",
-                                    "give more data, or set a smaller --train.seq_len"))  # fmt: skip
-        if V > cfg.model.vocab_size:
-            problems.append(Problem(f"data.{split} has a vocabulary of {V}, above model.vocab_size={cfg.model.vocab_size}",
-                                    f"set --model.vocab_size {V} or more, or prepare the data with a smaller tokenizer"))  # fmt: skip
-        if split == "train" and cfg.train.sample_every and not (self.tokenizer and self.manifest):
-            problems.append(Problem(f"train.sample_every={cfg.train.sample_every} but {path} has no tokenizer.json",
-                                    "prepare the data with scripts/prepare_data.py, or set --train.sample_every 0"))  # fmt: skip
-        if problems:
-            raise UserError(DATA, problems=problems)
+            holds = f"data.{split}={path} holds {len(self.stream)} tokens"
+            what = f"{holds}; one window needs train.seq_len + 1 = {t.seq_len + 1}"
+            yield Problem(what, "give more data, or set a smaller --train.seq_len")
+        if vocab > m.vocab_size:
+            limit = f"model.vocab_size={m.vocab_size}"
+            what = f"data.{split} has a vocabulary of {vocab}, above {limit}"
+            more = f"--model.vocab_size {vocab} or more"
+            yield Problem(what, f"set {more}, or prepare the data with a smaller tokenizer")
+        if split == "train" and t.sample_every and not (self.tokenizer and self.manifest):
+            what = f"train.sample_every={t.sample_every} but {path} has no tokenizer.json"
+            fix = "prepare the data with scripts/prepare_data.py, or set --train.sample_every 0"
+            yield Problem(what, fix)
 
     def decode(self, ids: list[int]) -> str:
         from tokenizers import Tokenizer  # 0.1 s, and few runs need it
@@ -265,13 +305,16 @@ class Dataset:
 
     def __str__(self):
         T, L = len(self.stream), self.cfg.train.seq_len
-        return (f"{T:,} tokens in {len(self.stream.shards)} shard(s), {self.windows:,} windows of {L}; "
-                f"the last {T - 1 - self.windows * L} tokens fill none")  # fmt: skip
+        shards = f"{T:,} tokens in {len(self.stream.shards)} shard(s)"
+        left = T - 1 - self.windows * L
+        return f"{shards}, {self.windows:,} windows of {L}; the last {left} tokens fill none"
 
     def rows(self, step: int):
-        """The windows of step's batch: the seeded order of the first epoch, then of the next, with no break between."""
-        epoch, i = np.divmod(step * self.cfg.train.batch_size + np.arange(self.cfg.train.batch_size), self.windows)
-        order = [permuted(i[epoch == e], self.windows, self.cfg.run.seed << 32 | int(e)) for e in np.unique(epoch)]
+        """The windows of step's batch: the seeded order of the first epoch, then of the next, with
+        no break between."""
+        B, n, seed = self.cfg.train.batch_size, self.windows, self.cfg.run.seed
+        epoch, i = np.divmod(step * B + np.arange(B), n)
+        order = [permuted(i[epoch == e], n, seed << 32 | int(e)) for e in np.unique(epoch)]
         return np.concatenate(order)
 
     def eval_rows(self, i: int):
@@ -286,8 +329,9 @@ class Dataset:
 
     def window(self, row: int):
         """seq_len + 1 tokens from row * seq_len on, -1 beyond the end of the set."""
-        L, start = self.cfg.train.seq_len, int(row) * self.cfg.train.seq_len
-        found = self.stream.read(start, min(start + L + 1, len(self.stream))) if start < len(self.stream) - 1 else []
+        L, T = self.cfg.train.seq_len, len(self.stream)
+        start = int(row) * L
+        found = self.stream.read(start, min(start + L + 1, T)) if start < T - 1 else []
         return np.concatenate([found, np.full(L + 1 - len(found), -1)]).astype(np.int32)
 
     def place(self, rows):
@@ -300,25 +344,30 @@ class Dataset:
             key = tuple((s.start, s.stop) for s in index[:3])
             if key not in made:
                 piece = row_AMB[index[:3]]
-                made[key] = np.stack([self.window(row) for row in piece.flat]).reshape(*piece.shape, t.seq_len + 1)
+                windows = np.stack([self.window(row) for row in piece.flat])
+                made[key] = windows.reshape(*piece.shape, t.seq_len + 1)
             return made[key]
 
         shape = (*row_AMB.shape, t.seq_len)
-        tokens = jax.make_array_from_callback(shape, self.sharding, lambda at: np.maximum(read(at)[..., :-1], 0))
-        targets = jax.make_array_from_callback(shape, self.sharding, lambda at: read(at)[..., 1:])
-        return tokens, targets
+        put = lambda piece: jax.make_array_from_callback(shape, self.sharding, piece)
+        tokens = put(lambda at: np.maximum(read(at)[..., :-1], 0))
+        return tokens, put(lambda at: read(at)[..., 1:])
 
     def ahead_of(self, key, rows, next_key, next_rows):
         """Place rows, from the read-ahead where they are in it, and start reading next_rows."""
         future = self.ahead.pop(key, None)
         placed = future.result() if future else self.place(rows)
-        self.ahead = {next_key: self.worker.submit(self.place, next_rows)} if next_rows is not None else {}
+        self.ahead = {}
+        if next_rows is not None:
+            self.ahead = {next_key: self.worker.submit(self.place, next_rows)}
         return placed
 
     def batch(self, step: int):
-        last = step + 1 >= self.cfg.train.steps
-        return self.ahead_of(("train", step), self.rows(step), ("train", step + 1), None if last else self.rows(step + 1))
+        follows = step + 1
+        next_rows = self.rows(follows) if follows < self.cfg.train.steps else None
+        return self.ahead_of(("train", step), self.rows(step), ("train", follows), next_rows)
 
     def eval_batch(self, i: int):
         follows = (i + 1) % self.n_eval_batches
-        return self.ahead_of(("eval", i), self.eval_rows(i), ("eval", follows), self.eval_rows(follows))
+        next_rows = self.eval_rows(follows)
+        return self.ahead_of(("eval", i), self.eval_rows(i), ("eval", follows), next_rows)

@@ -6,16 +6,17 @@ Dimension key (a suffix on every array's name spells its logical shape):
   D  d_model   F  d_ff   V  vocab   N  layers   C  2: the gate and the up projection
   H  query heads   G  key and value heads   R  query heads per key head
 
-Mesh axes: dp (batch; weights rest sharded over it), pp (layers; microbatches before and after them), tp (heads, d_ff,
-vocab, and the sequence wherever an array is x_BLD).  Inside shard_map a letter that its PartitionSpec maps to a mesh axis
-is the local piece.  `grep lax.p` and `grep all_gather` list all communication.
+Mesh axes: dp (batch; weights rest sharded over it), pp (layers; microbatches before and after
+them), tp (heads, d_ff, vocab, and the sequence wherever an array is x_BLD).  Inside shard_map a
+letter that its PartitionSpec maps to a mesh axis is the local piece.  `grep lax.p` and
+`grep all_gather` list all communication.
 """
 
 import math
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Callable
 
 import jax
 import jax.numpy as jnp
@@ -27,14 +28,15 @@ from jax.sharding import PartitionSpec as P
 
 from config import Config
 
-TOKENS = P(None, "pp", "dp", None)  # AMBL: tokens and targets; each stage embeds and scores its own microbatches
+# AMBL: tokens and targets; each stage embeds and scores its own microbatches.
+TOKENS = P(None, "pp", "dp", None)
 
 # ---- the parameter table
 
 
 @dataclass(frozen=True)
 class Param:
-    """One weight: its shape, where it rests, how it starts, and whether weight decay pulls at it."""
+    """One weight: shape, where it rests, how it starts, and whether weight decay pulls at it."""
 
     shape: tuple[int, ...]
     spec: P
@@ -100,17 +102,24 @@ def param_specs(cfg: Config) -> dict:
 
 
 def init_params(cfg: Config) -> dict:
-    """Initial weights, float32.  A key per parameter (by name) and layer, so no mesh changes them."""
+    """Initial weights, float32.
+
+    A key per parameter (by name) and layer, so no mesh changes them.
+    """
     key = jax.random.key(cfg.run.seed)
 
     def init(path, p: Param):
-        return p.init(jax.random.fold_in(key, zlib.crc32(jax.tree_util.keystr(path).encode())), p.shape)
+        name_crc = zlib.crc32(jax.tree_util.keystr(path).encode())
+        return p.init(jax.random.fold_in(key, name_crc), p.shape)
 
     return jax.tree_util.tree_map_with_path(init, param_table(cfg))
 
 
 def unshard(w: dict, table: dict, cfg: Config) -> dict:
-    """FSDP: cast to the compute dtype and gather over dp just before use; the transpose reduce-scatters the gradient."""
+    """FSDP: cast to the compute dtype and gather over dp just before use.
+
+    The transpose reduce-scatters the gradient.
+    """
 
     def gather(x, p: Param):
         if "dp" not in p.spec:
@@ -141,7 +150,10 @@ def rope(x_BLHK, theta):
 
 
 def attention(x_BLD, w, cfg):
-    """Causal grouped-query attention.  The sequence is gathered over tp, and the heads' outputs summed and scattered."""
+    """Causal grouped-query attention.
+
+    The sequence is gathered over tp, and the heads' outputs summed and scattered.
+    """
     x_BLD = lax.all_gather(x_BLD, "tp", axis=1, tiled=True)
     q_BLHK = jnp.einsum("BLD,DHK->BLHK", x_BLD, w["q_DHK"])
     k_BSGK = jnp.einsum("BSD,DGK->BSGK", x_BLD, w["k_DGK"])
@@ -152,7 +164,9 @@ def attention(x_BLD, w, cfg):
 
     B, L, H, K = q_BLHK.shape
     q_BLGRK = q_BLHK.reshape(B, L, k_BSGK.shape[2], -1, K)
-    score_BGRLS = jnp.einsum("BLGRK,BSGK->BGRLS", q_BLGRK, k_BSGK, preferred_element_type=jnp.float32)
+    score_BGRLS = jnp.einsum(
+        "BLGRK,BSGK->BGRLS", q_BLGRK, k_BSGK, preferred_element_type=jnp.float32
+    )
     causal_LS = jnp.tril(jnp.ones((L, L), bool))
     prob_BGRLS = jax.nn.softmax(jnp.where(causal_LS, score_BGRLS * K**-0.5, -1e30), -1)
     y_BLGRK = jnp.einsum("BGRLS,BSGK->BLGRK", prob_BGRLS.astype(x_BLD.dtype), v_BSGK)
@@ -171,18 +185,22 @@ def mlp(x_BLD, w):
 
 
 def dropout(x_BLD, key, row_B, cfg):
-    """Drop elements by (key, row of the global batch, position), so that no mesh changes which; key None drops none."""
+    """Drop elements by (key, row of the global batch, position), so that no mesh changes which.
+
+    key None drops none.
+    """
     if key is None or not cfg.train.dropout:
         return x_BLD
-    B, L, D = x_BLD.shape
+    _, L, D = x_BLD.shape
     position_L = lax.axis_index("tp") * L + jnp.arange(L)
-
-    def kept(row, position):
-        return jax.random.bernoulli(jax.random.fold_in(jax.random.fold_in(key, row), position), keep, (D,))
-
     keep = 1 - cfg.train.dropout
-    kept_BLD = jax.vmap(lambda row: jax.vmap(lambda position: kept(row, position))(position_L))(row_B)
-    return jnp.where(kept_BLD, x_BLD / keep, 0)
+
+    def kept_D(row, position):
+        own_key = jax.random.fold_in(jax.random.fold_in(key, row), position)
+        return jax.random.bernoulli(own_key, keep, (D,))
+
+    kept_LD = lambda row: jax.vmap(partial(kept_D, row))(position_L)
+    return jnp.where(jax.vmap(kept_LD)(row_B), x_BLD / keep, 0)
 
 
 def block(x_BLD, w, cfg, key, row_B):
@@ -197,9 +215,10 @@ def block(x_BLD, w, cfg, key, row_B):
 
 
 def embed(embed_VD, token_BL):
-    """Vocab-parallel lookup: each tp shard answers for its own rows; the sum leaves each a piece of the sequence."""
+    """Vocab-parallel lookup: each tp shard answers for its own rows; the sum leaves each a piece of
+    the sequence."""
     row_BL = token_BL - lax.axis_index("tp") * embed_VD.shape[0]
-    mine_BL = (0 <= row_BL) & (row_BL < embed_VD.shape[0])
+    mine_BL = (row_BL >= 0) & (row_BL < embed_VD.shape[0])
     x_BLD = jnp.where(mine_BL[..., None], embed_VD[jnp.where(mine_BL, row_BL, 0)], 0)
     return lax.psum_scatter(x_BLD, "tp", scatter_dimension=1, tiled=True)
 
@@ -212,14 +231,15 @@ def logits(x_BLD, ends, cfg):
 
 
 def cross_entropy(x_BLD, target_BL, ends, cfg):
-    """Negative log likelihood and log-partition of each token, in nats; no device holds a full row of logits."""
+    """Negative log likelihood and log-partition of each token, in nats; no device holds a full row
+    of logits."""
     logit_BLV = logits(lax.all_gather(x_BLD, "tp", axis=1, tiled=True), ends, cfg)
     top_BL = lax.pmax(lax.stop_gradient(logit_BLV).max(-1), "tp")
     z_BL = jnp.log(lax.psum(jnp.exp(logit_BLV - top_BL[..., None]).sum(-1), "tp")) + top_BL
 
     V = logit_BLV.shape[-1]
     col_BL = target_BL - lax.axis_index("tp") * V
-    mine_BL = (0 <= col_BL) & (col_BL < V)
+    mine_BL = (col_BL >= 0) & (col_BL < V)
     hit_BL = jnp.take_along_axis(logit_BLV, jnp.where(mine_BL, col_BL, 0)[..., None], -1)[..., 0]
     return z_BL - lax.psum(jnp.where(mine_BL, hit_BL, 0), "tp"), z_BL
 
@@ -230,10 +250,11 @@ def cross_entropy(x_BLD, target_BL, ends, cfg):
 def pipeline(stage, x_MBLD):
     """GPipe with rotating microbatches: n = pp * slots of them pass pp stages in n + pp - 1 ticks.
 
-    Stage s starts with its own slots' microbatches, m = s * slots and on, and ends with the same ones finished.  In tick t
-    it runs stage(x, m) on microbatch m = t - s and hands the result on.  Slot t % slots turns one stage towards stage 0
-    once stage 0 has used its own, so that stage 0 meets the microbatches in order; finished ones turn likewise after the
-    last stage has stored them, and are home after the last tick.  A stage with nothing to do skips the work (all of a dp
+    Stage s starts with its own slots' microbatches, m = s * slots and on, and ends with the same
+    ones finished.  In tick t it runs stage(x, m) on microbatch m = t - s and hands the result on.
+    Slot t % slots turns one stage towards stage 0 once stage 0 has used its own, so that stage 0
+    meets the microbatches in order; finished ones turn likewise after the last stage has stored
+    them, and are home after the last tick.  A stage with nothing to do skips the work (all of a dp
     or tp group skip together, so collectives inside are safe).
     """
     pp, s, slots = lax.axis_size("pp"), lax.axis_index("pp"), x_MBLD.shape[0]
@@ -245,7 +266,7 @@ def pipeline(stage, x_MBLD):
         m, i, o = t - s, t % slots, (t - pp + 1) % slots
         x_BLD = jnp.where(s == 0, todo_MBLD[i], x_BLD)
         todo_MBLD = todo_MBLD.at[i].set(lax.ppermute(todo_MBLD[i], "pp", back))
-        x_BLD = lax.cond((0 <= m) & (m < pp * slots), stage, lambda x_BLD, m: x_BLD, x_BLD, m)
+        x_BLD = lax.cond((m >= 0) & (m < pp * slots), stage, lambda x_BLD, m: x_BLD, x_BLD, m)
         turned_BLD = lax.ppermute(done_MBLD[o], "pp", back)
         done_MBLD = done_MBLD.at[o].set(jnp.where(s == pp - 1, x_BLD, turned_BLD))
         return (lax.ppermute(x_BLD, "pp", onward), todo_MBLD, done_MBLD), None
@@ -254,17 +275,20 @@ def pipeline(stage, x_MBLD):
     return lax.scan(tick, start, jnp.arange(pp * slots + pp - 1))[0][2]
 
 
+DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 REMAT = dict(
     none=lambda layer: layer,
-    dots=partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable, prevent_cse=False),
+    dots=partial(jax.checkpoint, policy=DOTS, prevent_cse=False),
     layer=partial(jax.checkpoint, prevent_cse=False),
 )
 
 
 def hidden(params, ends, token_MBL, cfg: Config, key=None, first_row=0):
-    """The residual stream after the last layer, for this device's microbatches and piece of the sequence.
+    """The residual stream after the last layer, for this device's microbatches and piece of the
+    sequence.
 
-    key: dropout's, for this step; None for evaluation.  first_row: the first microbatch's first row in the global batch.
+    key: dropout's, for this step; None for evaluation.
+    first_row: the first microbatch's first row in the global batch.
     """
     slots, B, _ = token_MBL.shape
     pp, s, dp = lax.axis_size("pp"), lax.axis_index("pp"), lax.axis_size("dp")
@@ -285,17 +309,20 @@ def hidden(params, ends, token_MBL, cfg: Config, key=None, first_row=0):
     def stage(x_BLD, m):
         n_stage = cfg.model.n_layers // pp
         n_N = s * n_stage + jnp.arange(n_stage)
-        return lax.scan(lambda x, wn: (layer(x, *wn, rows(m)), None), x_BLD, (params["layers"], n_N))[0]
+        step = lambda x_BLD, wn: (layer(x_BLD, *wn, rows(m)), None)
+        return lax.scan(step, x_BLD, (params["layers"], n_N))[0]
 
     x_MBLD = lax.map(lambda tm: enter(*tm), (token_MBL, s * slots + jnp.arange(slots)))
     return pipeline(stage, x_MBLD)
 
 
 def token_nll(params, token_MBL, target_MBL, cfg: Config, key=None, first_row=0):
-    """Negative log likelihood and log-partition (nats) of this device's share of the tokens, MBL each."""
+    """Negative log likelihood and log-partition (nats) of this device's share of the tokens, MBL
+    each."""
     ends = unshard({name: params[name] for name in ends_table(cfg)}, ends_table(cfg), cfg)
     x_MBLD = hidden(params, ends, token_MBL, cfg, key, first_row)
-    score = jax.checkpoint(partial(cross_entropy, cfg=cfg))  # logits are the widest array: made anew, not kept
+    # Logits are the widest array: made anew, not kept.
+    score = jax.checkpoint(partial(cross_entropy, cfg=cfg))
     return lax.map(lambda xt: score(*xt, ends), (x_MBLD, target_MBL))
 
 
@@ -304,21 +331,23 @@ def token_nll(params, token_MBL, target_MBL, cfg: Config, key=None, first_row=0)
 
 @partial(jax.jit, static_argnames="cfg")
 def next_logits(params, token_MBL, position_MB, cfg: Config):
-    """Logits (MBV, float32) of the token after each row's given position, recomputed from the whole row."""
+    """Logits (MBV, float32) of the token after each row's given position, recomputed from the whole
+    row."""
     rows = P("pp", "dp")
 
     @jax.shard_map(in_specs=(param_specs(cfg), rows, rows), out_specs=P("pp", "dp", "tp"))
     def per_device(params, token_MBL, position_MB):
         ends = unshard({name: params[name] for name in ends_table(cfg)}, ends_table(cfg), cfg)
         x_MBLD = lax.all_gather(hidden(params, ends, token_MBL, cfg), "tp", axis=2, tiled=True)
-        return logits(jnp.take_along_axis(x_MBLD, position_MB[..., None, None], 2)[:, :, 0], ends, cfg)
+        x_MBD = jnp.take_along_axis(x_MBLD, position_MB[..., None, None], 2)[:, :, 0]
+        return logits(x_MBD, ends, cfg)
 
     return per_device(params, token_MBL, position_MB)
 
 
 def choose(logit_V, rng, temperature: float, top_k: int, top_p: float) -> int:
-    """One token id: the likeliest at temperature 0, else drawn from the top_k likeliest (0: all) and of those from the
-    fewest that hold top_p of the probability (Holtzman et al. 2020)."""
+    """One token id: the likeliest at temperature 0, else drawn from the top_k likeliest (0: all)
+    and of those from the fewest that hold top_p of the probability (Holtzman et al. 2020)."""
     if temperature == 0:
         return int(np.argmax(logit_V))
     order = np.argsort(-logit_V, kind="stable")[: top_k or None]
@@ -328,11 +357,24 @@ def choose(logit_V, rng, temperature: float, top_k: int, top_p: float) -> int:
     return int(rng.choice(order[:n], p=prob[:n] / prob[:n].sum()))
 
 
-def generate(params, prompts: list[list[int]], n_tokens: int, cfg: Config, *, vocab_size: int, stop_id: int | None = None,
-             temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0):  # fmt: skip
-    """Continue each prompt (token ids, not empty) by up to n_tokens, ending before stop_id; yields the rows as they grow.
+def generate(
+    params,
+    prompts: list[list[int]],
+    n_tokens: int,
+    cfg: Config,
+    *,
+    vocab_size: int,
+    stop_id: int | None = None,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+):
+    """Continue each prompt (token ids, not empty) by up to n_tokens, ending before stop_id; yields
+    the rows as they grow.
 
-    Ids from vocab_size on, which only pad the embedding, are never drawn.  A row sees its last train.seq_len tokens.
+    Ids from vocab_size on, which only pad the embedding, are never drawn.  A row sees its last
+    train.seq_len tokens.
     """
     dp, pp, _ = cfg.mesh.sizes
     B, L = -(-len(prompts) // (pp * dp)) * dp, cfg.train.seq_len
@@ -344,8 +386,10 @@ def generate(params, prompts: list[list[int]], n_tokens: int, cfg: Config, *, vo
         token_RL, position_R = np.zeros((pp * B, L), np.int32), np.zeros(pp * B, np.int32)
         for n, row in enumerate(rows):
             token_RL[n, : len(row[-L:])], position_R[n] = row[-L:], len(row[-L:]) - 1
-        logit_MBV = next_logits(params, put(token_RL.reshape(pp, B, L)), put(position_R.reshape(pp, B)), cfg)
-        logit_RV = np.asarray(multihost_utils.process_allgather(logit_MBV, tiled=True)).reshape(pp * B, -1)
+        token_MBL, position_MB = put(token_RL.reshape(pp, B, L)), put(position_R.reshape(pp, B))
+        logit_MBV = next_logits(params, token_MBL, position_MB, cfg)
+        logit_MBV = np.asarray(multihost_utils.process_allgather(logit_MBV, tiled=True))
+        logit_RV = logit_MBV.reshape(pp * B, -1)
         for n, row in enumerate(rows):
             if not done[n]:
                 token = choose(logit_RV[n, :vocab_size], rngs[n], temperature, top_k, top_p)

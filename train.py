@@ -1,8 +1,12 @@
-"""Train: build the mesh, make or resume the state, take steps.  `python train.py --config demo`, or --help."""
+"""Train: build the mesh, make or resume the state, take steps.
+
+`python train.py --config demo`, or --help.
+"""
 
 import config
 
-if __name__ == "__main__":  # before jax is imported: a bad command line is answered at once, and XLA reads its flags once
+# Before jax is imported: a bad command line is answered at once, and XLA reads its flags once.
+if __name__ == "__main__":
     CFG = config.start()
 
 from functools import partial
@@ -31,16 +35,22 @@ class State(NamedTuple):
 
 
 def learning_rate(n, cfg: Config):
-    """The rate of the update after n others: linear warmup, then cosine or hold-and-fall to min_lr_ratio of the peak."""
+    """The rate of the update after n others: linear warmup, then cosine or hold-and-fall to
+    min_lr_ratio of the peak."""
     o, steps = cfg.optim, cfg.train.steps
-    fall = steps - o.warmup_steps if o.schedule == "cosine" else max(1, round(o.decay_ratio * steps))
+    cosine = o.schedule == "cosine"
+    fall = steps - o.warmup_steps if cosine else max(1, round(o.decay_ratio * steps))
     done = jnp.clip((n + 1 - (steps - fall)) / max(1, fall), 0, 1)
-    left = 0.5 * (1 + jnp.cos(jnp.pi * done)) if o.schedule == "cosine" else 1 - done
-    return o.lr * jnp.minimum((n + 1) / max(1, o.warmup_steps), o.min_lr_ratio + (1 - o.min_lr_ratio) * left)
+    left = 0.5 * (1 + jnp.cos(jnp.pi * done)) if cosine else 1 - done
+    warm = (n + 1) / max(1, o.warmup_steps)
+    return o.lr * jnp.minimum(warm, o.min_lr_ratio + (1 - o.min_lr_ratio) * left)
 
 
 def optimizer(cfg: Config) -> optax.GradientTransformation:
-    """AdamW (Loshchilov and Hutter 2019) on gradients clipped by their global norm.  The last state counts updates."""
+    """AdamW (Loshchilov and Hutter 2019) on gradients clipped by their global norm.
+
+    The last state counts updates.
+    """
     o = cfg.optim
     decayed = jax.tree.map(lambda p: p.decay, model.param_table(cfg))
     return optax.chain(
@@ -57,15 +67,17 @@ def make_state(cfg: Config) -> State:
 
 
 def state_specs(cfg: Config) -> State:
-    """Where each leaf of State rests: the optimizer's moments with their weights, counters everywhere."""
-    specs = model.param_specs(cfg)
-    opt = optax.tree.map_params(optimizer(cfg), lambda _, spec: spec, jax.eval_shape(partial(make_state, cfg)).opt, specs,
-                                transform_non_params=lambda _: P())  # fmt: skip
+    """Where each leaf of State rests: the optimizer's moments with their weights, counters
+    everywhere."""
+    specs, opt = model.param_specs(cfg), jax.eval_shape(partial(make_state, cfg)).opt
+    moment, counter = lambda _, spec: spec, lambda _: P()
+    opt = optax.tree.map_params(optimizer(cfg), moment, opt, specs, transform_non_params=counter)
     return State(P(), specs, opt)
 
 
 def init_state(cfg: Config) -> State:
-    return jax.jit(make_state, static_argnums=0, out_shardings=utils.shardings(state_specs(cfg)))(cfg)
+    homes = utils.shardings(state_specs(cfg))
+    return jax.jit(make_state, static_argnums=0, out_shardings=homes)(cfg)
 
 
 def items(state: State) -> dict:
@@ -76,13 +88,15 @@ def items(state: State) -> dict:
 def abstract_state(cfg: Config) -> State:
     """State without its numbers: shapes, dtypes and where each leaf rests on the ambient mesh."""
     homes, shapes = utils.shardings(state_specs(cfg)), jax.eval_shape(partial(make_state, cfg))
-    return jax.tree.map(lambda x, home: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=home), shapes, homes)
+    leaf = lambda x, home: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=home)
+    return jax.tree.map(leaf, shapes, homes)
 
 
 def restore_or_init(store: utils.Checkpoints, cfg: Config) -> State:
     found = store.restore(items(abstract_state(cfg)))
     if found is None and cfg.eval_only:
-        raise UserError(CHECKPOINT, f"{store.run} has no checkpoint to evaluate", "train it first, without --eval_only")
+        what = f"{store.run} has no checkpoint to evaluate"
+        raise UserError(CHECKPOINT, what, "train it first, without --eval_only")
     if found is None:
         return init_state(cfg)
     utils.say(f"resume: update {store.newest} (verified) from {store.path}")
@@ -90,15 +104,17 @@ def restore_or_init(store: utils.Checkpoints, cfg: Config) -> State:
 
 
 def load_params(run, cfg: Config, step: int = -1):
-    """The weights of a run's newest checkpoint, or of the one after `step` updates, and nothing else of it."""
-    found = utils.Checkpoints(run, read_only=True).restore(dict(params=abstract_state(cfg).params), step)
+    """The weights of a run's newest checkpoint, or of the one after `step` updates."""
+    weights = dict(params=abstract_state(cfg).params)
+    found = utils.Checkpoints(run, keep=0).restore(weights, step)
     if found is None:
         raise UserError(CHECKPOINT, f"{run} has no checkpoint", "train it first")
     return found["params"]
 
 
 def continues(cfg: Config, train: Dataset) -> dict:
-    """The settings that a run and the checkpoint it goes on from must share; the others may change between starts."""
+    """The settings that a run and the checkpoint it goes on from must share; the others may change
+    between starts."""
     m = {f"model.{name}": value for name, value in vars(cfg.model).items()}
     t = {f"train.{name}": getattr(cfg.train, name) for name in ("seq_len", "batch_size")}
     return m | t | {"run.seed": cfg.run.seed, "data.train fingerprint": train.fingerprint}
@@ -108,7 +124,10 @@ def continues(cfg: Config, train: Dataset) -> dict:
 
 
 def loss_and_grads(params, tokens_AMBL, targets_AMBL, key, cfg: Config):
-    """Mean loss (nats per counted token of the global batch) and the objective's gradient; the only shard_map of training."""
+    """Mean loss (nats per counted token of the global batch) and the objective's gradient.
+
+    The only shard_map of training.
+    """
     specs = model.param_specs(cfg)
 
     @jax.shard_map(in_specs=(specs, TOKENS, TOKENS, P()), out_specs=(P(), specs))
@@ -118,7 +137,8 @@ def loss_and_grads(params, tokens_AMBL, targets_AMBL, key, cfg: Config):
 
         def objective(params, token_MBL, target_MBL, a):
             nll, z = model.token_nll(params, token_MBL, target_MBL, cfg, key, a * n_rows)
-            share = lambda x: lax.psum(jnp.where(target_MBL >= 0, x, 0).sum(), ("dp", "pp")) / n_tokens
+            counted_MBL = target_MBL >= 0
+            share = lambda x: lax.psum(jnp.where(counted_MBL, x, 0).sum(), ("dp", "pp")) / n_tokens
             loss = share(nll)
             return loss + cfg.train.z_loss * share(z**2), loss
 
@@ -127,7 +147,8 @@ def loss_and_grads(params, tokens_AMBL, targets_AMBL, key, cfg: Config):
             return jax.tree.map(jnp.add, total, (loss, grads)), None
 
         zero = (jnp.float32(0), jax.tree.map(jnp.zeros_like, params))
-        return lax.scan(add, zero, (tokens_AMBL, targets_AMBL, jnp.arange(cfg.train.grad_accum)))[0]
+        slices = (tokens_AMBL, targets_AMBL, jnp.arange(cfg.train.grad_accum))
+        return lax.scan(add, zero, slices)[0]
 
     return per_device(params, tokens_AMBL, targets_AMBL, key)
 
@@ -141,7 +162,8 @@ def train_step(state: State, tokens_AMBL, targets_AMBL, cfg: Config):
     updates, opt = optimizer(cfg).update(grads, state.opt, state.params)
     params = optax.apply_updates(state.params, updates)
     good = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-    params, opt = jax.tree.map(lambda new, old: jnp.where(good, new, old), (params, opt), (state.params, state.opt))
+    pick = lambda new, old: jnp.where(good, new, old)
+    params, opt = jax.tree.map(pick, (params, opt), (state.params, state.opt))
     metrics = dict(loss=loss, grad_norm=grad_norm, lr=learning_rate(state.opt[-1].count, cfg))
     new = State(state.step + 1, params, opt)
     return lax.with_sharding_constraint(new, state_specs(cfg)), metrics
@@ -149,12 +171,13 @@ def train_step(state: State, tokens_AMBL, targets_AMBL, cfg: Config):
 
 @partial(jax.jit, static_argnames="cfg")
 def eval_step(params, tokens_AMBL, targets_AMBL, cfg: Config):
-    """(sum of the losses, tokens counted, AMBL loss of each token and 0 where it is not counted)."""
+    """(sum of the losses, tokens counted, AMBL loss of each token, 0 where it is not counted)."""
     specs = model.param_specs(cfg)
 
     @jax.shard_map(in_specs=(specs, TOKENS, TOKENS), out_specs=(P(), P(), TOKENS))
     def per_device(params, tokens_AMBL, targets_AMBL):
-        nll_AMBL, _ = lax.map(lambda slice: model.token_nll(params, *slice, cfg), (tokens_AMBL, targets_AMBL))
+        score = lambda slice: model.token_nll(params, *slice, cfg)
+        nll_AMBL, _ = lax.map(score, (tokens_AMBL, targets_AMBL))
         nll_AMBL = jnp.where(targets_AMBL >= 0, nll_AMBL, 0)
         return *lax.psum((nll_AMBL.sum(), (targets_AMBL >= 0).sum()), ("dp", "pp")), nll_AMBL
 
@@ -170,42 +193,44 @@ def evaluate(params, data: Dataset, step: int, cfg: Config, stop=False) -> dict 
         nll, n, _ = eval_step(params, *data.eval_batch(i), cfg)
         total, tokens = total + float(nll), tokens + int(n)
     loss = total / tokens
-    per_byte = data.bytes_per_token and loss / jnp.log(2).item() / data.bytes_per_token
-    return dict(loss=utils.finite(loss), bits_per_byte=per_byte and utils.finite(per_byte), tokens=tokens)
+    bits = data.bytes_per_token and loss / jnp.log(2).item() / data.bytes_per_token
+    return dict(loss=utils.finite(loss), bits_per_byte=bits and utils.finite(bits), tokens=tokens)
 
 
 def due(step: int, every: int, cfg: Config) -> bool:
-    """Whether what happens every so many updates happens after update `step`; 0 is only after the last."""
+    """Whether what comes every so many updates (0: only at the end) comes after update `step`."""
     return step == cfg.train.steps or (step > 0 and every > 0 and step % every == 0)
 
 
 def sample(params, step: int, cfg: Config, data: Dataset) -> dict:
-    """A row of samples.jsonl: one text from the start of a document, drawn with the same random numbers every time."""
-    start = [[data.manifest.get("eot_id", 0)]]
-    options = dict(vocab_size=data.manifest["vocab_size"], stop_id=start[0][0], temperature=0.8, seed=cfg.run.seed)
-    *_, rows = model.generate(params, start, cfg.train.sample_tokens, cfg, **options)
+    """A row of samples.jsonl: the start of a document, from the same random numbers every time."""
+    end = data.manifest.get("eot_id", 0)
+    ids = dict(vocab_size=data.manifest["vocab_size"], stop_id=end)
+    draw = dict(temperature=0.8, seed=cfg.run.seed)
+    *_, rows = model.generate(params, [[end]], cfg.train.sample_tokens, cfg, **ids, **draw)
     return dict(step=step, text=data.decode(rows[0][1:]))
 
 
 def main(cfg: Config) -> State:
-    """Make or resume a run, and train it to cfg.train.steps with the evaluations and checkpoints due on the way."""
+    """Make or resume a run; train it to its last step, evaluating and saving on the way."""
     stop = utils.Stop()
     cfg = utils.start_mesh(cfg)
     train, val = Dataset(cfg, "train"), Dataset(cfg, "val")
     with utils.open_run(cfg, train) as run:
         store = utils.Checkpoints(run, cfg.checkpoint.keep, continues(cfg, train))
         state = restore_or_init(store, cfg)
+        t, start = cfg.train, int(state.step)
         if cfg.eval_only:
-            return utils.say_eval(int(state.step), evaluate(state.params, val, int(state.step), cfg))
-        log = utils.MetricsLog(run, cfg, int(state.step))
-        utils.say(f"model: {model.param_count(cfg):,} parameters\ntrain: {train}\nval: {val}")
+            return utils.say_eval(start, evaluate(state.params, val, start, cfg))
+        log = utils.MetricsLog(run, cfg, start)
+        utils.say(f"train: {train}\nval: {val}\nmodel: {model.param_count(cfg):,} parameters")
 
-        for step in range(int(state.step), cfg.train.steps + 1):
-            if due(step, cfg.train.eval_every, cfg) and step not in log.eval:
+        for step in range(start, t.steps + 1):
+            if due(step, t.eval_every, cfg) and step not in log.eval:
                 log.evaluation(step, log.aside(evaluate, state.params, val, step, cfg, stop))
-            if cfg.train.sample_every and due(step, cfg.train.sample_every, cfg) and step not in log.samples:
+            if t.sample_every and due(step, t.sample_every, cfg) and step not in log.samples:
                 log.sample(log.aside(sample, state.params, step, cfg, train))
-            last = step == cfg.train.steps or bool(stop)
+            last = step == t.steps or bool(stop)
             if step == 0 or last or due(step, cfg.checkpoint.every, cfg):
                 log.aside(store.save, step, items(state))
             if last:

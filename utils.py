@@ -1,4 +1,4 @@
-"""The parts of a run that are not maths: processes, mesh, run directory, metrics, verified checkpoints, FLOPs and peaks."""
+"""What is not maths: processes, mesh, run directory, metrics, checkpoints, FLOPs and peaks."""
 
 import fcntl
 import io
@@ -20,7 +20,8 @@ import uuid
 import zlib
 from contextlib import contextmanager
 from dataclasses import asdict
-from types import CoroutineType
+from functools import partial
+from types import CoroutineType, MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -33,10 +34,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import config
-from config import BUSY, CHECKPOINT, DISTRIBUTED, DIVERGED, INTERRUPTED, STORAGE, USAGE, Config, UserError
+from config import Config, UserError
 
 for noisy in ("absl", "asyncio"):  # orbax logs what it also raises, with tracebacks
     logging.getLogger(noisy).setLevel(logging.CRITICAL)
+
+AXES = ("dp", "pp", "tp")
 
 # ---- processes and devices
 
@@ -75,11 +78,13 @@ def on_lead(f, *args):
 
 def all_agree(ok: bool) -> bool:
     """True where every process says ok."""
-    return ok if jax.process_count() == 1 else bool(multihost_utils.process_allgather(np.int32(ok)).all())
+    if jax.process_count() == 1:
+        return ok
+    return bool(multihost_utils.process_allgather(np.int32(ok)).all())
 
 
 def start_processes(cfg: Config):
-    """Join the other processes: as told by the run.* flags, as a detected cluster says, or not at all on one host."""
+    """Join the other processes: as the run.* flags or a detected cluster say, or not at all."""
     r = cfg.run
     if r.coordinator:
         if r.process_id > 0:
@@ -89,12 +94,12 @@ def start_processes(cfg: Config):
     try:
         jax.distributed.initialize()
     except ValueError as e:
-        if "coordinator_address should be defined" not in str(e):
+        if "coordinator_address should be defined" not in str(e):  # there is a cluster, but
             raise
 
 
 def wait_for_port(address: str, seconds: float = 60):
-    """Return once something listens at HOST:PORT.  jax.distributed aborts the process instead of raising."""
+    """Return once HOST:PORT listens.  jax.distributed would abort the process, not raise."""
     host, port = address.rsplit(":", 1)
     deadline = time.monotonic() + seconds
     while True:
@@ -103,48 +108,52 @@ def wait_for_port(address: str, seconds: float = 60):
         except OSError as e:
             if time.monotonic() > deadline:
                 what = f"no process 0 at run.coordinator={address} after {seconds:.0f} s: {e}"
-                raise UserError(DISTRIBUTED, what, "start process 0, and check the address and the firewall") from None
+                fix = "start process 0, and check the address and the firewall"
+                raise UserError(config.DISTRIBUTED, what, fix) from None
             time.sleep(0.5)
 
 
 def start_mesh(cfg: Config, rows: int | None = None) -> Config:
-    """Make cfg's mesh the ambient one, and return cfg resolved for it; rows as in config.resolve."""
+    """Make cfg's mesh the ambient one and return cfg resolved for it; rows as in config.resolve."""
     cfg = config.resolve(cfg, jax.device_count(), rows)
     jax.set_mesh(make_mesh(cfg))
     if cfg.train.dtype == "float32":  # or TPUs and GPUs would multiply in fewer bits
         jax.config.update("jax_default_matmul_precision", "float32")
-    kind = jax.devices()[0].device_kind
     if is_lead():  # on stderr: stdout is for results
-        print(f"mesh: dp={cfg.mesh.dp} pp={cfg.mesh.pp} tp={cfg.mesh.tp} on {math.prod(cfg.mesh.sizes)} x {kind}, "
-              f"{jax.process_count()} process(es)", file=sys.stderr, flush=True)  # fmt: skip
+        axes = " ".join(f"{axis}={n}" for axis, n in zip(AXES, cfg.mesh.sizes, strict=True))
+        devices = f"{math.prod(cfg.mesh.sizes)} x {jax.devices()[0].device_kind}"
+        processes = f"{jax.process_count()} process(es)"
+        print(f"mesh: {axes} on {devices}, {processes}", file=sys.stderr, flush=True)
     return cfg
 
 
 def make_mesh(cfg: Config) -> jax.sharding.Mesh:
-    """The (dp, pp, tp) mesh over the visible devices, all of them unless they are fake ones on a CPU."""
+    """The (dp, pp, tp) mesh over all visible devices, or some where they are fake ones on a CPU."""
     n, devices = math.prod(cfg.mesh.sizes), jax.devices()
     product = "mesh.dp*mesh.pp*mesh.tp = {}*{}*{}".format(*cfg.mesh.sizes)
     found = f"{len(devices)} {devices[0].device_kind} device(s) are visible"
+    fix = f"choose axes whose product is {len(devices)} (one axis may be -1), or "
     if n > len(devices):
-        fix = f"choose axes whose product is {len(devices)}, or simulate the mesh on this host's CPU with JAX_PLATFORMS=cpu"
-        raise UserError(USAGE, f"{product} = {n} but only {found}", fix)
+        fix += "simulate the mesh on this host's CPU with JAX_PLATFORMS=cpu"
+        raise UserError(config.USAGE, f"{product} = {n} but only {found}", fix)
     if n < len(devices) and (devices[0].platform != "cpu" or jax.process_count() > 1):
-        fix = "choose axes whose product is that number (one axis may be -1), or hide the others from JAX"
-        raise UserError(USAGE, f"{product} = {n} would leave some idle: {found}", fix)
-    kinds = (AxisType.Auto,) * 3
-    return jax.make_mesh(cfg.mesh.sizes, ("dp", "pp", "tp"), axis_types=kinds, devices=devices[:n])
+        fix += "hide the others from JAX"
+        raise UserError(config.USAGE, f"{product} = {n} would leave some idle: {found}", fix)
+    types = (AxisType.Auto,) * 3
+    return jax.make_mesh(cfg.mesh.sizes, AXES, axis_types=types, devices=devices[:n])
 
 
 def shardings(specs):
     """NamedShardings on the ambient mesh from a tree of PartitionSpecs."""
-    mesh = jax.sharding.get_mesh()
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
+    place = partial(NamedSharding, jax.sharding.get_mesh())
+    return jax.tree.map(place, specs, is_leaf=lambda x: isinstance(x, P))
 
 
 class Stop:
-    """Whether SIGTERM or Ctrl-C has asked the run to stop; every process gets the same answer at the same poll.
+    """Whether SIGTERM or Ctrl-C has asked the run to stop; the same in every process at each poll.
 
-    With jax.distributed its preemption service owns SIGTERM (a Python handler would disable it), and agrees on the poll.
+    With jax.distributed its preemption service owns SIGTERM (a Python handler would disable it),
+    and makes the processes agree on the poll.
     """
 
     def __init__(self):
@@ -156,8 +165,8 @@ class Stop:
 
     def handle(self, number, frame):
         if self.asked:  # the second time: at once
-            os.write(2, b"\ninterrupted: what was not yet committed is lost; run the same command again to go on\n")
-            os._exit(INTERRUPTED)
+            os.write(2, b"\ninterrupted before all was saved; run the same command again\n")
+            os._exit(config.INTERRUPTED)
         self.asked = True
         os.write(2, b"\nstopping after this update; once more stops at once\n")
         if jax.distributed.is_initialized():
@@ -172,13 +181,17 @@ class Stop:
 
 
 def drop_late_callbacks(unraisable):
-    """A sys.unraisablehook without the hundreds of lines that follow a failed read or write inside orbax."""
-    if "Event loop is closed" not in str(unraisable.exc_value) and not isinstance(unraisable.object, CoroutineType):
+    """A sys.unraisablehook without the hundreds of lines that follow a failed read in orbax."""
+    late = "Event loop is closed" in str(unraisable.exc_value)
+    if not late and not isinstance(unraisable.object, CoroutineType):
         sys.__unraisablehook__(unraisable)
 
 
+LOST_PEER = r"Gloo|[Cc]onnection closed by peer|coordination service|heartbeat"
+
+
 def run_main(main, cfg: Config):
-    """main(cfg) among the other processes, with the exit codes of config.py, also for the loss of a peer."""
+    """main(cfg) among the other processes, with the exit codes of config.py."""
     sys.unraisablehook = drop_late_callbacks
     try:
         start_processes(cfg)
@@ -186,15 +199,15 @@ def run_main(main, cfg: Config):
     except UserError as e:
         leave(e)
     except (ValueError, RuntimeError) as e:
-        lost = re.search(r"Gloo|[Cc]onnection closed by peer|coordination service|heartbeat", str(e))
-        if not lost or jax.process_count() == 1:
+        if jax.process_count() == 1 or not re.search(LOST_PEER, str(e)):
             raise
+        what = f"a peer process was lost: {str(e).splitlines()[0][:200]}"
         fix = "look at that process's log, then run the same command again everywhere to resume"
-        leave(UserError(DISTRIBUTED, f"a peer process was lost: {str(e).splitlines()[0][:200]}", fix))
+        leave(UserError(config.DISTRIBUTED, what, fix))
 
 
 def leave(error: UserError):
-    """Print the error and exit with its code, at once: a normal exit waits for lost peers and for saves that failed."""
+    """Print the error and exit at once: a normal exit waits for lost peers and for failed saves."""
     print(error, file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -203,28 +216,33 @@ def leave(error: UserError):
 
 # ---- FLOPs and peaks
 
-# Dense bfloat16 FLOP/s of one JAX device, from the makers' data sheets.  A TPU v2, v3 or 7x chip is two devices.
-PEAK_FLOPS = {
-    "TPU v2": 22.5e12, "TPU v3": 61.5e12, "TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5e": 197e12, "TPU v5": 459e12,
-    "TPU v5p": 459e12, "TPU v6 lite": 918e12, "TPU v6e": 918e12, "TPU7x": 1153.5e12, "NVIDIA A100-SXM4-40GB": 312e12,
-    "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA A100-PCIE-40GB": 312e12, "NVIDIA A100 80GB PCIe": 312e12,
-    "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA H200": 989e12, "NVIDIA B200": 2250e12,
+# Dense bfloat16 TFLOP/s of a JAX device, from data sheets; a TPU v2, v3 or 7x chip is two of them.
+PEAK_TFLOPS = {
+    "TPU v2": 22.5, "TPU v3": 61.5, "TPU v4": 275, "TPU v5 lite": 197, "TPU v5e": 197,
+    "TPU v5": 459, "TPU v5p": 459, "TPU v6 lite": 918, "TPU v6e": 918, "TPU7x": 1153.5,
+    "NVIDIA A100-SXM4-40GB": 312, "NVIDIA A100-SXM4-80GB": 312, "NVIDIA A100-PCIE-40GB": 312,
+    "NVIDIA A100 80GB PCIe": 312, "NVIDIA H100 80GB HBM3": 989, "NVIDIA H100 PCIe": 756,
+    "NVIDIA H200": 989, "NVIDIA B200": 2250,
 }  # fmt: skip
 
 
 def peak_flops(cfg: Config) -> float | None:
-    """bfloat16 FLOP/s of the whole mesh, or None where they are unknown or the run is not in bfloat16."""
-    peak = PEAK_FLOPS.get(jax.devices()[0].device_kind) if cfg.train.dtype == "bfloat16" else None
-    return peak and peak * math.prod(cfg.mesh.sizes)
+    """FLOP/s of the whole mesh, or None where unknown or where the run is not in bfloat16."""
+    peak = PEAK_TFLOPS.get(jax.devices()[0].device_kind)
+    if peak is None or cfg.train.dtype != "bfloat16":
+        return None
+    return peak * 1e12 * math.prod(cfg.mesh.sizes)
 
 
 def flops_per_token(cfg: Config) -> int:
-    """Forward and backward FLOPs of one token: 6 a matmul weight, the head counted and the embedding lookup not, and
-    causal attention at half of the full square (PaLM, appendix B, with the mask taken into account)."""
+    """Forward and backward FLOPs of one token (PaLM, appendix B, but with the causal mask).
+
+    6 a matmul weight, the head counted and the embedding lookup not; attention at half a square.
+    """
     m = cfg.model
-    weights = m.n_layers * m.d_model * (2 * m.n_heads * m.d_head + 2 * m.n_kv_heads * m.d_head + 3 * m.d_ff)
-    attention = 6 * m.n_layers * m.n_heads * m.d_head * (cfg.train.seq_len + 1)
-    return 6 * (weights + m.d_model * m.vocab_size) + attention
+    layer = m.d_model * (2 * m.d_head * (m.n_heads + m.n_kv_heads) + 3 * m.d_ff)
+    attention = m.n_heads * m.d_head * (cfg.train.seq_len + 1)
+    return 6 * (m.n_layers * (layer + attention) + m.d_model * m.vocab_size)
 
 
 # ---- run directory
@@ -239,7 +257,7 @@ def absolute(path: str) -> epath.Path:
 
 
 def write_text(path: epath.Path, text: str):
-    """Replace a file whole: a reader, or a crash, meets the old text or the new, never half of one."""
+    """Replace a file whole: a reader, or a crash, meets the old text or the new, never a half."""
     if is_remote(path):
         return path.write_text(text)  # an object appears whole
     part = path.with_name(path.name + ".part")
@@ -256,8 +274,8 @@ def free_name(path: epath.Path) -> epath.Path:
 class Lock:
     """Keeps a run directory to one live run.
 
-    Locally an flock, which the kernel drops with the process.  On object stores a lease: lock.json renewed every `beat`
-    seconds, and taken over once it has not changed for three of them.
+    Locally an flock, which the kernel drops with the process.  On object stores a lease: renewed
+    every `beat` seconds, and taken over once it has not changed for three of them.
     """
 
     def __init__(self, path: epath.Path):
@@ -272,18 +290,18 @@ class Lock:
 
     def busy(self, holder: str):
         what = f"run directory {self.path.parent} belongs to another live run: {holder}"
-        return UserError(BUSY, what, "wait for that run or stop it, or choose another --run.name")
+        return UserError(
+            config.BUSY, what, "wait for that run or stop it, or choose another --run.name"
+        )
 
     def take_flock(self):
-        self.file = open(os.fspath(self.path), "a+", encoding="utf-8")
+        self.file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self.file.seek(0)
-            raise self.busy(self.file.read(200) or "unknown") from None
-        self.file.truncate(0)
-        self.file.write(json.dumps(self.me))
-        self.file.flush()
+            raise self.busy(self.read()) from None
+        os.ftruncate(self.file, 0)
+        os.write(self.file, json.dumps(self.me).encode())
 
     def take_lease(self):
         seen = self.read()
@@ -301,7 +319,7 @@ class Lock:
         threading.Thread(target=self.keep_renewing, daemon=True).start()
 
     def read(self) -> str:
-        return self.path.read_text() if self.path.exists() else ""
+        return self.path.read_text()[:200] if self.path.exists() else ""
 
     def renew(self, n: int):
         self.path.write_text(json.dumps(self.me | dict(beat=n)))
@@ -311,7 +329,7 @@ class Lock:
         while not self.done.wait(self.beat):
             if self.me["id"] not in self.read():
                 os.write(2, (str(self.busy(self.read())) + "\n").encode())
-                os._exit(BUSY)
+                os._exit(config.BUSY)
             self.renew(n := n + 1)
 
     def release(self):
@@ -319,45 +337,57 @@ class Lock:
         if self.remote:
             self.path.unlink(missing_ok=True)
         else:
-            self.file.close()
+            os.close(self.file)
 
 
-OURS = {"config.json", "metrics.jsonl", "samples.jsonl", "loss.png", "checkpoints", "damaged", "tokenizer.json", "lock",
-        "wandb"}  # fmt: skip
+OURS = {"lock", "config.json"}  # what a run killed at its very start has left
 
 
 def record(cfg: Config, fingerprint: str, run_id: str) -> str:
-    """config.json: the resolved configuration, and what else it takes to tell this run from another."""
-    versions = {m.__name__: m.__version__ for m in (jax, np, ocp)} | dict(python=platform.python_version())
+    """config.json: the resolved configuration, and what tells this run from another."""
+    versions = {module.__name__: module.__version__ for module in (jax, np, ocp)}
+    versions |= dict(python=platform.python_version(), device=jax.devices()[0].device_kind)
+    git = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         here = os.path.dirname(os.path.abspath(__file__))
-        git = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-        commit = subprocess.run(git, cwd=here, capture_output=True, text=True, timeout=10).stdout.strip()
+        done = subprocess.run(git, cwd=here, capture_output=True, text=True, timeout=10)
+        facts = dict(git_commit=done.stdout.strip())
     except (OSError, subprocess.TimeoutExpired):
-        commit = ""
-    return config.to_json(cfg, argv=sys.argv, versions=versions | dict(device=jax.devices()[0].device_kind),
-                          git_commit=commit, data_fingerprint=fingerprint, run_id=run_id)  # fmt: skip
+        facts = dict(git_commit="")  # no git, or not a checkout
+    facts |= dict(argv=sys.argv, versions=versions, data_fingerprint=fingerprint, run_id=run_id)
+    return config.to_json(cfg, **facts)
 
 
 @contextmanager
 def open_run(cfg: Config, data):
-    """Yield run.dir/run.name, locked for this run and with its config.json written; with --fresh, first move an old run aside.
+    """Yield run.dir/run.name, locked, with its config.json written; --fresh moves an old run aside.
 
-    Raises UserError BUSY where another run holds it, USAGE where it holds something else, STORAGE where it can't be
-    written.  data: the training Dataset, for its fingerprint and tokenizer.
+    data: the training Dataset, for its fingerprint and tokenizer.  Raises UserError BUSY where
+    another run holds it, USAGE where it is something else, STORAGE where it can't be written.
     """
     path = absolute(cfg.run.dir) / cfg.run.name
+    lock = on_lead(prepare_run, path, cfg, data)
+    try:
+        yield path
+    finally:
+        if lock:
+            lock.release()
 
-    def prepare() -> Lock:
-        if cfg.eval_only and not (path / "config.json").exists():
-            raise UserError(CHECKPOINT, f"there is no run in {path} to evaluate", "give the --run.name and --run.dir of one")
+
+def prepare_run(path: epath.Path, cfg: Config, data) -> Lock:
+    """open_run's part on process 0."""
+    settings = path / "config.json"
+    if cfg.eval_only and not settings.exists():
+        what = f"there is no run in {path} to evaluate"
+        raise UserError(config.CHECKPOINT, what, "give the --run.name and --run.dir of one")
+    try:
         path.mkdir(parents=True, exist_ok=True)
-        strange = [p.name for p in path.iterdir() if p.name not in OURS and not p.name.endswith(".part")]
-        if strange and not (path / "config.json").exists():
+        strange = [p.name for p in path.iterdir() if p.name.removesuffix(".part") not in OURS]
+        if strange and not settings.exists():
             what = f"{path} is not a run directory: it holds {strange[0]!r} and no config.json"
-            raise UserError(USAGE, what, "choose another --run.name or --run.dir")
+            raise UserError(config.USAGE, what, "choose another --run.name or --run.dir")
         lock = Lock(path / "lock")
-        if cfg.fresh and (path / "config.json").exists():
+        if cfg.fresh and settings.exists():
             aside = free_name(path.with_name(path.name + ".old"))
             path.rename(aside)
             say(f"the old run is now {aside}")
@@ -365,26 +395,20 @@ def open_run(cfg: Config, data):
             path.mkdir(parents=True, exist_ok=True)
             lock = Lock(path / "lock")
         if not cfg.eval_only:
-            old = json.loads((path / "config.json").read_text()) if (path / "config.json").exists() else {}
-            write_text(path / "config.json", record(cfg, data.fingerprint, old.get("run_id", uuid.uuid4().hex[:12])))
+            old = json.loads(settings.read_text()) if settings.exists() else {}
+            run_id = old.get("run_id", uuid.uuid4().hex[:12])
+            write_text(settings, record(cfg, data.fingerprint, run_id))
             say_changes(old, cfg)
             if data.tokenizer:  # so that the run can be sampled without its data
                 write_text(path / "tokenizer.json", data.tokenizer.read_text())
         return lock
-
-    def prepare_or_explain() -> Lock:
-        try:
-            return prepare()
-        except OSError as e:
-            what = f"cannot write to {path}: {e.strerror or e}"
-            raise UserError(STORAGE, what, "choose a --run.dir that this user can write to") from None
-
-    lock = on_lead(prepare_or_explain)
-    try:
-        yield path
-    finally:
-        if lock:
-            lock.release()
+    except OSError as e:
+        what = f"cannot write to {path}: {e.strerror or e}"
+        fix = "choose a --run.dir that this user can write to"
+        raise UserError(config.STORAGE, what, fix) from None
+    except (ValueError, AttributeError) as e:
+        what = f"{settings} is not what a run wrote there: {e}"
+        raise UserError(config.USAGE, what, "mend it, or start over with --fresh") from None
 
 
 def say_changes(old: dict, cfg: Config):
@@ -409,10 +433,10 @@ def finite(x) -> float | None:
 
 
 class RowFile:
-    """A .jsonl file in the run directory that holds each row exactly once, also across kills and resumes.
+    """A .jsonl file that holds each row exactly once, also across kills and resumes.
 
-    Rows after `step`, the update resumed from, are dropped: they are about to be made again.  On object stores, which
-    cannot append, the file grows locally and is uploaded before every checkpoint.
+    Rows after `step`, the update resumed from, are dropped: they are about to be made again.  On
+    object stores, which cannot append, it grows locally and is uploaded before every checkpoint.
     """
 
     def __init__(self, path: epath.Path, step: int):
@@ -448,11 +472,13 @@ class MetricsLog:
         self.tokens_per_step = cfg.train.batch_size * cfg.train.seq_len
         self.began = self.clock = time.perf_counter()
         self.first = step
-        self.file, self.text = RowFile(run / "metrics.jsonl", step), RowFile(run / "samples.jsonl", step)
+        self.file = RowFile(run / "metrics.jsonl", step)
+        self.text = RowFile(run / "samples.jsonl", step)
         self.samples = {row["step"] for row in self.text.rows}
         for row in self.file.rows:
             self.remember(row)
         self.wandb = start_wandb(run, cfg) if is_lead() else None
+        say(f"updates {step + 1} to {cfg.train.steps}; the first compiles for a while")
 
     def remember(self, row: dict):
         if row["kind"] == "train":
@@ -469,12 +495,12 @@ class MetricsLog:
         self.remember(row)
 
     def update(self, step: int, metrics: dict):
-        """Note the metrics of update `step` (device arrays), and write those of the update before it."""
+        """Note the metrics of update `step` (device arrays), and write those of the one before."""
         self.flush()
         self.held = (step, metrics)
 
     def flush(self):
-        """Wait for the update noted last, and write it.  Raises UserError DIVERGED after too many skipped ones."""
+        """Wait for the update noted last, and write it.  Raises UserError DIVERGED, see `judge`."""
         if self.held is None:
             return
         (step, metrics), self.held = self.held, None
@@ -482,19 +508,28 @@ class MetricsLog:
         now = time.perf_counter()
         seconds, self.clock = now - self.clock, now
         rate = self.tokens_per_step / seconds
-        mfu = self.peak and rate * self.flops / self.peak
-        self.write(dict(kind="train", step=step, loss=finite(loss), grad_norm=finite(norm), lr=lr,
-                        tokens=step * self.tokens_per_step, step_time=seconds, tokens_per_sec=rate, mfu=mfu))  # fmt: skip
-        if step == self.first + 1 or step % self.cfg.log.every == 0 or step == self.cfg.train.steps:
-            left = (self.cfg.train.steps - step) * (now - self.began) / (step - self.first)
-            say(f"update {step}/{self.cfg.train.steps}  loss {loss:.4f}  grad norm {norm:.3f}  lr {lr:.2e}  "
-                f"{rate:,.0f} tokens/s  mfu {f'{mfu:.1%}' if mfu else '-'}  eta {duration(left)}")  # fmt: skip
+        row = dict(kind="train", step=step, loss=finite(loss), grad_norm=finite(norm), lr=lr)
+        row |= dict(tokens=step * self.tokens_per_step, step_time=seconds, tokens_per_sec=rate)
+        self.write(row | dict(mfu=self.peak and rate * self.flops / self.peak))
+        steps = self.cfg.train.steps
+        if step == self.first + 1 or step % self.cfg.log.every == 0 or step == steps:
+            mfu = f"{rate * self.flops / self.peak:.1%}" if self.peak else "-"
+            left = duration((steps - step) * (now - self.began) / (step - self.first))
+            say(
+                f"update {step}/{steps}  loss {loss:.4f}  grad norm {norm:.3f}  lr {lr:.2e}  "
+                f"{rate:,.0f} tokens/s  mfu {mfu}  eta {left}"
+            )
+        self.judge(step, loss, norm)
+
+    def judge(self, step: int, loss: float, norm: float):
+        """Warn of a skipped update.  Raises UserError DIVERGED after MAX_SKIPS of them in a row."""
         if self.skips:
             warn(f"update {step} skipped: loss {loss}, gradient norm {norm}; {self.skips} in a row")
         if self.skips >= self.MAX_SKIPS:
-            what = f"diverged: no finite loss and gradient in {self.skips} updates in a row, {step - self.skips + 1} to {step}"
-            raise UserError(DIVERGED, what, f"lower optim.lr={self.cfg.optim.lr} or optim.clip_norm={self.cfg.optim.clip_norm}, "
-                                       "or look at the data of those updates; the checkpoints are sound")  # fmt: skip
+            o, first = self.cfg.optim, step - self.skips + 1
+            what = f"diverged: {self.skips} updates in a row, {first} to {step}, were not finite"
+            fix = f"lower optim.lr={o.lr} or optim.clip_norm={o.clip_norm}, or look at their data"
+            raise UserError(config.DIVERGED, what, fix)
 
     def aside(self, f, *args):
         """f(*args), with every row before it written and its own time left out of the updates'."""
@@ -504,7 +539,7 @@ class MetricsLog:
         return result
 
     def evaluation(self, step: int, result: dict | None):
-        """Write an evaluation and redraw the curve; None is one that was cut short, and is made again on resume."""
+        """Write an evaluation, redraw the curve; None, one cut short, is made again on resume."""
         if result is None:
             return
         self.write(dict(kind="eval", step=step) | result)
@@ -532,21 +567,21 @@ class MetricsLog:
 
 
 def say_eval(step: int, result: dict):
-    bpb = result["bits_per_byte"]
-    say(f"update {step}  validation loss {result['loss']:.4f}  bits per byte {'-' if bpb is None else f'{bpb:.4f}'}  "
-        f"over {result['tokens']:,} tokens")  # fmt: skip
+    loss, bpb, n = (result[name] for name in ("loss", "bits_per_byte", "tokens"))
+    bits = "-" if bpb is None else f"{bpb:.4f}"
+    say(f"update {step}  validation loss {loss:.4f}  bits per byte {bits}  over {n:,} tokens")
 
 
 def farewell(run: epath.Path, step: int, cfg: Config):
     """The last line of a run; one that was asked to stop leaves with its own exit code."""
     if step == cfg.train.steps:
         return say(f"finished: {run}")
-    say(f"interrupted: checkpoint of update {step} committed in {run}; run the same command again to go on")
-    sys.exit(INTERRUPTED)
+    say(f"interrupted: checkpoint of update {step} committed; run the same command again to go on")
+    sys.exit(config.INTERRUPTED)
 
 
 def kept_rows(path: epath.Path, step: int) -> list[str]:
-    """The whole lines of metrics.jsonl up to update `step`; a torn last line is dropped with the rest."""
+    """The whole lines of a .jsonl up to update `step`; a torn last line goes with the rest."""
     rows = []
     for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
         try:
@@ -563,8 +598,9 @@ def draw_loss(path: epath.Path, train: list, evals: dict):
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    axes.plot(*zip(*[row for row in train if row[1] is not None] or [(0, np.nan)]), lw=0.8, label="train")
-    axes.plot(*zip(*sorted(evals.items())), "o-", label="validation")
+    known = [(step, loss) for step, loss in train if loss is not None]
+    axes.plot(*zip(*known or [(0, np.nan)], strict=True), lw=0.8, label="train")
+    axes.plot(list(evals), list(evals.values()), "o-", label="validation")
     axes.set(xlabel="update", ylabel="loss (nats per token)", title=path.parent.name)
     axes.grid(alpha=0.3)
     axes.legend()
@@ -581,41 +617,52 @@ def has_wandb_key() -> bool:
 
 
 def start_wandb(run: epath.Path, cfg: Config):
-    """A function that sends a row to Weights & Biases (None ends it), or None.  Never stops the run unless required."""
-    mode = cfg.log.wandb
+    """A function that sends a row to Weights & Biases (None ends it), or None where it is off.
+
+    Never stops or changes the run, unless log.wandb is required: then UserError USAGE.
+    """
+    mode, required = cfg.log.wandb, cfg.log.wandb == "required"
     if mode == "off":
         return None
     if mode != "offline" and not has_wandb_key():
-        if mode == "required":
+        if required:
             fix = "set WANDB_API_KEY or run `wandb login`, or use --log.wandb online"
-            raise UserError(USAGE, "log.wandb=required but no API key was found", fix)
+            raise UserError(config.USAGE, "log.wandb=required but no API key was found", fix)
         say("wandb: no API key, so this run is logged offline; `wandb sync` uploads it later")
         mode = "offline"
-    online = mode != "offline"
     sections = {s: asdict(getattr(cfg, s)) for s in config.SECTIONS}
     try:
         import wandb
 
-        where = tempfile.mkdtemp(prefix="trifold-") if is_remote(run) else os.fspath(run)
-        session = wandb.init(project=cfg.log.wandb_project, name=cfg.run.name, config=sections, dir=where,
-                             id=json.loads((run / "config.json").read_text())["run_id"], resume="allow",
-                             mode="online" if online else "offline",
-                             settings=wandb.Settings(init_timeout=30, console="off", save_code=False, disable_git=True))  # fmt: skip
+        session = wandb.init(
+            project=cfg.log.wandb_project,
+            name=cfg.run.name,
+            id=json.loads((run / "config.json").read_text())["run_id"],
+            config=sections,
+            dir=tempfile.mkdtemp(prefix="trifold-") if is_remote(run) else os.fspath(run),
+            mode="offline" if mode == "offline" else "online",
+            resume="allow",
+            settings=wandb.Settings(
+                init_timeout=30, console="off", save_code=False, disable_git=True
+            ),
+        )
         session.define_metric("*", step_metric="step")
     except Exception as e:  # whatever fails in there, training goes on without it
-        if mode == "required":
+        why = f"{type(e).__name__}: {str(e)[:200]}"
+        if required:
             fix = "mend the connection, or use --log.wandb online"
-            raise UserError(USAGE, f"log.wandb=required but it did not start: {str(e)[:200]}", fix) from None
-        warn(f"wandb is off ({type(e).__name__}: {str(e)[:200]}); metrics.jsonl has everything")
+            what = f"log.wandb=required but it did not start: {why}"
+            raise UserError(config.USAGE, what, fix) from None
+        warn(f"wandb is off ({why}); metrics.jsonl has everything")
         return None
 
     def send(row: dict | None):
         try:
             if row is None:
                 return session.finish()
-            names = {name: f"{row['kind']}/{name}" for name in row}
-            session.log({names[k]: v for k, v in row.items() if k not in ("kind", "step")} | dict(step=row["step"]))
-        except Exception as e:
+            named = {f"{row['kind']}/{k}": v for k, v in row.items() if k not in ("kind", "step")}
+            session.log(named | dict(step=row["step"]))
+        except Exception as e:  # as above
             warn(f"wandb lost a row ({type(e).__name__}: {str(e)[:200]})")
 
     return send
@@ -634,8 +681,8 @@ def mix(x):
 def digest(x):
     """Two uint32 that change with any bit or any move of an element of x, and with nothing else.
 
-    A sum over elements of mix(bits ^ mix(index)): integer addition is associative, so every mesh gets the same.  It
-    detects accidents, not forgery.
+    A sum over elements of mix(bits ^ mix(index)): integer addition is associative, so every mesh
+    gets the same.  It detects accidents, not forgery.
     """
     words = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
     bits = lax.bitcast_convert_type(x, words).astype(jnp.uint32)
@@ -643,8 +690,8 @@ def digest(x):
     for dim in reversed(range(x.ndim)):
         index += lax.broadcasted_iota(jnp.uint32, x.shape, dim) * np.uint32(stride % 2**32)
         stride *= x.shape[dim]
-    sums = [mix(bits ^ mix(index + np.uint32(seed))).sum(dtype=jnp.uint32) for seed in (0x9E3779B9, 0x7F4A7C15)]
-    return jnp.stack(sums)
+    spread = [mix(bits ^ mix(index + np.uint32(seed))) for seed in (0x9E3779B9, 0x7F4A7C15)]
+    return jnp.stack([x.sum(dtype=jnp.uint32) for x in spread])
 
 
 @jax.jit
@@ -656,123 +703,141 @@ def digests(leaves: list):
 
 def leaf_table(tree) -> dict:
     """{"params/layers/q_DHK": leaf}"""
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in jax.tree.leaves_with_path(tree)}
+    name = partial(jax.tree_util.keystr, simple=True, separator="/")
+    return {name(path): x for path, x in jax.tree.leaves_with_path(tree)}
 
 
 def checksum(meta: dict) -> int:
-    return zlib.crc32(json.dumps({k: v for k, v in meta.items() if k != "checksum"}, sort_keys=True).encode())
+    rest = {name: value for name, value in meta.items() if name != "checksum"}
+    return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
 
 
 class Damaged(ValueError):
     """A checkpoint that is not what was saved."""
 
 
-OUTAGE = r"RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE_EXCEEDED|PERMISSION_DENIED|UNAUTHENTICATED|[Pp]ermission denied"
+OUTAGE = (
+    "RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE_EXCEEDED|UNAUTHENTICATED|PERMISSION_DENIED"
+    "|[Pp]ermission denied"
+)
 
 
 class Checkpoints:
-    """checkpoints/N: the state after N updates, saved in the background, verified leaf by leaf when restored.
+    """checkpoints/N: the state after N updates, saved in the background, verified when restored.
 
-    Each holds two array items, `params` and `rest`, and `meta`: per leaf its shape, dtype and digest, and the settings
-    (`must`) that a run which continues it has to share.
+    Each holds two array items, `params` and `rest`, and `meta`: per leaf its shape, dtype and
+    digest, and the settings (`must`) that a run which continues it has to share.
     """
 
     FORMAT = 1
 
-    def __init__(self, run: epath.Path, keep: int = 2, must: dict | None = None, read_only: bool = False):
-        self.run, self.path, self.keep, self.must, self.read_only = run, run / "checkpoints", keep, must or {}, read_only
+    def __init__(self, run: epath.Path, keep: int = 2, must: dict = MappingProxyType({})):
+        """keep: how many stay; 0 only reads, and moves nothing."""
+        self.run, self.path, self.keep, self.must = run, run / "checkpoints", keep, dict(must)
         self.newest = None
         self.open()
 
     def open(self):
-        options = dict(read_only=True) if self.read_only else dict(max_to_keep=self.keep, create=True)
-        self.manager = ocp.CheckpointManager(self.path, options=ocp.CheckpointManagerOptions(**options))
+        options = dict(max_to_keep=self.keep, create=True) if self.keep else dict(read_only=True)
+        options = ocp.CheckpointManagerOptions(**options)
+        self.manager = ocp.CheckpointManager(self.path, options=options)
 
     def restore(self, abstract: dict, step: int = -1):
-        """The newest checkpoint that verifies, laid out as `abstract` (ShapeDtypeStructs with shardings), or None.
+        """The newest checkpoint that verifies, laid out as `abstract`, or None where there is none.
 
-        abstract: {"params": ..., "rest": ...} or one of them.  Those that do not verify are moved to damaged/.  step: that
-        one and no other.  Raises UserError CHECKPOINT where none is left, where a run has lost them, or where it is of
-        another run.
+        abstract: {"params": ..., "rest": ...} or one of them, ShapeDtypeStructs with shardings.
+        step: that one and no other.  Those that do not verify are moved to damaged/.  Raises
+        UserError CHECKPOINT where none is left or a run has lost them, and as `load` does.
         """
-        if step >= 0 and step not in self.manager.all_steps():
-            what = f"{self.path} has no checkpoint {step}, only {config.listed(self.manager.all_steps() or ['none'])}"
-            raise UserError(CHECKPOINT, what, "give --step one of those, or leave it out for the newest")
+        found = self.manager.all_steps()
+        if step >= 0 and step not in found:
+            what = f"{self.path} has no checkpoint {step}, only {config.listed(found or ['none'])}"
+            fix = "give --step one of those, or leave it out for the newest"
+            raise UserError(config.CHECKPOINT, what, fix)
         bad = []
-        wanted = step if step >= 0 else None
-        while (step := self.manager.latest_step() if wanted is None else wanted) is not None:
+        while (n := self.manager.latest_step() if step < 0 else step) is not None:
             try:
-                tree = self.load(step, abstract)
-                self.newest = step
+                tree = self.load(n, abstract)
+                self.newest = n
                 return tree
             except Damaged as e:
-                bad.append(f"{step} ({e})")
-                where = self.set_aside(step)
-                warn(f"checkpoint {step} failed verification ({e}); moved to {where}")
+                bad.append(f"{n} ({e})")
+                where = self.set_aside(n)
+                warn(f"checkpoint {n} failed verification ({e}); moved to {where}")
         if bad:
             what = f"no usable checkpoint among {len(bad)} in {self.path}: {', '.join(bad)}"
-            raise UserError(CHECKPOINT, what, f"restore one from a copy, or start over with --fresh; they are in {self.run / 'damaged'}")
+            fix = "restore one from a copy, or start over with --fresh; they are in damaged/"
+            raise UserError(config.CHECKPOINT, what, fix)
         metrics = self.run / "metrics.jsonl"
         if metrics.exists() and metrics.read_text().strip():
             what = f"{self.run} has trained, but {self.path} holds no checkpoint"
-            raise UserError(CHECKPOINT, what, "restore the checkpoints from a copy, or start over with --fresh")
+            fix = "restore the checkpoints from a copy, or start over with --fresh"
+            raise UserError(config.CHECKPOINT, what, fix)
         return None
 
     def load(self, step: int, abstract: dict):
-        """Checkpoint `step`, verified.  Raises Damaged, or UserError CHECKPOINT where it is another run's."""
+        """Checkpoint `step`, verified.  Raises Damaged, UserError as `read` and `compare` do."""
         if not is_remote(self.path) and os.path.islink(self.path / str(step)):
             raise Damaged("it is a symbolic link")
         meta = self.read(step, meta=ocp.args.JsonRestore())["meta"]
         if not isinstance(meta, dict) or meta.get("checksum") != checksum(meta):
             raise Damaged("its meta does not match its checksum")
         self.compare(step, meta, abstract)
-        tree = self.read(step, **{name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()})
-        tree = {name: tree[name] for name in abstract}
+        items = {name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()}
+        found = self.read(step, **items)
+        tree = {name: found[name] for name in abstract}
         table = leaf_table(tree)
-        got, _ = digests(list(table.values()))
-        wrong = [name for name, d in zip(table, np.asarray(got).tolist()) if d != meta["leaves"][name][2]]
+        got = np.asarray(digests(list(table.values()))[0]).tolist()
+        wrong = [n for n, d in zip(table, got, strict=True) if d != meta["leaves"][n][2]]
         if wrong:
-            raise Damaged(f"{len(wrong)} of {len(table)} arrays differ from what was saved, {wrong[0]} first")
+            raise Damaged(f"{len(wrong)} of {len(table)} arrays are not as saved, {wrong[0]} first")
         return tree
 
     def read(self, step: int, **items):
-        """Items of checkpoint `step`.  Raises Damaged, or UserError STORAGE where not the checkpoint is to blame."""
+        """Items of checkpoint `step`.  Raises Damaged, or UserError STORAGE where out of reach."""
         tree = error = None
         try:
             tree = self.manager.restore(step, args=ocp.args.Composite(**items))
-        except Exception as e:  # orbax raises nearly every type for damage, down to a bare Exception for a short read
+        except Exception as e:  # orbax raises all types for damage, a bare Exception among them
             error = e
-        outage = isinstance(error, PermissionError | ConnectionError | TimeoutError) or re.search(OUTAGE, str(error))
-        if error and outage:
+        if isinstance(error, PermissionError | ConnectionError | TimeoutError) or re.search(
+            OUTAGE, str(error)
+        ):
             what = f"cannot read {self.path / str(step)}: {str(error)[:300]}"
-            raise UserError(STORAGE, what, "mend the storage or the permissions, and run the same command again") from error
+            fix = "mend the storage or the permissions, and run the same command again"
+            raise UserError(config.STORAGE, what, fix) from error
         if not all_agree(error is None):
-            reason = re.sub(r"\s+", " ", f"{type(error).__name__}: {error}")[:160] if error else "another process failed"
-            raise Damaged(reason) from error
+            why = f"{type(error).__name__}: {error}" if error else "another process failed"
+            raise Damaged(re.sub(r"\s+", " ", why)[:160]) from error
         return tree
 
     def compare(self, step: int, meta: dict, abstract: dict):
-        """UserError CHECKPOINT where the checkpoint is of another format, model or data than this run."""
+        """Raise UserError CHECKPOINT where it is of another format, model or data than this run."""
         now = {"format": self.FORMAT, **self.must}
-        then = {"format": meta["format"], **{k: v for k, v in meta["must"].items() if k in self.must}}
+        then = {name: meta["must"][name] for name in self.must if name in meta["must"]}
+        then["format"] = meta["format"]
         for name, x in leaf_table(abstract).items():
             now[name] = f"{x.dtype}{list(x.shape)}"
         for name, (shape, dtype, _) in meta["leaves"].items():
             if name.split("/")[0] in abstract:
                 then[name] = f"{dtype}{shape}"
-        differ = [f"{k}: {then.get(k, 'nothing')} there, {now.get(k, 'nothing')} here"
-                  for k in now | then if now.get(k) != then.get(k)]  # fmt: skip
+        value = lambda table, name: table.get(name, "nothing")
+        names = [name for name in now | then if value(now, name) != value(then, name)]
+        differ = [f"{n}: {value(then, n)} there, {value(now, n)} here" for n in names[:10]]
         if differ:
-            more = f", and {len(differ) - 10} more" if len(differ) > 10 else ""
-            what = f"checkpoint {self.path / str(step)} is of another run: {'; '.join(differ[:10])}{more}"
-            fix = "give the values it was saved with (config.json has them), or another --run.name, or --fresh"
-            raise UserError(CHECKPOINT, what, fix)
+            more = f", and {len(names) - 10} more" if len(names) > 10 else ""
+            where = self.path / str(step)
+            what = f"checkpoint {where} is of another run: {'; '.join(differ)}{more}"
+            fix = "give the values in its run's config.json, or another --run.name, or --fresh"
+            raise UserError(config.CHECKPOINT, what, fix)
 
     def set_aside(self, step: int) -> epath.Path:
-        """Move checkpoint `step` out of the way: while it stands there, orbax refuses to save any step up to it."""
+        """Move it out of the way: while it is there, orbax refuses to save any step up to it."""
+        if not self.keep:
+            what = f"checkpoint {self.path / str(step)} is damaged"
+            fix = "start its run once: it goes on from the one before"
+            raise UserError(config.CHECKPOINT, what, fix)
         where = free_name(self.run / "damaged" / str(step))
-        if self.read_only:
-            raise UserError(CHECKPOINT, f"checkpoint {self.path / str(step)} is damaged", "start its run once: it goes on from the one before")
         self.manager.close()
 
         def move():
@@ -784,21 +849,26 @@ class Checkpoints:
         return where
 
     def save(self, step: int, state: dict):
-        """Start saving the state after `step` updates.  Returns once it is copied off the devices; the first is waited for,
-        so that a storage that cannot hold it shows before the first update.  Raises UserError STORAGE."""
+        """Start saving the state after `step` updates, and return once it is off the devices.
+
+        The very first is waited for, so that a storage that cannot hold it shows before the first
+        update.  Raises UserError STORAGE, or DIVERGED where the state is not finite.
+        """
         if step == self.newest:
             return
         table = leaf_table(state)
         got, finite = digests(list(table.values()))
         if not finite:
             what = f"the state after update {step} holds a NaN or infinity; it was not saved"
-            raise UserError(DIVERGED, what, f"resume from {self.newest} with a lower --optim.lr")
-        leaves = {n: [list(x.shape), str(x.dtype), d] for (n, x), d in zip(table.items(), np.asarray(got).tolist())}
+            fix = f"resume from {self.newest} with a lower --optim.lr"
+            raise UserError(config.DIVERGED, what, fix)
+        rows = zip(table.items(), np.asarray(got).tolist(), strict=True)
+        leaves = {name: [list(x.shape), str(x.dtype), d] for (name, x), d in rows}
         meta = dict(format=self.FORMAT, step=step, must=self.must, leaves=leaves)
-        args = {name: ocp.args.StandardSave(tree) for name, tree in state.items()}
-        meta = ocp.args.JsonSave(meta | dict(checksum=checksum(meta)))
+        items = {name: ocp.args.StandardSave(tree) for name, tree in state.items()}
+        items["meta"] = ocp.args.JsonSave(meta | dict(checksum=checksum(meta)))
         with self.storage_errors(step):
-            started = self.manager.save(step, args=ocp.args.Composite(meta=meta, **args), force=True)
+            started = self.manager.save(step, args=ocp.args.Composite(**items), force=True)
             assert started, f"orbax declined to save {step}; it has {self.manager.all_steps()}"
             if self.newest is None:
                 self.manager.wait_until_finished()
@@ -810,14 +880,11 @@ class Checkpoints:
             yield
         except (OSError, ValueError, RuntimeError) as e:
             what = f"checkpoint {step} could not be written to {self.path}: {str(e)[:300]}"
-            fix = "make room or mend the storage, and run the same command again: it resumes from the one before"
-            raise UserError(STORAGE, what, fix) from e
+            fix = "make room or mend the storage, and run the same command again to resume"
+            raise UserError(config.STORAGE, what, fix) from e
 
-    def wait(self):
+    def close(self):
         """Return once everything saved is committed."""
         with self.storage_errors(self.newest):
             self.manager.wait_until_finished()
-
-    def close(self):
-        self.wait()
         self.manager.close()

@@ -1,4 +1,5 @@
-"""Loss, perplexity and bits per byte of a trained model on a data set, each token counted once, as one line of JSON.
+"""Loss, perplexity and bits per byte of a trained model on a data set, each token counted once,
+as one line of JSON.
 
     python scripts/evaluate.py --run runs/demo --data data/demo/val --per_token logprob.npy
 """
@@ -24,7 +25,8 @@ class Args:
     data: str = ""
     """The data set; by default what the run validated on."""
     per_token: str = ""
-    """Write here, as float32 .npy, the log probability (nats) of each token but the first, in the data's order."""
+    """Write here, as float32 .npy, the log probability (nats) of each token but the first, in the
+    data's order."""
     batch_size: int = 64
     """Sequences at a time, about; the result does not depend on it."""
     step: int = -1
@@ -35,8 +37,10 @@ class Args:
 def parse() -> tuple[Args, config.Config]:
     args = tyro.cli(Args, use_underscores=True, description=__doc__)
     if args.batch_size < 1:
-        raise config.UserError(config.USAGE, f"batch_size={args.batch_size} must be at least 1", "set --batch_size 1 or more")
-    return args, config.of_run(args.run, args.mesh, *(["--data.val", args.data] if args.data else []))
+        what = f"batch_size={args.batch_size} must be at least 1"
+        raise config.UserError(config.USAGE, what, "set --batch_size 1 or more")
+    flags = ["--data.val", args.data] if args.data else []
+    return args, config.of_run(args.run, args.mesh, *flags)
 
 
 if __name__ == "__main__":  # before jax is imported, see train.py
@@ -57,14 +61,15 @@ def main(cfg: config.Config):
     cfg = utils.start_mesh(cfg, rows=args.batch_size)
     data = Dataset(cfg, "val")
     params = train.load_params(utils.absolute(args.run), cfg, args.step)
-    nlls = []
-    for i in tqdm(range(data.n_eval_batches), desc="evaluate", unit="batch", disable=not utils.is_lead()):
+    nlls, bar = [], dict(desc="evaluate", unit="batch", disable=not utils.is_lead())
+    for i in tqdm(range(data.n_eval_batches), **bar):
         _, _, nll_AMBL = train.eval_step(params, *data.eval_batch(i), cfg)
         nlls.append(np.asarray(multihost_utils.process_allgather(nll_AMBL, tiled=True)).ravel())
     nll = np.concatenate(nlls)[: len(data.stream) - 1]  # the rest pads the last batch
     loss = nll.sum(dtype=np.float64) / len(nll)
     per_byte = data.bytes_per_token and loss / math.log(2) / data.bytes_per_token
-    utils.say(json.dumps(dict(loss=loss, perplexity=math.exp(loss), bits_per_byte=per_byte, tokens=len(nll))))
+    scores = dict(loss=loss, perplexity=math.exp(loss), bits_per_byte=per_byte, tokens=len(nll))
+    utils.say(json.dumps(scores))
     if args.per_token and utils.is_lead():
         out = io.BytesIO()
         np.save(out, -nll, allow_pickle=False)

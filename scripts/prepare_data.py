@@ -3,8 +3,9 @@
     python scripts/prepare_data.py --stdlib --out data/demo --vocab_size 4096
     python scripts/prepare_data.py --input book.txt --tokenizer char --out data/book
 
-A file is a document, and ends with the end-of-document token.  One in fifty is held out, chosen by its name; a single file
-is cut near its end instead.  Interrupted, the same command goes on after the last finished shard; finished, it does nothing.
+A file is a document, and ends with the end-of-document token.  One in fifty is held out, chosen by
+its name; a single file is cut near its end instead.  Interrupted, the same command goes on after
+the last finished shard; finished, it does nothing.
 """
 
 import hashlib
@@ -27,8 +28,6 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from tqdm import tqdm
 
 from config import DATA, END, USAGE, UserError, quit_on_error
-
-
 
 
 @dataclass(frozen=True)
@@ -55,17 +54,20 @@ class Args:
 
 
 def find_documents(args: Args) -> list[tuple[str, Path]]:
-    """(name, path) of each file, in the order of the names; a name does not depend on where the folder lies."""
+    """(name, path) of each file, in the order of the names; a name does not depend on where the
+    folder lies."""
     root = Path(sysconfig.get_paths()["stdlib"] if args.stdlib else args.input)
+    suffix = ".py" if args.stdlib else args.suffix
     if root.is_file():
         return [(root.name, root)]
     skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", ".git"}
     found = []
     for folder, folders, files in os.walk(root):
-        folders[:] = [f for f in folders if not (args.stdlib and f in skip) and not f.startswith(".")]
+        visible = [f for f in folders if not f.startswith(".")]
+        folders[:] = [f for f in visible if not (args.stdlib and f in skip)]
         for name in files:
             path = Path(folder, name)
-            if name.endswith(".py" if args.stdlib else args.suffix) and not path.is_symlink() and path.stat().st_size:
+            if name.endswith(suffix) and not path.is_symlink() and path.stat().st_size:
                 found.append((path.relative_to(root).as_posix(), path))
     if not found:
         what = f"no files{f' ending in {args.suffix!r}' if args.suffix else ''} in {root}"
@@ -112,7 +114,8 @@ def split(documents, args: Args) -> dict[str, list[Piece]]:
         return dict(train=pieces(path, 0, cut), val=pieces(path, cut, size))
     rank = {name: zlib.crc32(name.encode()) / 2**32 for name, _ in documents}
     n_held = sum(r < args.val_fraction for r in rank.values())
-    held = sorted(rank, key=rank.get)[: min(max(1, n_held), len(rank) - 1)]  # a split is never empty
+    n_held = min(max(1, n_held), len(rank) - 1)  # a split is never empty
+    held = sorted(rank, key=rank.get)[:n_held]
     for name, path in documents:
         parts["val" if name in held else "train"] += pieces(path, 0, path.stat().st_size)
     return parts
@@ -123,7 +126,7 @@ def split(documents, args: Args) -> dict[str, list[Piece]]:
 
 def byte_tokenizer() -> Tokenizer:
     """Each byte is its own id; 256 ends a document."""
-    letters = list(range(33, 127)) + list(range(161, 173)) + list(range(174, 256))  # GPT-2's printable stand-ins
+    letters = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's printable stand-ins
     others = [b for b in range(256) if b not in letters]
     stand_in = {b: chr(b) for b in letters} | {b: chr(256 + n) for n, b in enumerate(others)}
     tokenizer = Tokenizer(models.BPE(vocab={stand_in[b]: b for b in range(256)}, merges=[]))
@@ -136,8 +139,10 @@ def byte_tokenizer() -> Tokenizer:
 def char_tokenizer(texts) -> Tokenizer:
     """Each character that occurs is an id, in code point order."""
     characters = sorted(set().union(*texts))
-    tokenizer = Tokenizer(models.WordLevel({c: n for n, c in enumerate(characters)}, unk_token=characters[0]))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(?m)."), behavior="isolated")  # m: newlines too
+    vocab = {c: n for n, c in enumerate(characters)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=characters[0]))
+    any_character = Regex("(?m).")  # m: newlines too
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(any_character, behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([END])
     return tokenizer
@@ -148,9 +153,14 @@ def bpe_tokenizer(texts, vocab_size: int, n_texts: int) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[END], show_progress=False,
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())  # fmt: skip
-    tokenizer.train_from_iterator(tqdm(texts, desc="train tokenizer", total=n_texts, unit="piece"), trainer, n_texts)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    texts = tqdm(texts, desc="train tokenizer", total=n_texts, unit="piece")
+    tokenizer.train_from_iterator(texts, trainer, n_texts)
     return tokenizer
 
 
@@ -184,11 +194,14 @@ def npy_bytes(tokens: np.ndarray) -> bytes:
     return out.getvalue()
 
 
-def tokenize(parts: list, out: epath.Path, tokenizer: Tokenizer, recipe: dict, args: Args, desc: str):
-    """Write the shards of one split and then its manifest.  progress.json says how far a run before this one came."""
+def tokenize(parts: list, out: epath.Path, tokenizer: Tokenizer, recipe: dict, args: Args):
+    """Write the shards of one split and then its manifest.
+
+    progress.json says how far a run before this one came.
+    """
     out.mkdir(parents=True, exist_ok=True)
-    kind = "uint16" if tokenizer.get_vocab_size() <= 65536 else "uint32"
-    end = tokenizer.token_to_id(END)
+    vocab_size, end = tokenizer.get_vocab_size(), tokenizer.token_to_id(END)
+    kind = "uint16" if vocab_size <= 65536 else "uint32"
     progress = out / "progress.json"
     state = dict(next=0, bytes=0, shards=[])
     if progress.exists() and (before := json.loads(progress.read_text()))["recipe"] == recipe:
@@ -200,11 +213,13 @@ def tokenize(parts: list, out: epath.Path, tokenizer: Tokenizer, recipe: dict, a
         data = npy_bytes(np.concatenate(held))
         name = f"shard_{len(state['shards']):05d}.npy"
         write_whole(out / name, data)
-        state["shards"].append(dict(name=name, tokens=n_held, dtype=kind, sha256=hashlib.sha256(data).hexdigest()))
+        sha256 = hashlib.sha256(data).hexdigest()
+        state["shards"].append(dict(name=name, tokens=n_held, dtype=kind, sha256=sha256))
         state["next"], state["bytes"] = next_part, state["bytes"] + n_bytes
         write_whole(progress, json.dumps(state | dict(recipe=recipe)).encode())
         held, n_held, n_bytes = [], 0, 0
 
+    desc = f"tokenize {out.name}"
     bar = tqdm(total=len(parts), initial=state["next"], desc=desc, unit="piece")
     for at in range(state["next"], len(parts), 32):
         texts = [piece.text() for piece in parts[at : at + 32]]
@@ -218,24 +233,31 @@ def tokenize(parts: list, out: epath.Path, tokenizer: Tokenizer, recipe: dict, a
     if held:
         close_shard(len(parts))
     bar.close()
-    manifest = dict(format=1, shards=state["shards"], dtype=kind, vocab_size=tokenizer.get_vocab_size(), eot_id=end,
-                    bytes=state["bytes"], tokenizer="tokenizer.json", recipe=recipe)  # fmt: skip
+    size, n_shards = state["bytes"], len(state["shards"])
+    manifest = dict(format=1, shards=state["shards"], dtype=kind, vocab_size=vocab_size)
+    manifest |= dict(eot_id=end, bytes=size, tokenizer="tokenizer.json", recipe=recipe)
     write_whole(out / "manifest.json", json.dumps(manifest, indent=1).encode())
     progress.unlink(missing_ok=True)
     tokens = sum(s["tokens"] for s in state["shards"])
-    print(f"{out}: {tokens:,} tokens from {state['bytes']:,} bytes ({state['bytes'] / tokens:.2f} bytes a token) "
-          f"in {len(state['shards'])} shard(s), vocabulary {tokenizer.get_vocab_size()}")  # fmt: skip
+    print(
+        f"{out}: {tokens:,} tokens from {size:,} bytes ({size / tokens:.2f} bytes a token) "
+        f"in {n_shards} shard(s), vocabulary {vocab_size}"
+    )
 
 
 def main(args: Args):
     """Check the request, make the tokenizer once, and tokenize both splits."""
     if bool(args.input) == args.stdlib:
-        raise UserError(USAGE, "give either --input or --stdlib", "name a file or folder with --input, or say --stdlib")
+        fix = "name a file or folder with --input, or say --stdlib"
+        raise UserError(USAGE, "give either --input or --stdlib", fix)
     if not 0 < args.val_fraction < 1 or args.shard_tokens < 1 or args.vocab_size < 257:
-        what = f"val_fraction={args.val_fraction}, shard_tokens={args.shard_tokens}, vocab_size={args.vocab_size}"
-        raise UserError(USAGE, what, "give a fraction between 0 and 1, 1 token or more, and 257 entries or more")
+        names = ("val_fraction", "shard_tokens", "vocab_size")
+        what = ", ".join(f"{name}={getattr(args, name)}" for name in names)
+        fix = "give a fraction between 0 and 1, 1 token or more, and 257 entries or more"
+        raise UserError(USAGE, what, fix)
     if args.input and not Path(args.input).exists():
-        raise UserError(DATA, f"--input {args.input} does not exist", "give a text file or a folder of them")
+        what = f"--input {args.input} does not exist"
+        raise UserError(DATA, what, "give a text file or a folder of them")
     documents = find_documents(args)
     sizes = [(name, path.stat().st_size) for name, path in documents]
     recipe = {k: v for k, v in asdict(args).items() if k not in ("out", "input")}
@@ -256,11 +278,14 @@ def main(args: Args):
     tokenizer = Tokenizer.from_str(path.read_text())
     for name in parts:
         if not done[name]:
-            tokenize(parts[name], out / name, tokenizer, recipe, args, f"tokenize {name}")
+            tokenize(parts[name], out / name, tokenizer, recipe, args)
 
 
 def check_out(out: epath.Path, recipe: dict) -> bool:
-    """Whether this split is finished.  Raises UserError where it was made in another way: it is not overwritten."""
+    """Whether this split is finished.
+
+    Raises UserError where it was made in another way: it is not overwritten.
+    """
     for name in ("manifest.json", "progress.json"):
         if (out / name).exists():
             before = json.loads((out / name).read_text()).get("recipe", {})

@@ -25,7 +25,8 @@ def rows(path: epath.Path) -> list[dict]:
 
 
 def main(args: Args):
-    """Print the run directory, how far and how fast it trained, its last evaluation and its last sample."""
+    """Print the run directory, how far and how fast it trained, its last evaluation and its last
+    sample."""
     run = epath.Path(args.run)
     metrics, samples = rows(run / "metrics.jsonl"), rows(run / "samples.jsonl")
     train = [row for row in metrics if row["kind"] == "train"]
@@ -36,11 +37,13 @@ def main(args: Args):
     last, skipped = train[-1], sum(None in (row["loss"], row["grad_norm"]) for row in train)
     rate = statistics.median(row["tokens_per_sec"] for row in train)
     print(f"run directory    {run} (loss.png, metrics.jsonl, checkpoints/)")
-    print(f"trained          {last['step']:,} updates, {last['tokens']:,} tokens, {rate:,.0f} tokens/s, {skipped} skipped")
+    amount = f"{last['step']:,} updates, {last['tokens']:,} tokens"
+    print(f"trained          {amount}, {rate:,.0f} tokens/s, {skipped} skipped")
     if evals:
-        print(f"validation loss  {evals[-1]['loss']:.4f} nats per token, over {evals[-1]['tokens']:,} tokens")
-        if evals[-1]["bits_per_byte"] is not None:
-            print(f"bits per byte    {evals[-1]['bits_per_byte']:.4f}")
+        loss, tokens, bits = (evals[-1][k] for k in ("loss", "tokens", "bits_per_byte"))
+        print(f"validation loss  {loss:.4f} nats per token, over {tokens:,} tokens")
+        if bits is not None:
+            print(f"bits per byte    {bits:.4f}")
     if samples:
         print(f"sample after update {samples[-1]['step']}:\n{samples[-1]['text']}")
 

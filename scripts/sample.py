@@ -1,4 +1,5 @@
-"""Continue text with a trained model: any checkpoint, any mesh.
+"""Continue text with a trained model:
+any checkpoint, any mesh.
 
     python scripts/sample.py --run runs/demo --prompt "def main(" --temperature 0.8 --top_p 0.95
 """
@@ -40,7 +41,10 @@ class Args:
 def parse() -> tuple[Args, config.Config]:
     args = tyro.cli(Args, use_underscores=True, description=__doc__)
     wrong = []
-    for name, low, high in (("tokens", 1, 10**9), ("temperature", 0, 100), ("top_k", 0, 10**9), ("top_p", 1e-9, 1), ("seed", 0, 2**32)):
+    ranges = dict(
+        tokens=(1, 10**9), temperature=(0, 100), top_k=(0, 10**9), top_p=(1e-9, 1), seed=(0, 2**32)
+    )
+    for name, (low, high) in ranges.items():
         if not low <= getattr(args, name) <= high:
             what = f"{name}={getattr(args, name)} must be between {low} and {high}"
             wrong.append(config.Problem(what, f"set --{name} inside that range"))
@@ -74,16 +78,19 @@ def main(cfg: config.Config):
     cfg = utils.start_mesh(cfg, rows=len(args.prompt))
     params = train.load_params(utils.absolute(args.run), cfg, args.step)
     end = tokenizer.token_to_id(config.END)
-    prompts = [tokenizer.encode(text, add_special_tokens=False).ids or [end or 0] for text in args.prompt]
-    skip = [0 if text else 1 for text in args.prompt]  # the token that stands for an empty prompt is not text
-    shown = ""
-    for rows in model.generate(params, prompts, args.tokens, cfg, vocab_size=tokenizer.get_vocab_size(), stop_id=end,
-                               temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed):  # fmt: skip
+    encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+    prompts = [encode(text) or [end or 0] for text in args.prompt]
+    skip = [0 if text else 1 for text in args.prompt]  # what stands for an empty prompt is not text
+    ids = dict(vocab_size=tokenizer.get_vocab_size(), stop_id=end)
+    draw = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "seed")}
+    shown, alone = "", len(prompts) == 1
+    for rows in model.generate(params, prompts, args.tokens, cfg, **ids, **draw):
         text = tokenizer.decode(rows[0][skip[0] :])
-        if len(rows) == 1 and utils.is_lead() and not text.endswith("\ufffd"):  # half a character is not shown
+        whole = not text.endswith("\ufffd")  # half a character is not shown
+        if alone and whole and utils.is_lead():
             print(text[len(shown) :], end="", flush=True)
             shown = text
-    if len(rows) == 1:
+    if alone:
         return utils.say()
     for row, n in zip(rows, skip, strict=True):
         utils.say(tokenizer.decode(row[n:]), "\n" + "-" * 80)

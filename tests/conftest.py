@@ -5,6 +5,8 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import replace
+from itertools import product
+from math import prod
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -14,20 +16,22 @@ import config
 
 os.environ |= dict(JAX_PLATFORMS="cpu", WANDB_SILENT="true")
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"  # compiles in half the time
-CACHE = tempfile.TemporaryDirectory(prefix="trifold-tests-")  # what one run compiled, the next one and its subprocesses load
-os.environ |= dict(JAX_COMPILATION_CACHE_DIR=CACHE.name, JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0.3")
+# What one run compiled, the next one and its subprocesses load.
+CACHE = tempfile.TemporaryDirectory(prefix="trifold-tests-")
+os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE.name
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
 config.simulate_devices(config.Mesh(2, 2, 2))  # before jax is imported
 
 import pytest
 
 import utils
 
-MESHES = [(dp, pp, tp) for n in (1, 2, 4, 8) for dp in (1, 2, 4, 8) for pp in (1, 2, 4, 8) for tp in (1, 2, 4, 8)
-          if dp * pp * tp == n]  # fmt: skip
+MESHES = sorted((mesh for mesh in product((1, 2, 4, 8), repeat=3) if prod(mesh) <= 8), key=prod)
 
 
 def on_mesh(cfg: config.Config, mesh=(1, 1, 1), **sections) -> config.Config:
-    """cfg on that mesh, which becomes the ambient one; sections=dict(field=value) replaces fields."""
+    """cfg on that mesh, which becomes the ambient one;
+    sections=dict(field=value) replaces fields."""
     sections = {name: replace(getattr(cfg, name), **fields) for name, fields in sections.items()}
     return utils.start_mesh(replace(cfg, **{"mesh": config.Mesh(*mesh), **sections}))
 
@@ -37,15 +41,15 @@ def corpus(tmp_path_factory) -> Path:
     """train/ and val/ of real text, one byte a token, cut into several shards."""
     out = tmp_path_factory.mktemp("corpus")
     source = Path(os.__file__).parent / "json"
-    prepare("--input", source, "--suffix", ".py", "--tokenizer", "byte", "--out", out, "--shard_tokens", 10_000,
-            "--val_fraction", 0.2)  # fmt: skip
+    request = ["--input", source, "--suffix", ".py", "--tokenizer", "byte", "--out", out]
+    prepare(*request, "--shard_tokens", 10_000, "--val_fraction", 0.2)
     return out
 
 
 def run(script: str, *args, **kwargs) -> subprocess.CompletedProcess:
     """`python script args`, its output captured."""
-    command = [sys.executable, ROOT / script, *args]
-    return subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300, **kwargs)
+    command = [*map(str, (sys.executable, ROOT / script, *args))]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, **kwargs)
 
 
 def prepare(*args):

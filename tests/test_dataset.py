@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,6 +25,11 @@ def copy_of(folder, tmp_path):
     return shutil.copytree(folder, tmp_path / "copy")
 
 
+def trained_on(path, cfg):
+    """cfg with that training data."""
+    return replace(cfg, data=replace(cfg.data, train=str(path)))
+
+
 def refuses(cfg, split="train", read=False) -> str:
     with pytest.raises(UserError) as error:
         data = Dataset(on_mesh(cfg), split)
@@ -42,15 +48,17 @@ def test_an_epoch_is_a_permutation(n):
     for key in (0, 1, 12345678901234567):
         assert sorted(dataset.permuted(np.arange(n), n, key)) == list(range(n))
     if n > 60:
-        assert (dataset.permuted(np.arange(n), n, 1) != dataset.permuted(np.arange(n), n, 2)).mean() > 0.9
-        moved = np.abs(dataset.permuted(np.arange(n), n, 1) - np.arange(n)).mean() / n
+        first, second = (dataset.permuted(np.arange(n), n, key) for key in (1, 2))
+        assert (first != second).mean() > 0.9
+        moved = np.abs(first - np.arange(n)).mean() / n
         assert 0.25 < moved < 0.42  # a third of n, for a random permutation
 
 
 def test_billions_of_windows_need_no_table():
     n = 5_000_000_000
     got = dataset.permuted(np.arange(1000), n, 3)
-    assert len(set(got.tolist())) == 1000 and 0.4 < got.mean() / n < 0.6 and 0 <= got.min() and got.max() < n
+    assert len(set(got.tolist())) == 1000 and 0.4 < got.mean() / n < 0.6
+    assert got.min() >= 0 and got.max() < n
 
 
 def test_every_window_comes_once_an_epoch_and_epochs_differ(cfg):
@@ -84,7 +92,8 @@ def test_a_batch_depends_on_data_seed_and_step_only(cfg):
     want = batch(7)
     for mesh in [(2, 2, 2), (8, 1, 1), (1, 8, 1), (1, 1, 8)]:
         np.testing.assert_array_equal(batch(7, mesh), want)
-    np.testing.assert_array_equal(batch(7, (2, 2, 1), train=dict(grad_accum=4, microbatches=2)), want)
+    split = dict(grad_accum=4, microbatches=2)
+    np.testing.assert_array_equal(batch(7, (2, 2, 1), train=split), want)
     np.testing.assert_array_equal(batch(7, warm=[0, 1, 6]), want)  # read ahead or not
     assert (batch(8) != want).any() and (batch(7, run=dict(seed=1)) != want).any()
 
@@ -101,7 +110,8 @@ def losses(cfg, mesh, step, **fields):
 def test_the_whole_set_counts_every_token_once_on_any_mesh(cfg, corpus):
     n = len(stream_of(corpus / "val")) - 1
     want, _ = losses(cfg, (1, 1, 1), 10)
-    assert want["tokens"] == n and n % (cfg.train.batch_size * cfg.train.seq_len)  # the last batch is partial
+    assert want["tokens"] == n
+    assert n % (cfg.train.batch_size * cfg.train.seq_len)  # the last batch is partial
     for mesh, fields in [((2, 2, 2), {}), ((8, 1, 1), dict(grad_accum=2)), ((1, 4, 2), {})]:
         got, _ = losses(cfg, mesh, 10, **fields)
         assert got["tokens"] == n
@@ -127,7 +137,8 @@ def test_four_kinds_of_evaluation(cfg):
     assert at(20, eval_batches=2, eval_rolling=True) == [2, 3]
     assert at(10 * (n + 1), eval_batches=1, eval_rolling=True) == [0]  # around the end
     assert sorted(at(20, eval_rolling=True)) == list(range(n))
-    assert at(25, eval_batches=2, eval_rolling=True) == [4, 5]  # the last evaluation need not be due
+    # The last evaluation need not be due.
+    assert at(25, eval_batches=2, eval_rolling=True) == [4, 5]
     assert at(10, eval_batches=10**6) == list(range(n))  # never a batch twice
 
 
@@ -144,7 +155,7 @@ def test_nanogpt_bin_files(cfg, corpus, tmp_path):
             np.testing.assert_array_equal(data.stream.read(0, len(want)), want)
             assert data.bytes_per_token is None
     (tmp_path / "train.bin").write_bytes(b"abc")
-    assert "3 bytes is no whole number of uint16" in refuses(replace(cfg, data=replace(cfg.data, train=str(tmp_path))))
+    assert "3 bytes is no whole number of uint16" in refuses(trained_on(tmp_path, cfg))
 
 
 def test_jaxformer_bare_npy_shards(cfg, corpus, tmp_path):
@@ -164,13 +175,55 @@ def test_jaxformer_bare_npy_shards(cfg, corpus, tmp_path):
 ], ids=["pickle", "2-D", "big-endian", "float", "empty"])  # fmt: skip
 def test_other_arrays_are_refused(cfg, tmp_path, array, word):
     np.save(tmp_path / "a.npy", array, allow_pickle=True)
-    assert word in refuses(replace(cfg, data=replace(cfg.data, train=str(tmp_path))))
+    assert word in refuses(trained_on(tmp_path, cfg))
 
 
 # ---- faults
 
 
-def damaged_manifest(change):
+def shard(folder) -> Path:
+    """Its first shard."""
+    return min(folder.glob("*.npy"))
+
+
+def flip(folder):
+    raw = bytearray(shard(folder).read_bytes())
+    raw[-1] ^= 1
+    shard(folder).write_bytes(raw)
+
+
+def swap(folder):
+    a, b = sorted(folder.glob("*.npy"))[:2]
+    a.rename(folder / "x")
+    b.rename(a)
+    (folder / "x").rename(b)
+
+
+def remove(folder):
+    shard(folder).unlink()
+
+
+def cut(folder):
+    shard(folder).write_bytes(shard(folder).read_bytes()[:-7])
+
+
+def append(folder):
+    shard(folder).write_bytes(shard(folder).read_bytes() + b"x")
+
+
+def empty(folder):
+    for path in folder.iterdir():
+        path.unlink()
+
+
+def manifest_text(text):
+    """The fault of a manifest that holds this text."""
+    return lambda folder: (folder / "manifest.json").write_text(text)
+
+
+def manifest_change(change):
+    """The fault of a manifest that was changed so."""
+
     def damage(folder):
         manifest = json.loads((folder / "manifest.json").read_text())
         change(manifest)
@@ -179,35 +232,31 @@ def damaged_manifest(change):
     return damage
 
 
-def flip(folder):
-    path = sorted(folder.glob("*.npy"))[0]
-    raw = bytearray(path.read_bytes())
-    raw[-1] ^= 1
-    path.write_bytes(raw)
+def shard_entry(**fields):
+    """The fault of a manifest that says this of its first shard."""
+    return manifest_change(lambda m: m["shards"][0].update(fields))
 
 
-def swap(folder):
-    a, b = sorted(folder.glob("*.npy"))[:2]
-    a.rename(folder / "x"), b.rename(a), (folder / "x").rename(b)
-
+no_shards = manifest_change(lambda m: m.pop("shards"))
+more_ids = manifest_change(lambda m: m.update(vocab_size=70_000))
 
 FAULTS = {
     "a flipped bit": (flip, "checksum"),
     "two shards swapped": (swap, "holds"),
-    "a missing shard": (lambda folder: sorted(folder.glob("*.npy"))[0].unlink(), "missing"),
-    "a truncated shard": (lambda folder: (p := sorted(folder.glob("*.npy"))[0]).write_bytes(p.read_bytes()[:-7]), "promises"),
-    "trailing bytes": (lambda folder: (p := sorted(folder.glob("*.npy"))[0]).write_bytes(p.read_bytes() + b"x"), "promises"),
-    "an empty folder": (lambda folder: [p.unlink() for p in folder.iterdir()], "no shards"),
+    "a missing shard": (remove, "missing"),
+    "a truncated shard": (cut, "promises"),
+    "trailing bytes": (append, "promises"),
+    "an empty folder": (empty, "no shards"),
     "no folder": (shutil.rmtree, "does not exist"),
-    "a name above the folder": (damaged_manifest(lambda m: m["shards"][0].update(name="../val/shard_00000.npy")), "plain file name"),
-    "an absolute name": (damaged_manifest(lambda m: m["shards"][0].update(name="/etc/passwd")), "plain file name"),
-    "a name with control characters": (damaged_manifest(lambda m: m["shards"][0].update(name="a\x1b[2J\n")), "plain file name"),
-    "another token count": (damaged_manifest(lambda m: m["shards"][0].update(tokens=7)), "its manifest says 7"),
-    "no shards in the manifest": (damaged_manifest(lambda m: m.pop("shards")), "not a manifest"),
-    "a manifest that is a list": (lambda folder: (folder / "manifest.json").write_text("[]"), "not a manifest"),
-    "a manifest nested too deep": (lambda folder: (folder / "manifest.json").write_text("[" * 200_000), "not a manifest"),
-    "a larger vocabulary": (damaged_manifest(lambda m: m.update(vocab_size=70_000)), "vocabulary of 70000, above model.vocab_size=512"),
-}  # fmt: skip
+    "a name above the folder": (shard_entry(name="../val/shard_00000.npy"), "plain file name"),
+    "an absolute name": (shard_entry(name="/etc/passwd"), "plain file name"),
+    "a name with control characters": (shard_entry(name="a\x1b[2J\n"), "plain file name"),
+    "another token count": (shard_entry(tokens=7), "its manifest says 7"),
+    "no shards in the manifest": (no_shards, "not a manifest"),
+    "a manifest that is a list": (manifest_text("[]"), "not a manifest"),
+    "a manifest nested too deep": (manifest_text("[" * 200_000), "not a manifest"),
+    "a larger vocabulary": (more_ids, "vocabulary of 70000, above model.vocab_size=512"),
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -215,22 +264,23 @@ def test_a_fault_in_the_data_is_named(cfg, corpus, tmp_path, fault):
     folder = copy_of(corpus / "train", tmp_path)
     damage, word = FAULTS[fault]
     damage(folder)
-    assert word in refuses(replace(cfg, data=replace(cfg.data, train=str(folder))), read=True)
+    assert word in refuses(trained_on(folder, cfg), read=True)
 
 
 def test_a_token_out_of_range_is_named_with_its_place(cfg, corpus, tmp_path):
     tokens = np.arange(1000, dtype=np.uint16) % 512
     tokens[345] = 600
     np.save(tmp_path / "a.npy", tokens)
-    bad = replace(cfg, data=replace(cfg.data, train=str(tmp_path)))
-    assert refuses(bad, read=True) == "shard 'a.npy': token id 600 at index 345 is not below model.vocab_size=512"
+    bad = trained_on(tmp_path, cfg)
+    want = "shard 'a.npy': token id 600 at index 345 is not below model.vocab_size=512"
+    assert refuses(bad, read=True) == want
     np.save(tmp_path / "a.npy", np.where(tokens == 600, -1, tokens.astype(np.int32)))
     assert "token id -1 at index 345" in refuses(bad, read=True)
 
 
 def test_too_little_data_names_both_numbers(cfg, tmp_path):
     np.save(tmp_path / "a.npy", np.zeros(16, np.uint16))
-    what = refuses(replace(cfg, data=replace(cfg.data, train=str(tmp_path))))
+    what = refuses(trained_on(tmp_path, cfg))
     assert "holds 16 tokens; one window needs train.seq_len + 1 = 17" in what
 
 
@@ -243,7 +293,8 @@ def test_a_set_smaller_than_a_batch_repeats_in_new_orders(cfg, tmp_path):
 
 def test_the_fingerprint_changes_with_the_tokens(cfg, corpus, tmp_path):
     print_of = lambda path: Dataset(on_mesh(cfg, data=dict(train=str(path))), "train").fingerprint
-    assert print_of(corpus / "train") == print_of(copy_of(corpus / "train", tmp_path)) != print_of(corpus / "val")
+    want = print_of(corpus / "train")
+    assert want == print_of(copy_of(corpus / "train", tmp_path)) != print_of(corpus / "val")
     np.save(tmp_path / "a.npy", np.arange(100, dtype=np.uint16))
     before = print_of(tmp_path / "a.npy")
     np.save(tmp_path / "a.npy", np.arange(100, dtype=np.uint16)[::-1].copy())

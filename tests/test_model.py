@@ -23,12 +23,17 @@ RICH = replace(
 
 
 def batch(cfg, seed=0):
-    """Random tokens and targets of one step, a fifth of the targets masked, placed on the ambient mesh."""
+    """Random tokens and targets of one step, a fifth of the targets masked,
+    placed on the ambient mesh."""
     t, rng = cfg.train, np.random.default_rng(seed)
     rows = rng.integers(cfg.model.vocab_size, size=(t.batch_size, t.seq_len + 1), dtype=np.int32)
-    tokens, targets = rows[:, :-1], np.where(rng.random((t.batch_size, t.seq_len)) < 0.2, -1, rows[:, 1:])
-    place = lambda x: jax.device_put(x.reshape(t.grad_accum, t.microbatches, -1, t.seq_len),
-                                     utils.shardings(TOKENS))  # fmt: skip
+    masked = rng.random((t.batch_size, t.seq_len)) < 0.2
+    tokens, targets = rows[:, :-1], np.where(masked, -1, rows[:, 1:])
+
+    def place(x):
+        x = x.reshape(t.grad_accum, t.microbatches, -1, t.seq_len)
+        return jax.device_put(x, utils.shardings(TOKENS))
+
     return place(tokens), place(targets)
 
 
@@ -62,13 +67,17 @@ def assert_same_gradient(got, want, tolerance=1e-5):
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("cfg", [PLAIN, RICH], ids=["plain", "accumulation+dropout+qk_norm+tied+z_loss"])
+@pytest.mark.parametrize(
+    "cfg", [PLAIN, RICH], ids=["plain", "accumulation+dropout+qk_norm+tied+z_loss"]
+)
 def test_every_mesh_has_the_gradient_of_one_device(cfg, mesh):
     assert_same_gradient(gradient(cfg, mesh), one_device_gradient(cfg))
 
 
-@pytest.mark.parametrize("fields", [dict(grad_accum=4), dict(grad_accum=2, microbatches=8), dict(microbatches=16),
-                                    dict(remat="none"), dict(remat="dots")], ids=str)  # fmt: skip
+@pytest.mark.parametrize("fields", [
+    dict(grad_accum=4), dict(grad_accum=2, microbatches=8), dict(microbatches=16),
+    dict(remat="none"), dict(remat="dots"),
+], ids=str)  # fmt: skip
 def test_accumulation_microbatches_and_remat_do_not_change_the_gradient(fields):
     assert_same_gradient(gradient(PLAIN, (2, 2, 1), **fields), one_device_gradient(PLAIN))
 
@@ -83,23 +92,27 @@ def test_dropout_drops_and_differs_between_steps():
 def test_initial_weights_do_not_depend_on_the_mesh():
     want = jax.device_get(params_of(on_mesh(PLAIN)))
     for mesh in [(2, 2, 2), (8, 1, 1), (1, 8, 1), (1, 1, 8)]:
-        jax.tree.map(np.testing.assert_array_equal, jax.device_get(params_of(on_mesh(PLAIN, mesh))), want)
+        got = jax.device_get(params_of(on_mesh(PLAIN, mesh)))
+        jax.tree.map(np.testing.assert_array_equal, got, want)
     layers = want["layers"]["q_DHK"]
     assert abs(layers.std() * PLAIN.model.d_model**0.5 - 1) < 0.05
-    assert not np.array_equal(layers[0], layers[1]) and not np.array_equal(layers, want["layers"]["k_DGK"])
+    assert not np.array_equal(layers[0], layers[1])
+    assert not np.array_equal(layers, want["layers"]["k_DGK"])
 
 
 def test_no_token_sees_the_future():
     cfg = on_mesh(PLAIN, (2, 2, 2))
     tokens_AMBL, targets_AMBL = batch(cfg)
     before = np.asarray(train.eval_step(params_of(cfg), tokens_AMBL, targets_AMBL, cfg)[2])
-    after = np.asarray(train.eval_step(params_of(cfg), tokens_AMBL.at[..., 9:].set(3), targets_AMBL, cfg)[2])
+    changed_AMBL = tokens_AMBL.at[..., 9:].set(3)
+    after = np.asarray(train.eval_step(params_of(cfg), changed_AMBL, targets_AMBL, cfg)[2])
     np.testing.assert_array_equal(before[..., :9], after[..., :9])
     assert (before[..., 9:] != after[..., 9:]).any()
 
 
 def plain_nll(w, tokens, targets, cfg):
-    """The same decoder once more, for one sequence, in numpy float64 with loops over heads and positions."""
+    """The same decoder once more, for one sequence,
+    in numpy float64 with loops over heads and positions."""
     m, L = cfg.model, len(tokens)
     norm = lambda x, gain: x / np.sqrt((x**2).mean(-1, keepdims=True) + m.norm_eps) * gain
 
@@ -161,7 +174,8 @@ def test_a_tenth_of_the_loss_is_not_lost_to_bfloat16():
 
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2), (1, 4, 1)], ids=str)
 def test_greedy_text_is_the_argmax_of_the_loss_function(mesh):
-    """Each greedy token is the one that the training-time loss finds least surprising, on any mesh."""
+    """Each greedy token is the one that the training-time loss finds least surprising,
+    on any mesh."""
     cfg = utils.start_mesh(replace(PLAIN, mesh=config.Mesh(*mesh)), rows=3)
     params = params_of(cfg)
     prompts = [[5, 6, 7], [1], list(range(12))]
@@ -169,19 +183,26 @@ def test_greedy_text_is_the_argmax_of_the_loss_function(mesh):
     assert [row[: len(p)] for row, p in zip(rows, prompts, strict=True)] == prompts
     w = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
     row = rows[0]
+
+    def nll(n, token):
+        """Of that token after the first n of the row."""
+        return plain_nll(w, np.array(row[:n]), np.array([0] * (n - 1) + [token]), cfg)[-1]
+
     for n in (3, 7):
-        nll = [plain_nll(w, np.array(row[:n]), np.array([0] * (n - 1) + [v]), cfg)[-1] for v in range(0, 512, 37)]
-        chosen = plain_nll(w, np.array(row[:n]), np.array([0] * (n - 1) + [row[n]]), cfg)[-1]
-        assert chosen <= min(nll)
+        assert nll(n, row[n]) <= min(nll(n, token) for token in range(0, 512, 37))
     longest = rows[2]
     assert len(longest) == 20 > cfg.train.seq_len  # the window slides
 
 
 def test_sampling_options():
     logit_V = np.log(np.array([0.5, 0.3, 0.15, 0.05]))
-    draw = lambda **options: np.bincount(
-        [model.choose(logit_V, np.random.default_rng(n), **{**dict(temperature=1, top_k=0, top_p=1.0), **options})
-         for n in range(2000)], minlength=4) / 2000  # fmt: skip
+
+    def draw(**options):
+        """How often each of the four was chosen."""
+        options = dict(temperature=1, top_k=0, top_p=1.0) | options
+        chosen = [model.choose(logit_V, np.random.default_rng(n), **options) for n in range(2000)]
+        return np.bincount(chosen, minlength=4) / 2000
+
     np.testing.assert_allclose(draw(), [0.5, 0.3, 0.15, 0.05], atol=0.04)
     np.testing.assert_allclose(draw(top_k=2), [0.625, 0.375, 0, 0], atol=0.04)
     np.testing.assert_allclose(draw(top_p=0.79), [0.625, 0.375, 0, 0], atol=0.04)
@@ -192,21 +213,24 @@ def test_sampling_options():
 def test_a_row_stops_at_the_end_of_its_document():
     cfg = utils.start_mesh(PLAIN, rows=1)
     params = params_of(cfg)
-    *_, rows = model.generate(params, [[5]], 6, cfg, vocab_size=512, temperature=0)
-    *_, stopped = model.generate(params, [[5]], 6, cfg, vocab_size=512, temperature=0, stop_id=rows[0][3])
+    greedy = dict(vocab_size=512, temperature=0)
+    *_, rows = model.generate(params, [[5]], 6, cfg, **greedy)
+    *_, stopped = model.generate(params, [[5]], 6, cfg, **greedy, stop_id=rows[0][3])
     assert stopped[0] == rows[0][: rows[0].index(rows[0][3])]
 
 
 def test_parameters_are_counted_as_published():
     """Llama 3 8B has 8.03 billion parameters (Grattafiori et al. 2024)."""
     assert model.param_count(config.llama3_8b()) == 8_030_261_248
-    assert model.param_count(PLAIN) == sum(x.size for x in jax.tree.leaves(params_of(on_mesh(PLAIN))))
+    params = params_of(on_mesh(PLAIN))
+    assert model.param_count(PLAIN) == sum(x.size for x in jax.tree.leaves(params))
 
 
 def test_a_replicated_norm_is_one_value_on_every_device():
     """What check_vma guards: replicas cannot drift apart."""
     cfg = on_mesh(PLAIN, (2, 2, 2))
-    grads = jax.jit(train.loss_and_grads, static_argnames="cfg")(params_of(cfg), *batch(cfg), jax.random.key(0), cfg)[1]
+    f = jax.jit(train.loss_and_grads, static_argnames="cfg")
+    _, grads = f(params_of(cfg), *batch(cfg), jax.random.key(0), cfg)
     copies = [np.asarray(s.data) for s in grads["norm_D"].addressable_shards]
     assert len(copies) == 8
     for copy in copies:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -62,11 +63,12 @@ def documents_of(folder) -> list[str]:
 @pytest.mark.parametrize("kind", ["byte", "char", "bpe"])
 def test_prepared_text_decodes_to_what_it_was(texts, tmp_path, kind):
     out = tmp_path / "out"
-    prepare("--input", texts, "--suffix", ".txt", "--tokenizer", kind, "--vocab_size", 400, "--out", out, "--val_fraction", 0.3,
-            "--shard_tokens", 500)  # fmt: skip
+    request = ["--input", texts, "--suffix", ".txt", "--tokenizer", kind, "--vocab_size", 400]
+    prepare(*request, "--out", out, "--val_fraction", 0.3, "--shard_tokens", 500)
     got = documents_of(out / "train") + documents_of(out / "val")
     want = [text for name, text in TEXTS.items() if name.endswith(".txt") and text]
-    if kind == "char":  # a character that only the held-out text has is unknown to a tokenizer made from the rest
+    if kind == "char":
+        # A character that only the held-out text has is unknown to a tokenizer made from the rest.
         assert set(documents_of(out / "train")) <= set(want)
     else:
         assert sorted(got) == sorted(want)
@@ -97,24 +99,31 @@ def test_a_large_file_is_read_in_pieces_of_whole_lines(tmp_path):
 def test_a_second_run_does_nothing_and_another_request_is_refused(texts, tmp_path):
     out = tmp_path / "out"
     request = ["--input", texts, "--tokenizer", "byte", "--out", out]
+
+    def contents():
+        files = [p for p in out.rglob("*") if p.is_file()]
+        return {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in files}
+
     prepare(*request)
-    before = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in out.rglob("*") if p.is_file()}
+    before = contents()
     assert "is up to date" in run("scripts/prepare_data.py", *request).stdout
     other = run("scripts/prepare_data.py", *request, "--val_fraction", 0.5)
     assert other.returncode == DATA and "was made with other val_fraction" in other.stderr
     (texts / "a.txt").write_text("changed")
     changed = run("scripts/prepare_data.py", *request)
     assert changed.returncode == DATA and "was made with other documents" in changed.stderr
-    assert {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in out.rglob("*") if p.is_file()} == before
+    assert contents() == before
 
 
 def test_an_interrupted_run_goes_on_and_ends_the_same(tmp_path):
     source = Path(os.__file__).parent / "email"
-    request = ["--input", source, "--suffix", ".py", "--tokenizer", "bpe", "--vocab_size", 600, "--shard_tokens", 4000]
+    request = ["--input", source, "--suffix", ".py", "--shard_tokens", 4000]
+    request += ["--tokenizer", "bpe", "--vocab_size", 600]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     prepare(*request, "--out", whole)
     command = [sys.executable, ROOT / "scripts/prepare_data.py", *request, "--out", cut]
-    process = subprocess.Popen([*map(str, command)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen([*map(str, command)], **quiet)
     while not (cut / "train" / "progress.json").exists():
         assert process.poll() is None
         time.sleep(0.001)
@@ -145,9 +154,13 @@ def test_a_bad_request_is_two_lines(tmp_path, request_, code, word):
 def trained(corpus, tmp_path_factory) -> Path:
     """A short run on (2, 2, 2) that has sampled, with checkpoints at 10 and 20."""
     tiny = config.tiny()
-    cfg = replace(tiny, mesh=config.Mesh(2, 2, 2), run=replace(tiny.run, dir=str(tmp_path_factory.mktemp("runs"))),
-                  data=config.Data(train=str(corpus / "train"), val=str(corpus / "val")),
-                  train=replace(tiny.train, sample_every=10, sample_tokens=5))  # fmt: skip
+    cfg = replace(
+        tiny,
+        run=replace(tiny.run, dir=str(tmp_path_factory.mktemp("runs"))),
+        mesh=config.Mesh(2, 2, 2),
+        data=config.Data(train=str(corpus / "train"), val=str(corpus / "val")),
+        train=replace(tiny.train, sample_every=10, sample_tokens=5),
+    )
     train.main(cfg)
     return Path(cfg.run.dir) / cfg.run.name
 
@@ -169,7 +182,8 @@ def test_samples_are_the_same_text_from_any_mesh(trained):
 
 def test_samples_in_training_compare_over_time(trained):
     rows = [json.loads(line) for line in (trained / "samples.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [10, 20] and all(isinstance(row["text"], str) for row in rows)
+    assert [row["step"] for row in rows] == [10, 20]
+    assert all(isinstance(row["text"], str) for row in rows)
 
 
 def test_a_checkpoint_can_be_chosen(trained):
@@ -184,15 +198,19 @@ def test_a_checkpoint_can_be_chosen(trained):
 def test_evaluate_agrees_with_training_and_writes_each_token(trained, corpus, tmp_path):
     logged = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()][-1]
     out = tmp_path / "logprob.npy"
-    done = run("scripts/evaluate.py", "--run", trained, "--per_token", out, "--batch_size", 10, "--mesh.dp", 2, "--mesh.tp", 2)
+    args = ["--run", trained, "--per_token", out, "--batch_size", 10]
+    done = run("scripts/evaluate.py", *args, "--mesh.dp", 2, "--mesh.tp", 2)
     assert done.returncode == 0, done.stderr
     result, logprob = json.loads(done.stdout), np.load(out)
     assert logged["kind"] == "eval" and result["tokens"] == logged["tokens"] == len(logprob)
-    np.testing.assert_allclose([result["loss"], result["bits_per_byte"]], [logged["loss"], logged["bits_per_byte"]], rtol=1e-5)
+    for name in ("loss", "bits_per_byte"):
+        np.testing.assert_allclose(result[name], logged[name], rtol=1e-5)
     np.testing.assert_allclose(-logprob.mean(dtype=np.float64), result["loss"], rtol=1e-6)
     np.testing.assert_allclose(result["perplexity"], np.exp(result["loss"]))
 
-    cfg = on_mesh(config.of_run(str(trained), config.Mesh(1, 1, 1)), train=dict(batch_size=8))  # in the data's order
+    # In the data's order.
+    cfg = config.of_run(str(trained), config.Mesh(1, 1, 1))
+    cfg = on_mesh(cfg, train=dict(batch_size=8))
     params = train.load_params(utils.absolute(str(trained)), cfg)
     nll = np.asarray(train.eval_step(params, *Dataset(cfg, "val").eval_batch(3), cfg)[2]).ravel()
     np.testing.assert_allclose(logprob[3 * 8 * 16 :][: len(nll)], -nll, atol=1e-5)
@@ -207,14 +225,13 @@ def test_evaluate_takes_another_set(trained, corpus):
 def test_report_ends_with_the_numbers(trained):
     done = run("scripts/report.py", "--run", trained)
     assert done.returncode == 0, done.stderr
-    for word in (f"run directory    {trained}", "validation loss  ", "bits per byte    ", "20 updates", "sample after update 20"):
+    numbers = ["validation loss  ", "bits per byte    ", "20 updates", "sample after update 20"]
+    for word in [f"run directory    {trained}", *numbers]:
         assert word in done.stdout
     assert run("scripts/report.py", "--run", trained / "none").returncode == DATA
 
 
 def test_a_run_without_a_tokenizer_says_how_to_name_one(trained, tmp_path):
-    import shutil
-
     copy = Path(shutil.copytree(trained, tmp_path / "copy"))
     tokenizer = (copy / "tokenizer.json").rename(tmp_path / "t.json")
     args = ["--run", copy, "--tokens", 2, "--mesh.dp", 1]

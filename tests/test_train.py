@@ -1,4 +1,5 @@
-"""Training runs: the same on any mesh, through any interruption, and sound whatever happens to them."""
+"""Training runs: the same on any mesh, through any interruption,
+and sound whatever happens to them."""
 
 import json
 import os
@@ -24,6 +25,7 @@ import utils
 from config import BUSY, CHECKPOINT, DISTRIBUTED, DIVERGED, INTERRUPTED, Config, UserError
 
 STEPS = 20
+SINGLE = dict(dp=1, pp=1, tp=1)  # the mesh of one device
 
 
 def rows(run: Path, kind="train") -> dict:
@@ -41,6 +43,10 @@ def losses(run: Path) -> list[str]:
     return [f"{row['loss'].hex()} {row['grad_norm'].hex()}" for row in rows(run).values()]
 
 
+def loss_curve(run: Path) -> list[float]:
+    return [row["loss"] for row in rows(run).values()]
+
+
 def final_weights(run: Path) -> dict:
     cfg = utils.start_mesh(replace(config.of_run(str(run), config.Mesh(1, 1, 1))), rows=1)
     return utils.leaf_table(jax.device_get(train.load_params(utils.absolute(str(run)), cfg)))
@@ -49,12 +55,14 @@ def final_weights(run: Path) -> dict:
 def flags(cfg: Config, *more) -> list[str]:
     """The command line that gives cfg."""
     sections = json.loads(config.to_json(cfg))
-    return [f"--{s}.{k}={v}" for s, fields in sections.items() for k, v in fields.items()] + [*map(str, more)]
+    given = [f"--{s}.{k}={v}" for s, fields in sections.items() for k, v in fields.items()]
+    return [*given, *map(str, more)]
 
 
 def start(cfg: Config, *more, **kwargs) -> subprocess.Popen:
     command = [sys.executable, str(ROOT / "train.py"), "--config", "tiny", *flags(cfg, *more)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs)
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, **pipes, **kwargs)
 
 
 def finish(process: subprocess.Popen) -> tuple[int, str, str]:
@@ -64,8 +72,9 @@ def finish(process: subprocess.Popen) -> tuple[int, str, str]:
 
 def wait_for_step(process: subprocess.Popen, run: Path, step: int):
     """Return once metrics.jsonl has `step`."""
+    path, row = run / "metrics.jsonl", f'"step": {step}, "loss"'
     deadline = time.monotonic() + 120
-    while not ((run / "metrics.jsonl").exists() and f'"step": {step}, "loss"' in (run / "metrics.jsonl").read_text()):
+    while not (path.exists() and row in path.read_text()):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -116,13 +125,15 @@ def refusal(cfg: Config) -> UserError:
 def test_a_run_leaves_its_record(whole, base):
     train_rows, evals = rows(whole), rows(whole, "eval")
     assert list(train_rows) == list(range(1, STEPS + 1)) and list(evals) == [10, 20]
-    assert list(train_rows[1]) == ["kind", "step", "loss", "grad_norm", "lr", "tokens", "step_time", "tokens_per_sec", "mfu"]
+    speed = ["step_time", "tokens_per_sec", "mfu"]
+    assert list(train_rows[1]) == ["kind", "step", "loss", "grad_norm", "lr", "tokens", *speed]
     assert list(evals[10]) == ["kind", "step", "loss", "bits_per_byte", "tokens"]
     assert train_rows[3]["tokens"] == 3 * 64 * 16 and train_rows[3]["mfu"] is None
     assert train_rows[STEPS]["loss"] < 0.6 * train_rows[1]["loss"]
     assert sorted(p.name for p in (whole / "checkpoints").iterdir()) == ["10", "20"]
     record = json.loads((whole / "config.json").read_text())
-    assert record["versions"]["jax"] == jax.__version__ and record["argv"] and len(record["data_fingerprint"]) == 32
+    assert record["versions"]["jax"] == jax.__version__
+    assert record["argv"] and len(record["data_fingerprint"]) == 32
     assert config.parse(["--config", str(whole / "config.json")]) == base
     assert (whole / "loss.png").read_bytes()[:4] == b"\x89PNG"
 
@@ -178,10 +189,10 @@ def test_a_checkpoint_resumes_on_any_mesh(base, whole, mesh):
 
 
 def test_a_run_from_the_start_is_the_same_on_another_mesh(base, whole):
-    cfg, run = named(base, "one_device")
-    train.main(replace(cfg, mesh=config.Mesh(1, 1, 1), train=replace(cfg.train, grad_accum=2, microbatches=0)))
-    got, want = rows(run), rows(whole)
-    np.testing.assert_allclose([r["loss"] for r in got.values()], [r["loss"] for r in want.values()], rtol=1e-5)
+    split = dict(grad_accum=2, microbatches=0)
+    cfg, run = named(base, "one_device", mesh=SINGLE, train=split)
+    train.main(cfg)
+    np.testing.assert_allclose(loss_curve(run), loss_curve(whole), rtol=1e-5)
     assert rows(run, "eval")[20]["tokens"] == rows(whole, "eval")[20]["tokens"]
 
 
@@ -215,13 +226,17 @@ def test_fresh_moves_the_old_run_aside(base, whole):
 
 @pytest.mark.parametrize("sections, word", [
     (dict(model=dict(d_ff=128)), "model.d_ff: 64 there, 128 here"),
-    (dict(model=dict(n_layers=16)), "params/layers/q_DHK: float32[8, 32, 16, 4] there, float32[16, 32, 16, 4] here"),
-    (dict(model=dict(tie_embeddings=True)), "params/unembed_DV: float32[32, 512] there, nothing here"),
+    (dict(model=dict(n_layers=16)),
+     "params/layers/q_DHK: float32[8, 32, 16, 4] there, float32[16, 32, 16, 4] here"),
+    (dict(model=dict(tie_embeddings=True)),
+     "params/unembed_DV: float32[32, 512] there, nothing here"),
     (dict(train=dict(seq_len=32)), "train.seq_len: 16 there, 32 here"),
     (dict(run=dict(seed=1)), "run.seed: 0 there, 1 here"),
     (dict(data=dict(train=None)), "data.train fingerprint: "),
 ], ids=lambda x: str(x) if isinstance(x, dict) else "")  # fmt: skip
-def test_a_checkpoint_of_another_run_is_refused_with_the_fields(base, whole, corpus, sections, word):
+def test_a_checkpoint_of_another_run_is_refused_with_the_fields(
+    base, whole, corpus, sections, word
+):
     if "data" in sections:
         sections = dict(data=dict(train=str(corpus / "val")))
     cfg, run = copy_of(whole, base, f"other{abs(hash(str(sections)))}")
@@ -244,7 +259,8 @@ def test_another_folder_is_not_taken_for_a_run(base):
     run.mkdir()
     (run / "thesis.tex").write_text("x")
     error = refusal(cfg)
-    assert error.code == config.USAGE and "'thesis.tex'" in str(error) and list(run.iterdir()) == [run / "thesis.tex"]
+    assert error.code == config.USAGE and "'thesis.tex'" in str(error)
+    assert list(run.iterdir()) == [run / "thesis.tex"]
 
 
 def test_eval_only_evaluates_and_leaves_the_run_alone(base, whole, capsys):
@@ -276,7 +292,7 @@ def poisoned(monkeypatch, cfg, steps):
 
 
 def test_an_update_that_is_not_finite_changes_nothing_but_the_step(base, monkeypatch, capsys):
-    cfg, run = named(base, "skip", mesh=dict(dp=1, pp=1, tp=1), train=dict(steps=8), optim=dict(lr=0.011))
+    cfg, run = named(base, "skip", mesh=SINGLE, train=dict(steps=8), optim=dict(lr=0.011))
     poisoned(monkeypatch, cfg, [3])
     state = train.main(cfg)
     table = rows(run)
@@ -299,7 +315,7 @@ def test_an_update_that_is_not_finite_changes_nothing_but_the_step(base, monkeyp
 
 
 def test_ten_bad_updates_in_a_row_end_the_run_with_sound_checkpoints(base, monkeypatch):
-    cfg, run = named(base, "diverged", mesh=dict(dp=1, pp=1, tp=1), optim=dict(lr=0.012), checkpoint=dict(every=4))
+    cfg, run = named(base, "diverged", mesh=SINGLE, optim=dict(lr=0.012), checkpoint=dict(every=4))
     poisoned(monkeypatch, cfg, range(5, 20))
     error = refusal(cfg)
     assert error.code == DIVERGED and "6 to 15" in str(error)
@@ -319,8 +335,9 @@ def test_a_state_with_a_nan_is_not_saved(base, tmp_path):
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd"])
 def test_learning_rate(schedule):
-    cfg = config.parse(["--config", "tiny", "--optim.schedule", schedule, "--train.steps", "100", "--optim.warmup_steps", "10",
-                        "--optim.lr", "1", "--optim.min_lr_ratio", "0.1"])  # fmt: skip
+    steps = ["--train.steps", "100", "--optim.warmup_steps", "10"]
+    rates = ["--optim.lr", "1", "--optim.min_lr_ratio", "0.1"]
+    cfg = config.parse(["--config", "tiny", "--optim.schedule", schedule, *steps, *rates])
     rate = np.array([float(train.learning_rate(n, cfg)) for n in range(100)])
     np.testing.assert_allclose(rate[:10], np.arange(1, 11) / 10, rtol=1e-6)
     assert rate[99] == pytest.approx(0.1) and (np.diff(rate[10:]) <= 1e-7).all()
@@ -337,8 +354,10 @@ def test_weight_decay_pulls_matrices_only():
     zero = jax.tree.map(jnp.zeros_like, params)
     updates, _ = train.optimizer(cfg).update(zero, train.optimizer(cfg).init(params), params)
     moved = {name for name, x in utils.leaf_table(updates).items() if np.abs(x).max() > 0}
-    assert moved == {name for name, p in utils.leaf_table(model.param_table(cfg)).items() if "norm" not in name}
-    np.testing.assert_allclose(updates["embed_VD"], -train.learning_rate(0, cfg) * 0.5 * params["embed_VD"], rtol=1e-6)
+    table = utils.leaf_table(model.param_table(cfg))
+    assert moved == {name for name in table if "norm" not in name}
+    want = -train.learning_rate(0, cfg) * 0.5 * params["embed_VD"]
+    np.testing.assert_allclose(updates["embed_VD"], want, rtol=1e-6)
 
 
 def test_clipping_uses_the_norm_of_the_whole_gradient():
@@ -346,10 +365,9 @@ def test_clipping_uses_the_norm_of_the_whole_gradient():
     for mesh in [(1, 1, 1), (2, 2, 2)]:
         cfg = on_mesh(config.tiny(), mesh, optim=dict(clip_norm=0.01, lr=0.02))
         state = train.init_state(cfg)
-        rng = np.random.default_rng(0)
-        tokens, targets = (jax.device_put(rng.integers(512, size=(1, cfg.train.microbatches, 64 // cfg.train.microbatches, 16),
-                                                       dtype=np.int32).reshape(1, cfg.train.microbatches, -1, 16),
-                                          utils.shardings(model.TOKENS)) for _ in range(2))  # fmt: skip
+        rng, M = np.random.default_rng(0), cfg.train.microbatches
+        pair = rng.integers(512, size=(2, 1, M, 64 // M, 16), dtype=np.int32)
+        tokens, targets = (jax.device_put(x, utils.shardings(model.TOKENS)) for x in pair)
         state, metrics = train.train_step(state, tokens, targets, cfg)
         assert metrics["grad_norm"] > 1
         mu = state.opt[1].mu
@@ -364,8 +382,10 @@ def start_two(cfg: Config) -> list[subprocess.Popen]:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    both = [replace(cfg, run=replace(cfg.run, coordinator=f"127.0.0.1:{port}", num_processes=2, process_id=n)) for n in (0, 1)]
-    env = {k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"}  # each gets half of the mesh
+    shared = replace(cfg.run, coordinator=f"127.0.0.1:{port}", num_processes=2)
+    both = [replace(cfg, run=replace(shared, process_id=n)) for n in (0, 1)]
+    # Each gets half of the mesh.
+    env = {k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"}
     return [start(c, env=env) for c in both]
 
 
@@ -374,8 +394,7 @@ def test_two_processes_have_the_losses_of_one(base, whole):
     for process in start_two(cfg):
         code, _, err = finish(process)
         assert code == 0, err
-    got, want = rows(run), rows(whole)
-    np.testing.assert_allclose([r["loss"] for r in got.values()], [r["loss"] for r in want.values()], rtol=1e-6)
+    np.testing.assert_allclose(loss_curve(run), loss_curve(whole), rtol=1e-6)
     assert rows(run, "eval")[20]["tokens"] == rows(whole, "eval")[20]["tokens"]
 
 
@@ -388,7 +407,7 @@ def test_two_processes_stop_together_and_go_on_as_one(base, whole):
         code, _, err = finish(process)
         assert code == INTERRUPTED, err
     train.main(replace(cfg, run=replace(cfg.run, name="two_stopped")))
-    np.testing.assert_allclose([r["loss"] for r in rows(run).values()], [r["loss"] for r in rows(whole).values()], rtol=1e-5)
+    np.testing.assert_allclose(loss_curve(run), loss_curve(whole), rtol=1e-5)
 
 
 def test_a_lost_peer_is_an_error_not_a_hang(base):
@@ -398,4 +417,5 @@ def test_a_lost_peer_is_an_error_not_a_hang(base):
     both[1].kill()
     code, _, err = finish(both[0])
     finish(both[1])
-    assert code == DISTRIBUTED and "error: a peer process was lost" in err and "Traceback" not in err
+    assert code == DISTRIBUTED and "error: a peer process was lost" in err
+    assert "Traceback" not in err

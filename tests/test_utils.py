@@ -1,4 +1,5 @@
-"""Checkpoints that tell the truth, metrics that hold each row once, and the rest of what surrounds a run."""
+"""Checkpoints that tell the truth, metrics that hold each row once,
+and the rest of what surrounds a run."""
 
 import json
 import os
@@ -47,7 +48,8 @@ def test_a_digest_changes_with_any_bit_and_any_move():
     assert digest(np.float32([0.0])) != digest(np.float32([-0.0]))
     assert digest(jnp.bfloat16(x).astype(np.float32)) != want
     half = jnp.bfloat16(x)
-    assert digest(half) == digest(jnp.array(half)) and digest(np.int32([3])) != digest(np.int32([4]))
+    assert digest(half) == digest(jnp.array(half))
+    assert digest(np.int32([3])) != digest(np.int32([4]))
 
 
 # ---- checkpoints
@@ -74,8 +76,8 @@ def copy(saved, tmp_path):
     return on_mesh(cfg, (2, 2, 2)), epath.Path(shutil.copytree(run, tmp_path / "run")), states
 
 
-def open_store(run, **options) -> utils.Checkpoints:
-    return utils.Checkpoints(run, keep=2, must=dict(colour="red"), **options)
+def open_store(run, keep=2) -> utils.Checkpoints:
+    return utils.Checkpoints(run, keep, must=dict(colour="red"))
 
 
 def restored(run, cfg):
@@ -134,9 +136,11 @@ def test_a_flipped_bit_is_reported_set_aside_and_survived(copy, capsys):
     assert_equal(found, states[20])
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # orbax's own, after each failed read
+# Orbax's own, after each failed read.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_no_mutation_of_any_file_gives_a_wrong_state(copy, capsys):
-    """Bits flipped, files cut, emptied and removed: what is restored is always one of the two states, whole."""
+    """Bits flipped, files cut, emptied and removed:
+    what is restored is always one of the two states, whole."""
     cfg, run, states = copy
     rng, outcomes = np.random.default_rng(0), []
     store = open_store(run)
@@ -198,10 +202,10 @@ def test_a_readers_view_moves_nothing(copy):
     cfg, run, _ = copy
     flip(largest(run, 20), 5000)
     with pytest.raises(UserError, match="checkpoint .*20 is damaged"):
-        open_store(run, read_only=True).restore(train.items(train.abstract_state(cfg)))
+        open_store(run, keep=0).restore(train.items(train.abstract_state(cfg)))
     assert (run / "checkpoints" / "20").exists()
     with pytest.raises(UserError, match="has no checkpoint 15, only 10 or 20"):
-        open_store(run, read_only=True).restore(train.items(train.abstract_state(cfg)), step=15)
+        open_store(run, keep=0).restore(train.items(train.abstract_state(cfg)), step=15)
 
 
 def test_another_setting_or_dtype_is_an_error_with_the_fields(copy):
@@ -209,8 +213,10 @@ def test_another_setting_or_dtype_is_an_error_with_the_fields(copy):
     abstract = train.items(train.abstract_state(cfg))
     with pytest.raises(UserError, match="colour: red there, blue here"):
         utils.Checkpoints(run, must=dict(colour="blue")).restore(abstract)
-    half = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=x.sharding), abstract["params"])
-    with pytest.raises(UserError, match=r"params/embed_VD: float32\[512, 32\] there, bfloat16\[512, 32\] here"):
+    halved = lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=x.sharding)
+    half = jax.tree.map(halved, abstract["params"])
+    dtypes = r"params/embed_VD: float32\[512, 32\] there, bfloat16\[512, 32\] here"
+    with pytest.raises(UserError, match=dtypes):
         open_store(run).restore(dict(params=half))
 
 
@@ -225,7 +231,8 @@ def test_the_oldest_checkpoints_are_dropped(copy):
 
 
 def test_a_full_disk_is_a_storage_error(tmp_path):
-    """A file may not grow beyond 20 kB in a process of its own: the first save, before any update, says so."""
+    """A file may not grow beyond 20 kB in a process of its own:
+    the first save, before any update, says so."""
     data, folder = str(tmp_path / "a.npy"), str(tmp_path)
     argv = [str(ROOT / "train.py"), "--config", "tiny", "--run.dir", folder, "--data.train", data]
     argv += ["--data.val", data, "--mesh.dp", "1", "--model.d_model", "128"]
@@ -239,9 +246,11 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
     np.save(tmp_path / "a.npy", np.arange(5000, dtype=np.uint16) % 512)
     env = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, env=env)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=env)
     assert done.returncode == STORAGE, done.stderr
-    assert "error: checkpoint 0 could not be written to" in done.stderr and "Traceback" not in done.stderr
+    assert "error: checkpoint 0 could not be written to" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 # ---- metrics
@@ -266,7 +275,8 @@ def test_rows_are_written_one_update_late_and_nan_is_null(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     log.update(1, dict(loss=jnp.float32(2), grad_norm=jnp.float32(1), lr=jnp.float32(0.1)))
     assert not path.exists()
-    log.update(2, dict(loss=jnp.float32(jnp.nan), grad_norm=jnp.float32(jnp.inf), lr=jnp.float32(0.1)))
+    bad = dict(loss=jnp.float32(jnp.nan), grad_norm=jnp.float32(jnp.inf), lr=jnp.float32(0.1))
+    log.update(2, bad)
     assert len(path.read_text().splitlines()) == 1
     log.close()
     last = json.loads(path.read_text().splitlines()[1])
@@ -300,25 +310,32 @@ def history(run) -> list[dict]:
             part = b""
         at += 7 + size
     items = [r.history.item for r in records if r.HasField("history")]
-    return [{i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in row} for row in items]
+    name = lambda item: item.key or "/".join(item.nested_key)
+    return [{name(i): json.loads(i.value_json) for i in row} for row in items]
 
 
 def test_wandb_reads_the_same_rows_offline_and_without_a_key(cfg, monkeypatch, tmp_path):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.setenv("HOME", str(tmp_path))
-    cfg = replace(cfg, mesh=config.Mesh(1, 1, 1), log=config.Log(wandb="online"),
-                  train=replace(cfg.train, steps=6, eval_every=3, eval_batches=1))  # fmt: skip
+    cfg = replace(
+        cfg,
+        mesh=config.Mesh(1, 1, 1),
+        train=replace(cfg.train, steps=6, eval_every=3, eval_batches=1),
+        log=config.Log(wandb="online"),
+    )
     with_wandb = train.main(cfg)
     run = utils.absolute(cfg.run.dir) / cfg.run.name
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    train_rows, evals = ([r for r in rows if r["kind"] == kind] for kind in ("train", "eval"))
     seen = history(run)
-    assert [r["train/loss"] for r in seen if "train/loss" in r] == [r["loss"] for r in rows if r["kind"] == "train"]
-    assert [(r["step"], r["eval/loss"]) for r in seen if "eval/loss" in r] == [
-        (r["step"], r["loss"]) for r in rows if r["kind"] == "eval"]  # fmt: skip
+    seen_evals = [(r["step"], r["eval/loss"]) for r in seen if "eval/loss" in r]
+    assert [r["train/loss"] for r in seen if "train/loss" in r] == [r["loss"] for r in train_rows]
+    assert seen_evals == [(r["step"], r["loss"]) for r in evals]
     run_id = json.loads((run / "config.json").read_text())["run_id"]
     assert next(run.glob("wandb/offline-run-*")).name.endswith(run_id)
-    without = train.main(replace(cfg, log=config.Log(wandb="off"), run=replace(cfg.run, name="plain")))
+    plain = replace(cfg, log=config.Log(wandb="off"), run=replace(cfg.run, name="plain"))
+    without = train.main(plain)
     jax.tree.map(np.testing.assert_array_equal, with_wandb, without)
 
 
@@ -330,23 +347,25 @@ def test_wandb_that_fails_never_stops_a_run_unless_required(cfg, monkeypatch, tm
 
     monkeypatch.setattr(wandb, "init", fails)
     cfg = on_mesh(cfg)
+    offline, required = (replace(cfg, log=config.Log(wandb=w)) for w in ("offline", "required"))
     (tmp_path / "config.json").write_text('{"run_id": "x"}')
-    assert utils.start_wandb(epath.Path(tmp_path), replace(cfg, log=config.Log(wandb="offline"))) is None
+    assert utils.start_wandb(epath.Path(tmp_path), offline) is None
     assert "wandb is off (OSError: no route to host)" in capsys.readouterr().err
     monkeypatch.setattr(utils, "has_wandb_key", lambda: True)
     with pytest.raises(UserError) as error:
-        utils.start_wandb(epath.Path(tmp_path), replace(cfg, log=config.Log(wandb="required")))
+        utils.start_wandb(epath.Path(tmp_path), required)
     assert error.value.code == USAGE
     monkeypatch.setattr(utils, "has_wandb_key", lambda: False)
     with pytest.raises(UserError, match="no API key"):
-        utils.start_wandb(epath.Path(tmp_path), replace(cfg, log=config.Log(wandb="required")))
+        utils.start_wandb(epath.Path(tmp_path), required)
 
 
 # ---- meshes, paths and numbers
 
 
 def test_a_mesh_too_large_or_too_small_names_both_numbers(monkeypatch):
-    with pytest.raises(UserError, match=r"mesh.dp\*mesh.pp\*mesh.tp = 4\*2\*2 = 16 but only 8 cpu device"):
+    too_large = r"mesh.dp\*mesh.pp\*mesh.tp = 4\*2\*2 = 16 but only 8 cpu device"
+    with pytest.raises(UserError, match=too_large):
         on_mesh(config.tiny(), (4, 2, 2))
     assert on_mesh(config.tiny(), (-1, 2, 1)).mesh.sizes == (4, 2, 1)
     with pytest.raises(UserError, match="mesh.tp=3 must divide"):
@@ -354,7 +373,8 @@ def test_a_mesh_too_large_or_too_small_names_both_numbers(monkeypatch):
 
 
 def test_flops_of_llama3_8b_by_hand():
-    """6 a matmul weight (8.03 B less the embedding and norms), and 6 L H K (T + 1) for causal attention."""
+    """6 a matmul weight (8.03 B less the embedding and norms),
+    and 6 L H K (T + 1) for causal attention."""
     cfg = config.llama3_8b()
     embedding, norms = 128256 * 4096, 65 * 4096
     weights = 8_030_261_248 - embedding - norms
@@ -383,8 +403,13 @@ def test_an_unwritable_run_directory_is_a_storage_error(cfg, tmp_path):
 
 def test_secrets_stay_out_of_the_run_directory(cfg, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "canary-7f3a")
-    cfg = replace(cfg, mesh=config.Mesh(1, 1, 1), log=config.Log(wandb="offline"),
-                  train=replace(cfg.train, steps=2, eval_batches=1), optim=replace(cfg.optim, warmup_steps=1))  # fmt: skip
+    cfg = replace(
+        cfg,
+        mesh=config.Mesh(1, 1, 1),
+        train=replace(cfg.train, steps=2, eval_batches=1),
+        optim=replace(cfg.optim, warmup_steps=1),
+        log=config.Log(wandb="offline"),
+    )
     train.main(cfg)
     run = utils.absolute(cfg.run.dir) / cfg.run.name
     assert files(run)
