@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 import uuid
 import zlib
 from contextlib import contextmanager
@@ -188,30 +189,37 @@ def drop_late_callbacks(unraisable):
 
 
 LOST_PEER = r"Gloo|[Cc]onnection closed by peer|coordination service|heartbeat"
+CLOUD = {"gcsfs", "aiohttp", "google", "requests"}  # whose exceptions are storage's, after retries
 
 
 def run_main(main, cfg: Config):
-    """main(cfg) among the other processes, with the exit codes of config.py."""
+    """main(cfg) among the other processes, with the exit codes of config.py, and 1 for a bug."""
     sys.unraisablehook = drop_late_callbacks
     try:
         start_processes(cfg)
         return main(cfg)
     except UserError as e:
         leave(e)
-    except (ValueError, RuntimeError) as e:
-        if jax.process_count() == 1 or not re.search(LOST_PEER, str(e)):
-            raise
-        what = f"a peer process was lost: {str(e).splitlines()[0][:200]}"
-        fix = "look at that process's log, then run the same command again everywhere to resume"
-        leave(UserError(config.DISTRIBUTED, what, fix))
+    except Exception as e:
+        reason = f"{type(e).__name__}: {str(e).splitlines()[0][:200] if str(e) else ''}"
+        again = "run the same command again to resume"
+        if jax.process_count() > 1 and re.search(LOST_PEER, str(e)):
+            fix = f"look at that process's log, then {again}, everywhere"
+            leave(UserError(config.DISTRIBUTED, f"a peer process was lost: {reason}", fix))
+        if isinstance(e, OSError) or type(e).__module__.split(".")[0] in CLOUD:
+            fix = f"make room, or mend the storage or the permissions, then {again}"
+            leave(UserError(config.STORAGE, f"storage failed: {reason}", fix))
+        traceback.print_exc()
+        leave(None)
 
 
-def leave(error: UserError):
+def leave(error: UserError | None):
     """Print the error and exit at once: a normal exit waits for lost peers and for failed saves."""
-    print(error, file=sys.stderr)
+    if error:
+        print(error, file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(error.code)
+    os._exit(error.code if error else 1)
 
 
 # ---- FLOPs and peaks
