@@ -8,15 +8,16 @@ BIN := .venv/bin
 
 .venv/installed: requirements.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --progress-bar on -r requirements.txt
+	$(BIN)/pip install --disable-pip-version-check -r requirements.txt
 	touch $@
 
 # JAX_PLATFORMS=cpu: eight fake CPU devices also where there is an accelerator.
 demo: export JAX_PLATFORMS := cpu
 demo: .venv/installed
-	$(BIN)/python scripts/prepare_data.py --stdlib --vocab_size 4096 --out data/demo
+	$(BIN)/python scripts/prepare_data.py --stdlib --vocab_size 4096 --val_fraction 0.05 --out data/demo
 	$(BIN)/python train.py --config demo
-	$(BIN)/python scripts/report.py --run runs/demo --prompt "def "
+	$(BIN)/python scripts/sample.py --run runs/demo --prompt "def " --tokens 100 --temperature 0.7 --top_p 0.9
+	$(BIN)/python scripts/report.py --run runs/demo
 
 test: .venv/installed
 	$(BIN)/python -m pytest
