@@ -44,6 +44,9 @@ class UserError(Exception):
 
 END = "<|endoftext|>"  # the token that ends a document
 
+# gcsfs goes by its first listing of a folder, file sizes included; but others write there too
+os.environ.setdefault("FSSPEC_GS", '{"use_listings_cache": false}')
+
 # ---- sections
 
 

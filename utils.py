@@ -24,6 +24,7 @@ from dataclasses import asdict
 from functools import partial
 from types import CoroutineType, MappingProxyType
 
+import fsspec
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,7 +38,7 @@ from jax.sharding import PartitionSpec as P
 import config
 from config import Config, UserError
 
-for noisy in ("absl", "asyncio"):  # orbax logs what it also raises, with tracebacks
+for noisy in ("absl", "asyncio", "gcsfs"):  # they log what they also raise, with tracebacks
     logging.getLogger(noisy).setLevel(logging.CRITICAL)
 
 AXES = ("dp", "pp", "tp")
@@ -279,6 +280,24 @@ def free_name(path: epath.Path) -> epath.Path:
     return next(name for name in names if not name.exists())
 
 
+def move(path: epath.Path, where: epath.Path):
+    """Rename a folder.
+
+    On object stores that is each object in it, but a lease; the deepest first, for those at the
+    top tell what the folder is, and a move that was cut short can then be made again.
+    """
+    if not is_remote(path):
+        where.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(where)
+        return
+    fs, old = fsspec.url_to_fs(os.fspath(path))
+    new = os.fspath(where).partition("://")[2]
+    found = [name for name in fs.find(old) if name != f"{old}/lock"]
+    for depth in sorted({name.count("/") for name in found}, reverse=True):
+        names = [name for name in found if name.count("/") == depth]
+        fs.mv(names, [new + name.removeprefix(old) for name in names])
+
+
 class Lock:
     """Keeps a run directory to one live run.
 
@@ -297,7 +316,7 @@ class Lock:
             self.take_flock()
 
     def busy(self, holder: str):
-        what = f"run directory {self.path.parent} belongs to another live run: {holder}"
+        what = f"run directory {self.path.parent} belongs to another live run: {holder[:200]}"
         return UserError(
             config.BUSY, what, "wait for that run or stop it, or choose another --run.name"
         )
@@ -324,10 +343,14 @@ class Lock:
         time.sleep(0.2)  # of two that start at once, the later writer wins
         if self.me["id"] not in self.read():
             raise self.busy(self.read())
-        threading.Thread(target=self.keep_renewing, daemon=True).start()
+        self.thread = threading.Thread(target=self.keep_renewing, daemon=True)
+        self.thread.start()
 
     def read(self) -> str:
-        return self.path.read_text()[:200] if self.path.exists() else ""
+        try:
+            return self.path.read_text()
+        except FileNotFoundError:
+            return ""
 
     def renew(self, n: int):
         self.path.write_text(json.dumps(self.me | dict(beat=n)))
@@ -335,17 +358,24 @@ class Lock:
     def keep_renewing(self):
         n = 0
         while not self.done.wait(self.beat):
-            if self.me["id"] not in self.read():
-                os.write(2, (str(self.busy(self.read())) + "\n").encode())
-                os._exit(config.BUSY)
-            self.renew(n := n + 1)
+            try:
+                if self.me["id"] not in (holder := self.read()):
+                    os.write(2, f"{self.busy(holder or 'its lease is gone')}\n".encode())
+                    os._exit(config.BUSY)
+                self.renew(n := n + 1)
+            except Exception as e:  # the next beat tries again, and sees if another run took over
+                warn(f"{self.path} was not renewed ({type(e).__name__}: {str(e)[:200]})")
 
     def release(self):
         self.done.set()
-        if self.remote:
-            self.path.unlink(missing_ok=True)
-        else:
+        if not self.remote:
             os.close(self.file)
+            return
+        self.thread.join()  # or its last beat might write the lease anew
+        try:
+            self.path.unlink(missing_ok=True)
+        except Exception as e:  # must not hide why the run ends; the lease lapses by itself
+            warn(f"{self.path} was not removed ({type(e).__name__}: {str(e)[:200]})")
 
 
 OURS = {"lock", "config.json"}  # what a run killed at its very start has left
@@ -390,18 +420,20 @@ def prepare_run(path: epath.Path, cfg: Config, data) -> Lock:
         raise UserError(config.CHECKPOINT, what, "give the --run.name and --run.dir of one")
     try:
         path.mkdir(parents=True, exist_ok=True)
-        strange = [p.name for p in path.iterdir() if p.name.removesuffix(".part") not in OURS]
+        there = path.iterdir() if path.exists() else []  # object stores have no empty folders
+        strange = [p.name for p in there if p.name.removesuffix(".part") not in OURS]
         if strange and not settings.exists():
             what = f"{path} is not a run directory: it holds {strange[0]!r} and no config.json"
             raise UserError(config.USAGE, what, "choose another --run.name or --run.dir")
         lock = Lock(path / "lock")
         if cfg.fresh and settings.exists():
             aside = free_name(path.with_name(path.name + ".old"))
-            path.rename(aside)
+            move(path, aside)
             say(f"the old run is now {aside}")
-            lock.release()
-            path.mkdir(parents=True, exist_ok=True)
-            lock = Lock(path / "lock")
+            if not lock.remote:  # the flock went along
+                lock.release()
+                path.mkdir(parents=True, exist_ok=True)
+                lock = Lock(path / "lock")
         if not cfg.eval_only:
             old = json.loads(settings.read_text()) if settings.exists() else {}
             run_id = old.get("run_id", uuid.uuid4().hex[:12])
@@ -847,12 +879,7 @@ class Checkpoints:
             raise UserError(config.CHECKPOINT, what, fix)
         where = free_name(self.run / "damaged" / str(step))
         self.manager.close()
-
-        def move():
-            where.parent.mkdir(parents=True, exist_ok=True)
-            (self.path / str(step)).rename(where)
-
-        on_lead(move)
+        on_lead(move, self.path / str(step), where)
         self.open()
         return where
 

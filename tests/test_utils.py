@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -328,7 +329,9 @@ def test_wandb_reads_the_same_rows_offline_and_without_a_key(cfg, monkeypatch, t
     run = utils.absolute(cfg.run.dir) / cfg.run.name
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     train_rows, evals = ([r for r in rows if r["kind"] == kind] for kind in ("train", "eval"))
-    seen = history(run)
+    deadline = time.monotonic() + 20
+    while len(seen := history(run)) < len(rows) and time.monotonic() < deadline:
+        time.sleep(0.1)  # wandb's own process may still be writing
     seen_evals = [(r["step"], r["eval/loss"]) for r in seen if "eval/loss" in r]
     assert [r["train/loss"] for r in seen if "train/loss" in r] == [r["loss"] for r in train_rows]
     assert seen_evals == [(r["step"], r["loss"]) for r in evals]

@@ -1,0 +1,284 @@
+"""gs:// from end to end: data, training, resuming, locking and sampling, in real processes on an
+emulated bucket.  A compilation cache shared by the processes saves most of their time."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from http.client import HTTPConnection
+from pathlib import Path
+from urllib.parse import quote, urlencode
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+JSON_PACKAGE = Path(json.__file__).parent
+MESH = ["--mesh.dp", 2, "--mesh.pp", 1, "--mesh.tp", 2]
+EVERY = ["--train.eval_every", 3, "--checkpoint.every", 2, "--log.every", 1]
+RUN = ["--config", "tiny", *MESH, "--train.steps", 6, *EVERY]
+OBJECTS = "/storage/v1/b/bucket/o"
+SET_BY_CONFTEST = {"JAX_NUM_CPU_DEVICES", "NPROC", "XLA_FLAGS"}
+
+
+def path_of(name: str) -> str:
+    return f"{OBJECTS}/{quote(name, safe='')}"
+
+
+class Bucket:
+    """The emulated bucket as the tests look at it: by plain HTTP, without the libraries under test.
+
+    env is what a process needs to take it for Google's.
+    """
+
+    def __init__(self, address: str, compiled: Path):
+        self.host = address.removeprefix("http://")
+        inherited = {name: v for name, v in os.environ.items() if name not in SET_BY_CONFTEST}
+        self.env = inherited | {
+            "STORAGE_EMULATOR_HOST": address,
+            "TENSORSTORE_GCS_HTTP_URL": address,
+            "GOOGLE_AUTH_TOKEN_FOR_TESTING": "x",
+            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # or calls first try gRPC, for a minute
+            "NO_PROXY": "127.0.0.1",
+            "JAX_PLATFORMS": "cpu",
+            "JAX_COMPILATION_CACHE_DIR": str(compiled),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        }
+
+    def call(self, method: str, path: str, *, code=200, body=None, headers=None, **query):
+        """The answer's body and headers; its status has to be `code`."""
+        connection = HTTPConnection(self.host, timeout=30)
+        connection.request(method, f"{path}?{urlencode(query)}", body, headers or {})
+        answer = connection.getresponse()
+        data = answer.read()
+        connection.close()
+        assert answer.status == code, f"{method} {path} {query}: {answer.status}"
+        return data, answer.headers
+
+    def names(self, prefix: str, **query) -> set[str]:
+        """The names of all objects that start so, without that start."""
+        listing = json.loads(self.call("GET", OBJECTS, prefix=prefix, **query)[0])
+        return {about["name"].removeprefix(prefix) for about in listing["items"]}
+
+    def has(self, name: str) -> bool:
+        return "" in self.names(name)
+
+    def read(self, name: str, **options) -> bytes:
+        return self.call("GET", path_of(name), alt="media", **options)[0]
+
+    def write(self, name: str, data: bytes, **options):
+        self.call("POST", "/upload" + OBJECTS, body=data, uploadType="media", name=name, **options)
+
+    def contents(self, prefix: str) -> dict[str, bytes]:
+        return {name: self.read(prefix + name) for name in self.names(prefix)}
+
+    def copy(self, prefix: str, to: str):
+        for name, data in self.contents(prefix).items():
+            self.write(to + name, data)
+
+
+# ---- processes
+
+
+def start(bucket: Bucket, script: str, *args, beat: int = 1) -> subprocess.Popen:
+    """`python script args` in the background; its leases are renewed each `beat` seconds."""
+    command = [sys.executable, ROOT / script, *args]
+    return subprocess.Popen(
+        [*map(str, command)],
+        env=bucket.env | {"TRIFOLD_LEASE_BEAT": str(beat)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def end(process: subprocess.Popen, code: int = 0) -> str:
+    """What a process has printed, once it has ended with this exit code."""
+    try:
+        output, _ = process.communicate(timeout=120)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output, _ = process.communicate()
+    assert process.returncode == code, output
+    return output
+
+
+def run(bucket: Bucket, script: str, *args, code: int = 0, beat: int = 1) -> str:
+    return end(start(bucket, script, *args, beat=beat), code)
+
+
+def wait_for_object(bucket: Bucket, name: str, process: subprocess.Popen):
+    """Return as soon as the process has made this object, and while it still runs."""
+    deadline = time.monotonic() + 60
+    while not bucket.has(name):
+        if time.monotonic() > deadline:
+            process.kill()
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+
+
+def prepare(bucket: Bucket, out):
+    flags = ["--suffix", ".py", "--tokenizer", "byte", "--val_fraction", 0.2]
+    run(bucket, "scripts/prepare_data.py", "--input", JSON_PACKAGE, *flags, "--out", out)
+
+
+# ---- what several tests look at
+
+
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory):
+    command = [sys.executable, ROOT / "tests" / "gcs_emulator.py", "0", "bucket"]
+    emulator = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, text=True)
+    address = emulator.stdout.readline().strip()
+    assert address, "the emulator did not start"
+    yield Bucket(address, tmp_path_factory.mktemp("compiled"))
+    emulator.terminate()
+    emulator.communicate()
+
+
+@pytest.fixture(scope="module")
+def on_disk(bucket, tmp_path_factory) -> Path:
+    """A folder with the data and the run `a`, made without gs://."""
+    folder = tmp_path_factory.mktemp("disk")
+    prepare(bucket, folder / "data")
+    data = ["--data.train", folder / "data" / "train", "--data.val", folder / "data" / "val"]
+    run(bucket, "train.py", *RUN, *data, "--run.dir", folder / "runs", "--run.name", "a")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def flags(bucket, tmp_path_factory) -> list:
+    """The same command with the data and the run in the bucket; the data is there."""
+    prepare(bucket, "gs://bucket/data")
+    data = ["--data.train", "gs://bucket/data/train", "--data.val", "gs://bucket/data/val"]
+    cache = ["--data.cache", tmp_path_factory.mktemp("cache")]
+    return [*RUN, *data, *cache, "--run.dir", "gs://bucket/runs"]
+
+
+@pytest.fixture(scope="module")
+def run_a(bucket, on_disk, flags) -> str:
+    """Where the finished run `a` is in the bucket; on_disk has compiled all that it needs."""
+    run(bucket, "train.py", *flags, "--run.name", "a")
+    return "runs/a/"
+
+
+@pytest.fixture(scope="module")
+def live(bucket, run_a, flags):
+    """A run that started over where a finished one was, and goes on for as long as it is let."""
+    bucket.copy(run_a, "runs/live/")
+    endless = ["--train.steps", 10**6, "--train.eval_every", 0, "--checkpoint.every", 10**6]
+    process = start(bucket, "train.py", *flags, *endless, "--run.name", "live", "--fresh")
+    wait_for_object(bucket, "runs/live/checkpoints/0/commit_success.txt", process)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def losses(metrics: bytes) -> list:
+    rows = [json.loads(line) for line in metrics.splitlines()]
+    return [(row["kind"], row["step"], row["loss"], row.get("grad_norm")) for row in rows]
+
+
+# ---- tests
+
+
+def test_the_emulator_answers_as_google_does(bucket):
+    """What gcsfs and tensorstore build on, and some of it only when several processes save."""
+    name = "emulator/one"
+    bucket.write(name, b"0123456789", ifGenerationMatch=0)
+    bucket.write(name, b"again", ifGenerationMatch=0, code=412)
+    assert bucket.read(name, ifGenerationNotMatch=0) == b"0123456789"
+    about, _ = bucket.call("GET", path_of(name))
+    _, headers = bucket.call("GET", path_of(name), alt="media")
+    assert headers["x-goog-generation"] == json.loads(about)["generation"]
+    bucket.read(name, ifGenerationNotMatch=headers["x-goog-generation"], code=304)
+
+    ranges = {"2-5": b"2345", "7-": b"789", "-3": b"789", "8-99": b"89", "-99": b"0123456789"}
+    for part, data in ranges.items():
+        assert bucket.read(name, headers={"Range": f"bytes={part}"}, code=206) == data
+    bucket.read(name, headers={"Range": "bytes=10-"}, code=416)
+
+    bucket.write("emulator/two", b"2")
+    assert bucket.names("emulator/", startOffset="emulator/two") == {"two"}
+    assert bucket.names("emulator/", endOffset="emulator/two") == {"one"}
+    bucket.call("POST", f"{path_of('emulator/two')}/moveTo/o/{quote('emulator/three', safe='')}")
+    assert bucket.contents("emulator/") == {"one": b"0123456789", "three": b"2"}
+    bucket.read("emulator/two", code=404)
+
+
+def test_a_data_set_in_a_bucket_is_the_one_on_disk(bucket, flags, on_disk):
+    made = {p.relative_to(on_disk).as_posix(): p.read_bytes() for p in on_disk.glob("data/*/*")}
+    assert bucket.contents("data/") == {name.removeprefix("data/"): made[name] for name in made}
+    assert {"train/manifest.json", "val/manifest.json"} < bucket.names("data/")
+
+
+def test_a_run_in_a_bucket_is_the_one_on_disk(bucket, run_a, on_disk):
+    metrics = bucket.read(run_a + "metrics.jsonl")
+    expected = losses((on_disk / "runs" / "a" / "metrics.jsonl").read_bytes())
+    assert [step for kind, step, *_ in expected if kind == "train"] == [1, 2, 3, 4, 5, 6]
+    assert losses(metrics) == expected
+
+    names = bucket.names(run_a)
+    files = {name for name in names if not name.startswith("checkpoints/")}
+    assert files == {"config.json", "metrics.jsonl", "loss.png", "tokenizer.json"}
+    assert {name.split("/")[1] for name in names - files} == {"4", "6"}
+    assert {f"checkpoints/{n}/commit_success.txt" for n in (4, 6)} < names
+    assert json.loads(bucket.read(run_a + "config.json"))["run"]["dir"] == "gs://bucket/runs"
+    assert bucket.read(run_a + "loss.png").startswith(b"\x89PNG\r\n\x1a\n")
+    assert bucket.read(run_a + "tokenizer.json") == bucket.read("data/train/tokenizer.json")
+
+
+def test_a_killed_run_resumes_to_the_same_losses(bucket, run_a, flags):
+    process = start(bucket, "train.py", *flags, "--run.name", "killed")
+    wait_for_object(bucket, "runs/killed/checkpoints/2/commit_success.txt", process)
+    process.kill()
+    end(process, -signal.SIGKILL)
+    whole = losses(bucket.read(run_a + "metrics.jsonl"))
+    assert len(losses(bucket.read("runs/killed/metrics.jsonl"))) < len(whole)
+
+    output = run(bucket, "train.py", *flags, "--run.name", "killed")
+    assert re.search(r"resume: update [24] \(verified\) from gs://bucket/runs/killed/", output)
+    assert losses(bucket.read("runs/killed/metrics.jsonl")) == whole
+
+
+def test_fresh_moves_the_old_run_aside_whole(bucket, run_a, live):
+    assert bucket.contents("runs/live.old/") == bucket.contents(run_a)
+    checkpoints = {name.split("/")[0] for name in bucket.names("runs/live/checkpoints/")}
+    assert checkpoints <= {"0", "1000000"} and "0" in checkpoints
+
+
+def test_a_second_run_is_refused_while_the_first_lives(bucket, flags, live):
+    # patient, so that a first run which is late with its lease on a busy machine is not overrun
+    output = run(bucket, "train.py", *flags, "--run.name", "live", code=8, beat=10)
+    assert "gs://bucket/runs/live belongs to another live run" in output
+
+    live.send_signal(signal.SIGTERM)
+    assert "run the same command again to go on" in end(live, 75)
+    assert not bucket.has("runs/live/lock")
+    steps = [step for _, step, *_ in losses(bucket.read("runs/live/metrics.jsonl"))]
+    assert steps == list(range(1, len(steps) + 1))
+    assert bucket.has(f"runs/live/checkpoints/{len(steps)}/commit_success.txt")
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(bucket, run_a, flags):
+    bucket.copy(run_a, "runs/damaged/")
+    newest = "runs/damaged/checkpoints/6/"
+    sizes = {name: len(data) for name, data in bucket.contents(newest + "params/").items()}
+    largest = newest + "params/" + max(sizes, key=sizes.get)
+    data = bytearray(bucket.read(largest))
+    data[len(data) // 2] ^= 1
+    bucket.write(largest, bytes(data))
+    damaged = bucket.contents(newest)
+
+    output = run(bucket, "train.py", *flags, "--run.name", "damaged", "--eval_only")
+    assert "resume: update 4 (verified) from gs://bucket/runs/damaged/checkpoints" in output
+    assert bucket.contents("runs/damaged/damaged/6/") == damaged
+    assert not bucket.names(newest)
+
+
+def test_a_run_is_sampled_from_its_bucket(bucket, run_a):
+    request = ["--prompt", "import ", "--tokens", 4, "--temperature", 0, "--mesh.dp", 1]
+    output = run(bucket, "scripts/sample.py", "--run", f"gs://bucket/{run_a}", *request)
+    assert re.search(r"^import .", output, re.MULTILINE)
