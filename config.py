@@ -358,27 +358,27 @@ def divide_problems(cfg: Config):
     """Each axis once, with all that it fails to divide; and the heads and batch likewise."""
     m, t = cfg.model, cfg.train
     for axis, names in AXIS_DIVIDES.items():
-        size, of = value(cfg, axis), {n: value(cfg, n) for n in names if value(cfg, n)}
+        size, of = value(cfg, axis), {n: value(cfg, n) for n in names if value(cfg, n) > 0}
         wrong = [f"{name}={n}" for name, n in of.items() if size > 1 and n % size]
         if wrong:
             what = f"{axis}={size} must divide {' and '.join(wrong)}"
             yield Problem(what, f"set --{axis} to {listed(divisors(math.gcd(*of.values())))}")
-    if m.n_heads % m.n_kv_heads:
+    if m.n_kv_heads > 0 and m.n_heads % m.n_kv_heads:
         what = f"model.n_kv_heads={m.n_kv_heads} must divide model.n_heads={m.n_heads}"
         yield Problem(what, f"set --model.n_kv_heads to {listed(divisors(m.n_heads))}")
     if m.d_head % 2:
         what = f"model.d_head={m.d_head} must be even: RoPE turns pairs of elements"
         yield Problem(what, f"set --model.d_head to {m.d_head + 1}")
     dp, pp, _ = (max(1, size) for size in cfg.mesh.sizes)
-    micro = t.microbatches or pp
+    micro = t.microbatches or (pp if m.n_layers % pp == 0 else 1)  # a wrong pp is reported above
     parts = t.grad_accum * dp * micro
-    pp_fits = m.n_layers % pp == 0  # else pp is wrong first, and reported
-    if t.batch_size % parts and pp_fits:
+    if parts > 0 and t.batch_size % parts:
         names = f"train.grad_accum*mesh.dp*{'train.microbatches' if t.microbatches else 'mesh.pp'}"
         product = f"{t.grad_accum}*{dp}*{micro} = {parts}"
         what = f"{names} = {product} must divide train.batch_size={t.batch_size}"
         near = max(1, round(t.batch_size / parts)) * parts
-        yield Problem(what, f"set --train.batch_size {near}")
+        fix = f"set --train.batch_size {near}"
+        yield Problem(what, fix + (", or --train.microbatches 0" if t.microbatches else ""))
 
 
 def other_problems(cfg: Config):
@@ -387,6 +387,12 @@ def other_problems(cfg: Config):
         allowed = "1 to 64 letters, digits, '.', '_' or '-', not starting with '.'"
         what = f"run.name={r.name!r} must be {allowed}"
         yield Problem(what, "choose a plain --run.name; folders belong in --run.dir")
+    if cfg.fresh and cfg.eval_only:
+        what = "--fresh starts a run over, and --eval_only evaluates what there is"
+        yield Problem(what, "give one of the two")
+    if "://" in cfg.data.cache:
+        what = f"data.cache={cfg.data.cache!r} must be a local folder"
+        yield Problem(what, "leave --data.cache out, or name a folder on this host's disk")
     n_auto = cfg.mesh.sizes.count(-1)
     if n_auto > 1:
         what = f"mesh: {n_auto} axes are -1, at most one may be"
@@ -400,7 +406,8 @@ def other_problems(cfg: Config):
             what = f"{name}={path!r} must be a path without NUL bytes or credentials"
             yield Problem(what, f"give --{name} a local path or gs://bucket/path")
     given = r.coordinator or r.num_processes or r.process_id >= 0
-    whole = re.fullmatch(r".+:\d+", r.coordinator) and 0 <= r.process_id < r.num_processes
+    port = re.fullmatch(r".+:(\d{1,5})", r.coordinator)
+    whole = port and 0 < int(port[1]) < 65536 and 0 <= r.process_id < r.num_processes
     if given and not whole:
         what = (
             f"run.coordinator={r.coordinator!r} run.num_processes={r.num_processes} "
@@ -415,9 +422,7 @@ def check(cfg: Config) -> Config:
 
     Needs no device; a -1 axis is left for later.
     """
-    found = list(range_problems(cfg))
-    if not found:  # divisibility says nothing about a zero or a negative
-        found += divide_problems(cfg)
+    found = [*range_problems(cfg), *divide_problems(cfg)]
     found += other_problems(cfg)
     if found:
         raise UserError(USAGE, problems=found)
@@ -487,7 +492,7 @@ def file_flags(path: str) -> list[str]:
             for name, v in record.get(section, {}).items():
                 if not isinstance(v, (str, int, float, bool)):
                     raise ValueError(f"{section}.{name} is {v!r}")
-                flags += [f"--{section}.{name}", str(v)]
+                flags.append(f"--{section}.{name}={v}")
         return flags
     except FileNotFoundError:
         what = f"--config {path}: no such preset or file"
@@ -535,8 +540,9 @@ def simulate_devices(mesh: Mesh, n_processes: int = 1):
         os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(wanted))
     forced = re.findall(r"xla_force_host_platform_device_count=(\d+)", xla_flags)
     n = max(int(os.environ.get("JAX_NUM_CPU_DEVICES") or 1), *map(int, forced or [1]))
-    if n > 1 and (os.cpu_count() or 1) < 2 * n:
-        os.environ["NPROC"] = str(max(64, 2 * n, int(os.environ.get("NPROC") or 0)))
+    if n > 1:  # whatever os.cpu_count says: a container may have fewer
+        asked, cores = int(os.environ.get("NPROC") or 0), os.cpu_count() or 1
+        os.environ["NPROC"] = str(max(64, 2 * n, asked, cores))
     if n > 1 and "collective_call_terminate" not in xla_flags:
         timeout = "--xla_cpu_collective_call_terminate_timeout_seconds=120"
         os.environ["XLA_FLAGS"] = f"{xla_flags} {timeout}".strip()
@@ -551,18 +557,29 @@ def of_run(run: str, mesh: Mesh, *flags: str) -> Config:
     # A batch that fits; resolve() makes it the script's own.
     rows = str(max(1, mesh.dp) * max(1, mesh.pp))
     batch = ["--train.batch_size", rows, "--train.grad_accum", "1", "--train.microbatches", "0"]
-    cfg = parse(["--config", f"{run.rstrip('/')}/config.json", *sizes, *batch, *flags])
+    alone = ["--run.coordinator=", "--run.num_processes", "0", "--run.process_id=-1"]
+    cfg = parse(["--config", f"{run.rstrip('/')}/config.json", *sizes, *batch, *alone, *flags])
     simulate_devices(mesh)
     return cfg
 
 
 def quit_on_error(f, *args):
-    """f(*args); a UserError becomes its lines on stderr and its exit code."""
+    """f(*args); what its user can mend becomes two lines on stderr and an exit code."""
     try:
         return f(*args)
     except UserError as e:
         print(e, file=sys.stderr)
         sys.exit(e.code)
+    except OSError as e:
+        fix = "make room, or mend the path or its permissions, and run the same command again"
+        print(
+            UserError(STORAGE, f"{e.filename or 'storage'}: {e.strerror or e}", fix),
+            file=sys.stderr,
+        )
+        sys.exit(STORAGE)
+    except KeyboardInterrupt:
+        print("interrupted: run the same command again to go on", file=sys.stderr)
+        sys.exit(INTERRUPTED)
 
 
 def start() -> Config:

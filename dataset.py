@@ -6,6 +6,7 @@ import json
 import os
 import re
 import tempfile
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -66,8 +67,9 @@ def read_manifest(folder: epath.Path) -> tuple[list[Shard], dict]:
                 what = f"shard {name!r} holds {holds}, its manifest says {tokens} {dtype}"
                 raise bad_data(what, remake)
             shards.append(shard)
-        if not (isinstance(manifest["vocab_size"], int) and isinstance(manifest["bytes"], int)):
-            raise ValueError("vocab_size and bytes must be whole numbers")
+        counts = [manifest["vocab_size"], manifest["bytes"], len(shards)]
+        if not all(isinstance(n, int) and n > 0 for n in counts) or manifest["format"] != 1:
+            raise ValueError("it needs format 1, shards, and vocab_size and bytes above 0")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         what = f"{path} is not a manifest: {type(e).__name__} {str(e)[:200]}"
         raise bad_data(what, remake) from None
@@ -127,7 +129,7 @@ def find_shards(path: epath.Path, split: str) -> tuple[list[Shard], dict]:
         return read_manifest(path)
     if (path / f"{split}.bin").exists():
         return [bin_shard(path / f"{split}.bin")], {}
-    names = sorted(p.name for p in path.iterdir())
+    names = sorted(p.name for p in path.iterdir() if p.name not in ("train.bin", "val.bin"))
     for suffix, read in ((".npy", npy_shard), (".bin", bin_shard)):
         if found := [read(path / name) for name in names if name.endswith(suffix)]:
             return found, {}
@@ -176,8 +178,10 @@ class Stream:
         V, name = self.vocab_size, self.shards[n].path.name
         i = int(np.argmax((piece >= V) | (piece < 0)))
         what = f"token id {piece[i]} at index {at + i} is not below model.vocab_size={V}"
-        fix = "make the shards again with the right tokenizer, or set --model.vocab_size"
-        return bad_data(f"shard {name!r}: {what}", f"{fix} {piece.max() + 1} or more")
+        fix = "make the shards again with the right tokenizer"
+        if piece.min() >= 0:
+            fix += f", or set --model.vocab_size {int(piece.max()) + 1} or more"
+        return bad_data(f"shard {name!r}: {what}", fix)
 
     def array(self, n: int):
         if n not in self.arrays:
@@ -190,15 +194,14 @@ class Stream:
         return self.arrays[n]
 
     def fetch(self, shard: Shard) -> str:
-        """A local copy of a remote shard, kept for later runs."""
-        identity = f"{shard.path} {shard.sha256} {shard.tokens}"
-        key = hashlib.sha256(identity.encode()).hexdigest()[:16]
+        """A local copy of a remote shard, for later runs too where a checksum says which it is."""
+        key = shard.sha256[:32] or uuid.uuid4().hex
         default = os.path.join(tempfile.gettempdir(), f"trifold-shards-{os.getuid()}")
         folder = epath.Path(self.cache or default)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         local = folder / f"{key}-{shard.path.name}"
         if not local.exists() or (shard.sha256 and file_sha256(os.fspath(local)) != shard.sha256):
-            part = folder / f"{local.name}.{os.getpid()}.part"
+            part = folder / f"{local.name}.{uuid.uuid4().hex}.part"
             shard.path.copy(part, overwrite=True)
             part.replace(local)
         return os.fspath(local)
@@ -284,9 +287,12 @@ class Dataset:
         """What keeps the run from using these data."""
         m, t = self.cfg.model, self.cfg.train
         vocab = self.manifest.get("vocab_size", 0)
-        if self.windows < 1:
+        needs = t.seq_len + 1 if split == "train" else 2  # evaluation pads
+        if len(self.stream) < needs:
             holds = f"data.{split}={path} holds {len(self.stream)} tokens"
-            what = f"{holds}; one window needs train.seq_len + 1 = {t.seq_len + 1}"
+            what = f"{holds}; one window needs " + (
+                f"train.seq_len + 1 = {needs}" if split == "train" else "2"
+            )
             yield Problem(what, "give more data, or set a smaller --train.seq_len")
         if vocab > m.vocab_size:
             limit = f"model.vocab_size={m.vocab_size}"

@@ -17,10 +17,11 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from tqdm import tqdm
 
 import model
 import utils
-from config import CHECKPOINT, Config, UserError
+from config import CHECKPOINT, USAGE, Config, UserError
 from dataset import Dataset
 from model import TOKENS
 
@@ -92,15 +93,21 @@ def abstract_state(cfg: Config) -> State:
     return jax.tree.map(leaf, shapes, homes)
 
 
-def restore_or_init(store: utils.Checkpoints, cfg: Config) -> State:
+def restore_or_init(run, train: Dataset, cfg: Config) -> tuple[utils.Checkpoints, State]:
+    """The run's checkpoints, and the State of the newest one or a new one."""
+    store = utils.Checkpoints(run, cfg.checkpoint.keep, continues(cfg, train))
     found = store.restore(items(abstract_state(cfg)))
     if found is None and cfg.eval_only:
         what = f"{store.run} has no checkpoint to evaluate"
         raise UserError(CHECKPOINT, what, "train it first, without --eval_only")
     if found is None:
-        return init_state(cfg)
+        return store, init_state(cfg)
+    if store.newest > cfg.train.steps and not cfg.eval_only:
+        what = f"train.steps={cfg.train.steps}, but {run} has already made {store.newest} updates"
+        fix = f"set --train.steps {store.newest} or more, or start over with --fresh"
+        raise UserError(USAGE, what, fix)
     utils.say(f"resume: update {store.newest} (verified) from {store.path}")
-    return State(params=found["params"], **found["rest"])
+    return store, State(params=found["params"], **found["rest"])
 
 
 def load_params(run, cfg: Config, step: int = -1):
@@ -187,7 +194,9 @@ def eval_step(params, tokens_AMBL, targets_AMBL, cfg: Config):
 def evaluate(params, data: Dataset, step: int, cfg: Config, stop=False) -> dict | None:
     """An eval row of metrics.jsonl, every token weighing the same; None when stop comes first."""
     total = tokens = 0
-    for i in data.eval_indices(step):
+    indices = data.eval_indices(step)
+    bar = dict(desc="evaluate", unit="batch", leave=False, disable=not utils.is_lead())
+    for i in tqdm(indices, **bar):
         if stop:
             return None
         nll, n, _ = eval_step(params, *data.eval_batch(i), cfg)
@@ -211,17 +220,17 @@ def sample(params, step: int, cfg: Config, data: Dataset) -> dict:
     return dict(step=step, text=data.decode(rows[0][1:]))
 
 
-def main(cfg: Config) -> State:
+def main(cfg: Config) -> State | None:
     """Make or resume a run; train it to its last step, evaluating and saving on the way."""
     stop = utils.Stop()
     cfg = utils.start_mesh(cfg)
     train, val = Dataset(cfg, "train"), Dataset(cfg, "val")
     with utils.open_run(cfg, train) as run:
-        store = utils.Checkpoints(run, cfg.checkpoint.keep, continues(cfg, train))
-        state = restore_or_init(store, cfg)
+        store, state = restore_or_init(run, train, cfg)
         t, start = cfg.train, int(state.step)
         if cfg.eval_only:
-            return utils.say_eval(start, evaluate(state.params, val, start, cfg))
+            return utils.say_eval(start, evaluate(state.params, val, start, cfg, stop))
+        utils.on_lead(utils.write_record, run, cfg, train)
         log = utils.MetricsLog(run, cfg, start)
         utils.say(f"train: {train}\nval: {val}\nmodel: {model.param_count(cfg):,} parameters")
 
@@ -239,7 +248,7 @@ def main(cfg: Config) -> State:
             log.update(step + 1, metrics)
         store.close()
         log.close()
-    utils.farewell(run, step, cfg)
+    utils.farewell(log, step)
     return state
 
 

@@ -91,7 +91,12 @@ def start_processes(cfg: Config):
     if r.coordinator:
         if r.process_id > 0:
             wait_for_port(r.coordinator)
-        jax.distributed.initialize(r.coordinator, r.num_processes, r.process_id)
+        try:
+            jax.distributed.initialize(r.coordinator, r.num_processes, r.process_id)
+        except RuntimeError as e:
+            what = f"run.coordinator={r.coordinator}: {str(e).splitlines()[0][:200]}"
+            fix = "choose a free port on process 0's host, and the same everywhere"
+            raise UserError(config.DISTRIBUTED, what, fix) from None
         return
     try:
         jax.distributed.initialize()
@@ -117,7 +122,12 @@ def wait_for_port(address: str, seconds: float = 60):
 
 def start_mesh(cfg: Config, rows: int | None = None) -> Config:
     """Make cfg's mesh the ambient one and return cfg resolved for it; rows as in config.resolve."""
-    cfg = config.resolve(cfg, jax.device_count(), rows)
+    try:
+        cfg = config.resolve(cfg, jax.device_count(), rows)
+    except RuntimeError as e:
+        what = f"JAX has no device: {str(e).splitlines()[0][:200]}"
+        fix = "install JAX for the accelerator, or set JAX_PLATFORMS=cpu to simulate the mesh"
+        raise UserError(config.USAGE, what, fix) from None
     jax.set_mesh(make_mesh(cfg))
     if cfg.train.dtype == "float32":  # or TPUs and GPUs would multiply in fewer bits
         jax.config.update("jax_default_matmul_precision", "float32")
@@ -196,15 +206,17 @@ CLOUD = {"gcsfs", "aiohttp", "google", "requests"}  # whose exceptions are stora
 def run_main(main, cfg: Config):
     """main(cfg) among the other processes, with the exit codes of config.py, and 1 for a bug."""
     sys.unraisablehook = drop_late_callbacks
+    again = "run the same command again to resume"
     try:
         start_processes(cfg)
         return main(cfg)
     except UserError as e:
         leave(e)
+    except KeyboardInterrupt:  # before Stop takes it
+        leave(UserError(config.INTERRUPTED, "interrupted", again))
     except Exception as e:
         reason = f"{type(e).__name__}: {str(e).splitlines()[0][:200] if str(e) else ''}"
-        again = "run the same command again to resume"
-        if jax.process_count() > 1 and re.search(LOST_PEER, str(e)):
+        if jax.distributed.is_initialized() and re.search(LOST_PEER, str(e)):
             fix = f"look at that process's log, then {again}, everywhere"
             leave(UserError(config.DISTRIBUTED, f"a peer process was lost: {reason}", fix))
         if isinstance(e, OSError) or type(e).__module__.split(".")[0] in CLOUD:
@@ -337,7 +349,10 @@ class Lock:
         deadline = time.monotonic() + 3 * self.beat
         while seen and time.monotonic() < deadline:
             time.sleep(self.beat / 5)
-            if self.read() not in (seen, ""):
+            now = self.read()
+            if not now:  # released
+                break
+            if now != seen:
                 raise self.busy(seen)
         self.renew(0)
         time.sleep(0.2)  # of two that start at once, the later writer wins
@@ -434,30 +449,32 @@ def prepare_run(path: epath.Path, cfg: Config, data) -> Lock:
                 lock.release()
                 path.mkdir(parents=True, exist_ok=True)
                 lock = Lock(path / "lock")
-        if not cfg.eval_only:
-            old = json.loads(settings.read_text()) if settings.exists() else {}
-            run_id = old.get("run_id", uuid.uuid4().hex[:12])
-            write_text(settings, record(cfg, data.fingerprint, run_id))
-            say_changes(old, cfg)
-            if data.tokenizer:  # so that the run can be sampled without its data
-                write_text(path / "tokenizer.json", data.tokenizer.read_text())
+        if not settings.exists():
+            write_record(path, cfg, data)
         return lock
     except OSError as e:
         what = f"cannot write to {path}: {e.strerror or e}"
         fix = "choose a --run.dir that this user can write to"
         raise UserError(config.STORAGE, what, fix) from None
+
+
+def write_record(path: epath.Path, cfg: Config, data):
+    """Write config.json and tokenizer.json, once it is certain that this run goes on with cfg."""
+    settings, old = path / "config.json", {}
+    try:
+        old = json.loads(settings.read_text()) if settings.exists() else {}
+        run_id = old.get("run_id", uuid.uuid4().hex[:12])
     except (ValueError, AttributeError) as e:
         what = f"{settings} is not what a run wrote there: {e}"
         raise UserError(config.USAGE, what, "mend it, or start over with --fresh") from None
-
-
-def say_changes(old: dict, cfg: Config):
-    """Tell which settings differ from those that the run was last started with."""
+    write_text(settings, record(cfg, data.fingerprint, run_id))
     for section in config.SECTIONS:
         for name, value in asdict(getattr(cfg, section)).items():
             before = old.get(section, {}).get(name, value)
             if before != value and section != "run":
                 say(f"changed since this run's last start: {section}.{name} {before} -> {value}")
+    if data.tokenizer:  # so that the run can be sampled without its data
+        write_text(path / "tokenizer.json", data.tokenizer.read_text())
 
 
 # ---- metrics
@@ -517,8 +534,9 @@ class MetricsLog:
         self.samples = {row["step"] for row in self.text.rows}
         for row in self.file.rows:
             self.remember(row)
-        self.wandb = start_wandb(run, cfg) if is_lead() else None
-        say(f"updates {step + 1} to {cfg.train.steps}; the first compiles for a while")
+        self.wandb = on_lead(start_wandb, run, cfg)
+        if step < cfg.train.steps:
+            say(f"updates {step + 1} to {cfg.train.steps}; the first compiles for a while")
 
     def remember(self, row: dict):
         if row["kind"] == "train":
@@ -606,16 +624,20 @@ class MetricsLog:
             self.wandb(None)
 
 
-def say_eval(step: int, result: dict):
-    loss, bpb, n = (result[name] for name in ("loss", "bits_per_byte", "tokens"))
-    bits = "-" if bpb is None else f"{bpb:.4f}"
-    say(f"update {step}  validation loss {loss:.4f}  bits per byte {bits}  over {n:,} tokens")
+def say_eval(step: int, result: dict | None):
+    """Print an evaluation; one that was cut short ends the process as interrupted."""
+    if result is None:
+        sys.exit(config.INTERRUPTED)
+    number = lambda x: "-" if x is None else f"{x:.4f}"
+    loss, bits = number(result["loss"]), number(result["bits_per_byte"])
+    n = result["tokens"]
+    say(f"update {step}  validation loss {loss}  bits per byte {bits}  over {n:,} tokens")
 
 
-def farewell(run: epath.Path, step: int, cfg: Config):
+def farewell(log: MetricsLog, step: int):
     """The last line of a run; one that was asked to stop leaves with its own exit code."""
-    if step == cfg.train.steps:
-        return say(f"finished: {run}")
+    if step == log.cfg.train.steps and step in log.eval:
+        return say(f"finished: {log.run}")
     say(f"interrupted: checkpoint of update {step} committed; run the same command again to go on")
     sys.exit(config.INTERRUPTED)
 
@@ -886,8 +908,8 @@ class Checkpoints:
     def save(self, step: int, state: dict):
         """Start saving the state after `step` updates, and return once it is off the devices.
 
-        The very first is waited for, so that a storage that cannot hold it shows before the first
-        update.  Raises UserError STORAGE, or DIVERGED where the state is not finite.
+        The first of a new run is waited for, so that a storage that cannot hold it shows before
+        the first update.  Raises UserError STORAGE, or DIVERGED where the state is not finite.
         """
         if step == self.newest:
             return

@@ -67,9 +67,10 @@ def main(cfg: config.Config):
         nlls.append(np.asarray(multihost_utils.process_allgather(nll_AMBL, tiled=True)).ravel())
     nll = np.concatenate(nlls)[: len(data.stream) - 1]  # the rest pads the last batch
     loss = nll.sum(dtype=np.float64) / len(nll)
-    per_byte = data.bytes_per_token and loss / math.log(2) / data.bytes_per_token
-    scores = dict(loss=loss, perplexity=math.exp(loss), bits_per_byte=per_byte, tokens=len(nll))
-    utils.say(json.dumps(scores))
+    per_byte = loss / math.log(2) / data.bytes_per_token if data.bytes_per_token else math.nan
+    scores = dict(loss=loss, perplexity=np.exp(loss), bits_per_byte=per_byte)
+    scores = {name: utils.finite(score) for name, score in scores.items()}  # JSON has no NaN
+    utils.say(json.dumps(scores | dict(tokens=len(nll))))
     if args.per_token and utils.is_lead():
         out = io.BytesIO()
         np.save(out, -nll, allow_pickle=False)

@@ -76,7 +76,7 @@ def find_documents(args: Args) -> list[tuple[str, Path]]:
 
 
 class Piece(NamedTuple):
-    """Some whole lines of a document, so that a huge file never has to fit in memory."""
+    """Some whole lines of a document, so that a huge file need not fit in memory."""
 
     path: Path
     start: int
@@ -94,7 +94,8 @@ def line_end(path: Path, at: int) -> int:
     """The first line's end from byte `at` on."""
     with open(path, "rb") as f:
         f.seek(max(0, at - 1))
-        return f.readline() and f.tell()
+        f.readline()
+        return f.tell()
 
 
 def pieces(path: Path, start: int, stop: int, size: int = 4_000_000) -> list[Piece]:
@@ -115,7 +116,7 @@ def split(documents, args: Args) -> dict[str, list[Piece]]:
     rank = {name: zlib.crc32(name.encode()) / 2**32 for name, _ in documents}
     n_held = sum(r < args.val_fraction for r in rank.values())
     n_held = min(max(1, n_held), len(rank) - 1)  # a split is never empty
-    held = sorted(rank, key=rank.get)[:n_held]
+    held = set(sorted(rank, key=rank.get)[:n_held])
     for name, path in documents:
         parts["val" if name in held else "train"] += pieces(path, 0, path.stat().st_size)
     return parts
@@ -138,9 +139,11 @@ def byte_tokenizer() -> Tokenizer:
 
 def char_tokenizer(texts) -> Tokenizer:
     """Each character that occurs is an id, in code point order."""
-    characters = sorted(set().union(*texts))
-    vocab = {c: n for n, c in enumerate(characters)}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=characters[0]))
+    characters = set()
+    for text in texts:
+        characters.update(text)
+    vocab = {c: n for n, c in enumerate(sorted(characters))}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="none"))  # another one is an error
     any_character = Regex("(?m).")  # m: newlines too
     tokenizer.pre_tokenizer = pre_tokenizers.Split(any_character, behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -157,24 +160,27 @@ def bpe_tokenizer(texts, vocab_size: int, n_texts: int) -> Tokenizer:
         vocab_size=vocab_size,
         special_tokens=[END],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        show_progress=True,  # of the merges; tqdm shows the reading
     )
     texts = tqdm(texts, desc="train tokenizer", total=n_texts, unit="piece")
     tokenizer.train_from_iterator(texts, trainer, n_texts)
     return tokenizer
 
 
-def make_tokenizer(args: Args, train: list) -> Tokenizer:
-    texts = (piece.text() for piece in train)
+def make_tokenizer(args: Args, parts: dict[str, list[Piece]]) -> Tokenizer:
+    """From the training text; characters from all of it, or held-out text could not be read."""
     match args.tokenizer:
         case "byte":
             return byte_tokenizer()
         case "char":
-            return char_tokenizer(texts)
+            return char_tokenizer(piece.text() for piece in parts["train"] + parts["val"])
         case "bpe":
-            return bpe_tokenizer(texts, args.vocab_size, len(train))
+            texts = (piece.text() for piece in parts["train"])
+            return bpe_tokenizer(texts, args.vocab_size, len(parts["train"]))
     tokenizer = Tokenizer.from_str(epath.Path(args.tokenizer).read_text())
     tokenizer.add_special_tokens([END])  # nothing happens where it has one
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     return tokenizer
 
 
@@ -199,13 +205,10 @@ def tokenize(parts: list, out: epath.Path, tokenizer: Tokenizer, recipe: dict, a
 
     progress.json says how far a run before this one came.
     """
-    out.mkdir(parents=True, exist_ok=True)
     vocab_size, end = tokenizer.get_vocab_size(), tokenizer.token_to_id(END)
     kind = "uint16" if vocab_size <= 65536 else "uint32"
     progress = out / "progress.json"
-    state = dict(next=0, bytes=0, shards=[])
-    if progress.exists() and (before := json.loads(progress.read_text()))["recipe"] == recipe:
-        state = {k: before[k] for k in state}
+    state = json.loads(progress.read_text())
     held, n_held, n_bytes = [], 0, 0
 
     def close_shard(next_part: int):
@@ -216,7 +219,7 @@ def tokenize(parts: list, out: epath.Path, tokenizer: Tokenizer, recipe: dict, a
         sha256 = hashlib.sha256(data).hexdigest()
         state["shards"].append(dict(name=name, tokens=n_held, dtype=kind, sha256=sha256))
         state["next"], state["bytes"] = next_part, state["bytes"] + n_bytes
-        write_whole(progress, json.dumps(state | dict(recipe=recipe)).encode())
+        write_whole(progress, json.dumps(state).encode())
         held, n_held, n_bytes = [], 0, 0
 
     desc = f"tokenize {out.name}"
@@ -258,27 +261,39 @@ def main(args: Args):
     if args.input and not Path(args.input).exists():
         what = f"--input {args.input} does not exist"
         raise UserError(DATA, what, "give a text file or a folder of them")
+    if args.tokenizer not in ("byte", "char", "bpe") and not epath.Path(args.tokenizer).exists():
+        what = f"--tokenizer {args.tokenizer} is none of byte, char and bpe, nor a file"
+        raise UserError(USAGE, what, "choose one of those, or give the path of a tokenizer.json")
     documents = find_documents(args)
+    parts = split(documents, args)
+    if not (parts["train"] and parts["val"]):
+        what = f"{documents[0][1]} is too short to hold {args.val_fraction} of it out"
+        raise UserError(DATA, what, "give more text")
     sizes = [(name, path.stat().st_size) for name, path in documents]
     recipe = {k: v for k, v in asdict(args).items() if k not in ("out", "input")}
     recipe["documents"] = hashlib.sha256(json.dumps(sizes).encode()).hexdigest()
-    out = epath.Path(args.out)
-    done = {name: check_out(out / name, recipe) for name in ("train", "val")}
+    write_splits(parts, epath.Path(args.out), recipe, args)
+
+
+def write_splits(parts: dict[str, list[Piece]], out: epath.Path, recipe: dict, args: Args):
+    """Make what is not finished yet of both splits, as the recipe says."""
+    done = {name: check_out(out / name, recipe) for name in parts}
     if all(done.values()):
         return print(f"{out} is up to date")
-
-    parts = split(documents, args)
+    for name in [name for name in parts if not done[name]]:
+        (out / name).mkdir(parents=True, exist_ok=True)
+        if not (out / name / "progress.json").exists():  # from here on the recipe is fixed
+            start = dict(next=0, bytes=0, shards=[], recipe=recipe)
+            write_whole(out / name / "progress.json", json.dumps(start).encode())
     path = out / "train" / "tokenizer.json"
     if not path.exists():
-        tokenizer = make_tokenizer(args, parts["train"])
-        for name in parts:
-            (out / name).mkdir(parents=True, exist_ok=True)
-        write_whole(out / "val" / "tokenizer.json", tokenizer.to_str().encode())
-        write_whole(path, tokenizer.to_str().encode())
+        text = make_tokenizer(args, parts).to_str().encode()
+        write_whole(out / "val" / "tokenizer.json", text)
+        write_whole(path, text)
     tokenizer = Tokenizer.from_str(path.read_text())
-    for name in parts:
-        if not done[name]:
-            tokenize(parts[name], out / name, tokenizer, recipe, args)
+    tokenizer.encode_special_tokens = True  # a text that spells a special token stays text
+    for name in [name for name in parts if not done[name]]:
+        tokenize(parts[name], out / name, tokenizer, recipe, args)
 
 
 def check_out(out: epath.Path, recipe: dict) -> bool:

@@ -72,15 +72,27 @@ def load_tokenizer(args: Args) -> Tokenizer:
     return Tokenizer.from_str(path.read_text())
 
 
+def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    try:
+        return tokenizer.encode(text, add_special_tokens=False).ids
+    except Exception as e:  # tokenizers raises nothing narrower
+        what = f"the prompt {text!r} has a character that the tokenizer does not know: {e}"
+        raise config.UserError(config.USAGE, what, "use characters of the training text") from None
+
+
 def main(cfg: config.Config):
     """Print each prompt with its continuation, a single one as it grows."""
     args, tokenizer = ARGS, load_tokenizer(ARGS)
-    cfg = utils.start_mesh(cfg, rows=len(args.prompt))
+    cfg = utils.start_mesh(cfg, rows=len(args.prompt) or 1)
     params = train.load_params(utils.absolute(args.run), cfg, args.step)
     end = tokenizer.token_to_id(config.END)
-    encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
-    prompts = [encode(text) or [end or 0] for text in args.prompt]
-    skip = [0 if text else 1 for text in args.prompt]  # what stands for an empty prompt is not text
+    if tokenizer.get_vocab_size() > cfg.model.vocab_size:
+        what = f"the tokenizer has {tokenizer.get_vocab_size()} tokens, above the model's"
+        fix = "give the tokenizer that the run's data was made with"
+        raise config.UserError(config.DATA, f"{what} vocab_size={cfg.model.vocab_size}", fix)
+    texts = args.prompt or ("",)
+    prompts = [encode(tokenizer, text) or [end or 0] for text in texts]
+    skip = [0 if text else 1 for text in texts]  # what stands for an empty prompt is not text
     ids = dict(vocab_size=tokenizer.get_vocab_size(), stop_id=end)
     draw = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "seed")}
     shown, alone = "", len(prompts) == 1
@@ -91,7 +103,7 @@ def main(cfg: config.Config):
             print(text[len(shown) :], end="", flush=True)
             shown = text
     if alone:
-        return utils.say()
+        return utils.say(text[len(shown) :])
     for row, n in zip(rows, skip, strict=True):
         utils.say(tokenizer.decode(row[n:]), "\n" + "-" * 80)
 

@@ -24,7 +24,7 @@ from dataset import Dataset
 
 TEXTS = {
     "b/notes.txt": "Ünïcödé, tabs\tand\r\nlines.\n\n   Trailing spaces  \n" * 30,
-    "a.txt": "The quick brown fox jumps over the lazy dog. 0123456789\n" * 40,
+    "a.txt": "The quick brown fox jumps over the lazy dog. <|endoftext|> is text\n" * 40,
     "c.txt": "ÿ\x00binary-ish\x7f 日本語 🙂\n" * 20,
     "empty.txt": "",
     "d.md": "# not a .txt file\n",
@@ -67,11 +67,7 @@ def test_prepared_text_decodes_to_what_it_was(texts, tmp_path, kind):
     prepare(*request, "--out", out, "--val_fraction", 0.3, "--shard_tokens", 500)
     got = documents_of(out / "train") + documents_of(out / "val")
     want = [text for name, text in TEXTS.items() if name.endswith(".txt") and text]
-    if kind == "char":
-        # A character that only the held-out text has is unknown to a tokenizer made from the rest.
-        assert set(documents_of(out / "train")) <= set(want)
-    else:
-        assert sorted(got) == sorted(want)
+    assert sorted(got) == sorted(want)
     total = sum(manifest(out / split)["bytes"] for split in ("train", "val"))
     assert total == sum(len(text.encode()) for text in want)
     assert manifest(out / "train")["vocab_size"] <= dict(byte=257, char=200, bpe=400)[kind]
@@ -115,6 +111,31 @@ def test_a_second_run_does_nothing_and_another_request_is_refused(texts, tmp_pat
     assert contents() == before
 
 
+def test_a_tokenizer_left_by_another_request_is_not_used(texts, tmp_path):
+    """Killed between the tokenizer and the first shard."""
+    out = tmp_path / "out"
+    prepare("--input", texts, "--tokenizer", "byte", "--out", out)
+    for split in ("train", "val"):
+        recipe = manifest(out / split)["recipe"]
+        state = dict(next=0, bytes=0, shards=[], recipe=recipe)
+        (out / split / "progress.json").write_text(json.dumps(state))
+        (out / split / "manifest.json").unlink()
+    other = run("scripts/prepare_data.py", "--input", texts, "--tokenizer", "bpe", "--out", out)
+    assert other.returncode == DATA and "was made with other tokenizer" in other.stderr
+
+
+@pytest.mark.parametrize("text", ["", "x", "one line without an end"])
+def test_too_little_text_is_an_error_and_leaves_nothing(tmp_path, text):
+    (tmp_path / "a.txt").write_text(text)
+    out = tmp_path / "out"
+    request = ["--input", tmp_path / "a.txt", "--tokenizer", "byte", "--out", out]
+    done = run("scripts/prepare_data.py", *request)
+    if done.returncode == 0:  # a long enough line is cut within
+        assert len(tokens_of(out / "val")) > 1
+    else:
+        assert done.returncode == DATA and "too short" in done.stderr and not out.exists()
+
+
 def test_an_interrupted_run_goes_on_and_ends_the_same(tmp_path):
     source = Path(os.__file__).parent / "email"
     request = ["--input", source, "--suffix", ".py", "--shard_tokens", 4000]
@@ -141,6 +162,7 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(tmp_path):
     (["--input", "x", "--stdlib"], USAGE, "give either --input or --stdlib"),
     (["--input", "/nowhere"], DATA, "--input /nowhere does not exist"),
     (["--stdlib", "--val_fraction", "2"], USAGE, "val_fraction=2.0"),
+    (["--stdlib", "--tokenizer", "bytes"], USAGE, "bytes is none of byte, char and bpe"),
 ], ids=lambda x: "")  # fmt: skip
 def test_a_bad_request_is_two_lines(tmp_path, request_, code, word):
     done = run("scripts/prepare_data.py", "--out", tmp_path / "out", *request_)

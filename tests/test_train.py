@@ -113,6 +113,11 @@ def copy_of(whole: Path, base: Config, name: str, **sections) -> tuple[Config, P
     return cfg, run
 
 
+def contents(run: Path) -> dict:
+    """Every file's bytes, but for the lock."""
+    return {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != "lock"}
+
+
 def refusal(cfg: Config) -> UserError:
     with pytest.raises(UserError) as error:
         train.main(cfg)
@@ -175,6 +180,32 @@ def test_a_stopped_run_saves_exits_75_and_goes_on(base, whole, number):
     assert saved >= 7 and len(rows(run)) == saved
     assert finish(start(cfg))[0] == 0
     assert losses(run) == losses(whole)
+
+
+class StopAt:
+    """A Stop that is asked at its n-th poll."""
+
+    def __init__(self, n: int):
+        self.polls, self.n = 0, n
+
+    def __bool__(self):
+        self.polls += 1
+        return self.polls >= self.n
+
+
+@pytest.mark.parametrize("n, step", [(12, 10), (24, 20)], ids=["midway", "at the end"])
+def test_an_evaluation_cut_short_is_made_on_resume(base, whole, monkeypatch, n, step):
+    """The poll falls between the two batches of an evaluation."""
+    cfg, run = named(base, f"cut{step}")
+    with monkeypatch.context() as m:
+        m.setattr(utils, "Stop", lambda: StopAt(n))
+        with pytest.raises(SystemExit) as stopped:
+            train.main(cfg)
+    assert stopped.value.code == INTERRUPTED
+    assert len(rows(run)) == step and step not in rows(run, "eval")
+    train.main(cfg)
+    assert losses(run) == losses(whole)
+    assert rows(run, "eval") == rows(whole, "eval")
 
 
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (8, 1, 1), (1, 4, 2)], ids=str)
@@ -241,10 +272,19 @@ def test_a_checkpoint_of_another_run_is_refused_with_the_fields(
         sections = dict(data=dict(train=str(corpus / "val")))
     cfg, run = copy_of(whole, base, f"other{abs(hash(str(sections)))}")
     cfg = replace(cfg, **{s: replace(getattr(cfg, s), **fields) for s, fields in sections.items()})
-    before = sorted(p for p in run.rglob("*"))
+    before = contents(run)
     error = refusal(cfg)
     assert error.code == CHECKPOINT and word in str(error)
-    assert sorted(p for p in run.rglob("*")) == before
+    assert contents(run) == before
+
+
+def test_fewer_updates_than_were_made_are_refused(base, whole):
+    cfg, run = copy_of(whole, base, "fewer", train=dict(steps=15))
+    before = contents(run)
+    error = refusal(cfg)
+    assert error.code == config.USAGE
+    assert "train.steps=15" in str(error) and "already made 20 updates" in str(error)
+    assert contents(run) == before
 
 
 def test_a_run_without_its_checkpoints_does_not_start_over(base, whole):
@@ -265,12 +305,11 @@ def test_another_folder_is_not_taken_for_a_run(base):
 
 def test_eval_only_evaluates_and_leaves_the_run_alone(base, whole, capsys):
     cfg, run = copy_of(whole, base, "only")
-    (run / "lock").unlink()
-    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    before = contents(run)
     train.main(replace(cfg, eval_only=True))
-    assert f"validation loss {rows(whole, 'eval')[20]['loss']:.4f}" in capsys.readouterr().out
-    (run / "lock").unlink()
-    assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
+    loss = rows(whole, "eval")[20]["loss"]
+    assert f"validation loss {loss:.4f}" in capsys.readouterr().out
+    assert contents(run) == before
     assert refusal(replace(named(base, "nowhere")[0], eval_only=True)).code == CHECKPOINT
 
 
@@ -396,6 +435,7 @@ def test_two_processes_have_the_losses_of_one(base, whole):
         assert code == 0, err
     np.testing.assert_allclose(loss_curve(run), loss_curve(whole), rtol=1e-6)
     assert rows(run, "eval")[20]["tokens"] == rows(whole, "eval")[20]["tokens"]
+    assert config.of_run(str(run), config.Mesh(1, 1, 1)).run.coordinator == ""  # scripts run alone
 
 
 def test_two_processes_stop_together_and_go_on_as_one(base, whole):
