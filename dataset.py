@@ -82,7 +82,10 @@ def npy_shard(path: epath.Path, sha256: str = "") -> Shard:
     Refuses pickles, other shapes and types, and sizes that do not fit the header.
     """
     fix = "make the shard again, as a 1-D .npy of token ids"
-    refuse = lambda why: bad_data(f"shard {path.name!r}: {why}", fix)
+
+    def refuse(why):
+        return bad_data(f"shard {path.name!r}: {why}", fix)
+
     npy = np.lib.format
     try:
         with path.open("rb") as f:
@@ -355,7 +358,10 @@ class Dataset:
             return made[key]
 
         shape = (*row_AMB.shape, t.seq_len)
-        put = lambda piece: jax.make_array_from_callback(shape, self.sharding, piece)
+
+        def put(piece):
+            return jax.make_array_from_callback(shape, self.sharding, piece)
+
         tokens = put(lambda at: np.maximum(read(at)[..., :-1], 0))
         return tokens, put(lambda at: read(at)[..., 1:])
 

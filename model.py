@@ -199,7 +199,9 @@ def dropout(x_BLD, key, row_B, cfg):
         own_key = jax.random.fold_in(jax.random.fold_in(key, row), position)
         return jax.random.bernoulli(own_key, keep, (D,))
 
-    kept_LD = lambda row: jax.vmap(partial(kept_D, row))(position_L)
+    def kept_LD(row):
+        return jax.vmap(partial(kept_D, row))(position_L)
+
     return jnp.where(jax.vmap(kept_LD)(row_B), x_BLD / keep, 0)
 
 
@@ -292,7 +294,9 @@ def hidden(params, ends, token_MBL, cfg: Config, key=None, first_row=0):
     """
     slots, B, _ = token_MBL.shape
     pp, s, dp = lax.axis_size("pp"), lax.axis_index("pp"), lax.axis_size("dp")
-    fold = lambda n: None if key is None else jax.random.fold_in(key, n)
+
+    def fold(n):
+        return None if key is None else jax.random.fold_in(key, n)
 
     def rows(m):
         """Rows of microbatch m in the global batch."""
@@ -309,8 +313,11 @@ def hidden(params, ends, token_MBL, cfg: Config, key=None, first_row=0):
     def stage(x_BLD, m):
         n_stage = cfg.model.n_layers // pp
         n_N = s * n_stage + jnp.arange(n_stage)
-        step = lambda x_BLD, wn: (layer(x_BLD, *wn, rows(m)), None)
-        return lax.scan(step, x_BLD, (params["layers"], n_N))[0]
+
+        def one_layer(x_BLD, wn):
+            return layer(x_BLD, *wn, rows(m)), None
+
+        return lax.scan(one_layer, x_BLD, (params["layers"], n_N))[0]
 
     x_MBLD = lax.map(lambda tm: enter(*tm), (token_MBL, s * slots + jnp.arange(slots)))
     return pipeline(stage, x_MBLD)
@@ -379,7 +386,10 @@ def generate(
     dp, pp, _ = cfg.mesh.sizes
     B, L = -(-len(prompts) // (pp * dp)) * dp, cfg.train.seq_len
     sharding = NamedSharding(jax.sharding.get_mesh(), P("pp", "dp"))
-    put = lambda x: jax.make_array_from_callback(x.shape, sharding, lambda at: x[at])
+
+    def put(x):
+        return jax.make_array_from_callback(x.shape, sharding, lambda at: x[at])
+
     rows, done = [list(p) for p in prompts], [False] * len(prompts)
     rngs = [np.random.default_rng([seed, n]) for n in range(len(prompts))]
     for _ in range(n_tokens):

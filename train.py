@@ -89,7 +89,10 @@ def items(state: State) -> dict:
 def abstract_state(cfg: Config) -> State:
     """State without its numbers: shapes, dtypes and where each leaf rests on the ambient mesh."""
     homes, shapes = utils.shardings(state_specs(cfg)), jax.eval_shape(partial(make_state, cfg))
-    leaf = lambda x, home: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=home)
+
+    def leaf(x, home):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=home)
+
     return jax.tree.map(leaf, shapes, homes)
 
 
@@ -145,7 +148,10 @@ def loss_and_grads(params, tokens_AMBL, targets_AMBL, key, cfg: Config):
         def objective(params, token_MBL, target_MBL, a):
             nll, z = model.token_nll(params, token_MBL, target_MBL, cfg, key, a * n_rows)
             counted_MBL = target_MBL >= 0
-            share = lambda x: lax.psum(jnp.where(counted_MBL, x, 0).sum(), ("dp", "pp")) / n_tokens
+
+            def share(x):
+                return lax.psum(jnp.where(counted_MBL, x, 0).sum(), ("dp", "pp")) / n_tokens
+
             loss = share(nll)
             return loss + cfg.train.z_loss * share(z**2), loss
 
@@ -169,7 +175,10 @@ def train_step(state: State, tokens_AMBL, targets_AMBL, cfg: Config):
     updates, opt = optimizer(cfg).update(grads, state.opt, state.params)
     params = optax.apply_updates(state.params, updates)
     good = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-    pick = lambda new, old: jnp.where(good, new, old)
+
+    def pick(new, old):
+        return jnp.where(good, new, old)
+
     params, opt = jax.tree.map(pick, (params, opt), (state.params, state.opt))
     metrics = dict(loss=loss, grad_norm=grad_norm, lr=learning_rate(state.opt[-1].count, cfg))
     new = State(state.step + 1, params, opt)
@@ -183,7 +192,9 @@ def eval_step(params, tokens_AMBL, targets_AMBL, cfg: Config):
 
     @jax.shard_map(in_specs=(specs, TOKENS, TOKENS), out_specs=(P(), P(), TOKENS))
     def per_device(params, tokens_AMBL, targets_AMBL):
-        score = lambda slice: model.token_nll(params, *slice, cfg)
+        def score(slice):
+            return model.token_nll(params, *slice, cfg)
+
         nll_AMBL, _ = lax.map(score, (tokens_AMBL, targets_AMBL))
         nll_AMBL = jnp.where(targets_AMBL >= 0, nll_AMBL, 0)
         return *lax.psum((nll_AMBL.sum(), (targets_AMBL >= 0).sum()), ("dp", "pp")), nll_AMBL

@@ -628,7 +628,10 @@ def say_eval(step: int, result: dict | None):
     """Print an evaluation; one that was cut short ends the process as interrupted."""
     if result is None:
         sys.exit(config.INTERRUPTED)
-    number = lambda x: "-" if x is None else f"{x:.4f}"
+
+    def number(x):
+        return "-" if x is None else f"{x:.4f}"
+
     loss, bits = number(result["loss"]), number(result["bits_per_byte"])
     n = result["tokens"]
     say(f"update {step}  validation loss {loss}  bits per byte {bits}  over {n:,} tokens")
@@ -883,7 +886,10 @@ class Checkpoints:
         for name, (shape, dtype, _) in meta["leaves"].items():
             if name.split("/")[0] in abstract:
                 then[name] = f"{dtype}{shape}"
-        value = lambda table, name: table.get(name, "nothing")
+
+        def value(table, name):
+            return table.get(name, "nothing")
+
         names = [name for name in now | then if value(now, name) != value(then, name)]
         differ = [f"{n}: {value(then, n)} there, {value(now, n)} here" for n in names[:10]]
         if differ:

@@ -129,7 +129,10 @@ def test_four_kinds_of_evaluation(cfg):
     """{first n batches, the whole set} x {the same each time, rolling}."""
     small = dict(batch_size=8, eval_every=10)
     n = losses(cfg, (1, 1, 1), 10, **small)[1][-1] + 1
-    at = lambda step, **fields: losses(cfg, (1, 1, 1), step, **small, **fields)[1]
+
+    def at(step, **fields):
+        return losses(cfg, (1, 1, 1), step, **small, **fields)[1]
+
     assert n > 4
     assert at(10, eval_batches=2) == at(20, eval_batches=2) == [0, 1]
     assert at(10) == at(20) == list(range(n))
@@ -292,7 +295,9 @@ def test_a_set_smaller_than_a_batch_repeats_in_new_orders(cfg, tmp_path):
 
 
 def test_the_fingerprint_changes_with_the_tokens(cfg, corpus, tmp_path):
-    print_of = lambda path: Dataset(on_mesh(cfg, data=dict(train=str(path))), "train").fingerprint
+    def print_of(path):
+        return Dataset(on_mesh(cfg, data=dict(train=str(path))), "train").fingerprint
+
     want = print_of(corpus / "train")
     assert want == print_of(copy_of(corpus / "train", tmp_path)) != print_of(corpus / "val")
     np.save(tmp_path / "a.npy", np.arange(100, dtype=np.uint16))

@@ -114,7 +114,9 @@ def plain_logits(w, tokens, cfg):
     """The same decoder once more, for one sequence,
     in numpy float64 with loops over heads and positions."""
     m, L = cfg.model, len(tokens)
-    norm = lambda x, gain: x / np.sqrt((x**2).mean(-1, keepdims=True) + m.norm_eps) * gain
+
+    def norm(x, gain):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + m.norm_eps) * gain
 
     def turn(x):
         half = m.d_head // 2
@@ -168,7 +170,10 @@ def test_a_tenth_of_the_loss_is_not_lost_to_bfloat16():
     cfg = replace(PLAIN, train=replace(PLAIN.train, dtype="bfloat16"))
     (loss, grads), (loss32, grads32) = gradient(cfg, (2, 2, 2)), one_device_gradient(PLAIN)
     assert abs(loss - loss32) < 0.02
-    cosine = lambda a, b: (a * b).sum() / np.linalg.norm(a) / np.linalg.norm(b)
+
+    def cosine(a, b):
+        return (a * b).sum() / np.linalg.norm(a) / np.linalg.norm(b)
+
     assert min(jax.tree.leaves(jax.tree.map(cosine, grads, grads32))) > 0.99
     assert all(g.dtype == np.float32 for g in jax.tree.leaves(grads))
 

@@ -214,7 +214,10 @@ def test_another_setting_or_dtype_is_an_error_with_the_fields(copy):
     abstract = train.items(train.abstract_state(cfg))
     with pytest.raises(UserError, match="colour: red there, blue here"):
         utils.Checkpoints(run, must=dict(colour="blue")).restore(abstract)
-    halved = lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=x.sharding)
+
+    def halved(x):
+        return jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=x.sharding)
+
     half = jax.tree.map(halved, abstract["params"])
     dtypes = r"params/embed_VD: float32\[512, 32\] there, bfloat16\[512, 32\] here"
     with pytest.raises(UserError, match=dtypes):
@@ -311,7 +314,10 @@ def history(run) -> list[dict]:
             part = b""
         at += 7 + size
     items = [r.history.item for r in records if r.HasField("history")]
-    name = lambda item: item.key or "/".join(item.nested_key)
+
+    def name(item):
+        return item.key or "/".join(item.nested_key)
+
     return [{name(i): json.loads(i.value_json) for i in row} for row in items]
 
 
