@@ -240,7 +240,7 @@ def demo() -> Config:
         train=Train(seq_len=128, batch_size=16, steps=400, eval_every=100, sample_every=200,
                     dtype="float32"),
         optim=Optim(lr=4e-3, warmup_steps=30, schedule="wsd"),
-        checkpoint=Checkpoint(every=20),
+        checkpoint=Checkpoint(every=10),
         log=Log(wandb="off"),
     )
 
