@@ -94,6 +94,7 @@ def test_a_batch_depends_on_data_seed_and_step_only(cfg):
         np.testing.assert_array_equal(batch(7, mesh), want)
     split = dict(grad_accum=4, microbatches=2)
     np.testing.assert_array_equal(batch(7, (2, 2, 1), train=split), want)
+    np.testing.assert_array_equal(batch(7, warm=[0]), want)  # not what was read ahead
     np.testing.assert_array_equal(batch(7, warm=[0, 1, 6]), want)  # read ahead or not
     assert (batch(8) != want).any() and (batch(7, run=dict(seed=1)) != want).any()
 

@@ -262,6 +262,7 @@ def test_fresh_moves_the_old_run_aside(base, whole):
     (dict(model=dict(tie_embeddings=True)),
      "params/unembed_DV: float32[32, 512] there, nothing here"),
     (dict(train=dict(seq_len=32)), "train.seq_len: 16 there, 32 here"),
+    (dict(train=dict(batch_size=32)), "train.batch_size: 64 there, 32 here"),
     (dict(run=dict(seed=1)), "run.seed: 0 there, 1 here"),
     (dict(data=dict(train=None)), "data.train fingerprint: "),
 ], ids=lambda x: str(x) if isinstance(x, dict) else "")  # fmt: skip
@@ -316,8 +317,8 @@ def test_eval_only_evaluates_and_leaves_the_run_alone(base, whole, capsys):
 # ---- numerics
 
 
-def poisoned(monkeypatch, cfg, steps):
-    """Make the gradient of these updates' batches NaN."""
+def poisoned(monkeypatch, cfg, steps, part="gradient"):
+    """Make the gradient, or the loss, of these updates' batches NaN."""
     data = train.Dataset(on_mesh(cfg, cfg.mesh.sizes), "train")
     bad = np.array([int(np.asarray(data.batch(step)[0]).sum()) for step in steps])
     real = train.loss_and_grads
@@ -325,17 +326,22 @@ def poisoned(monkeypatch, cfg, steps):
     def poison(params, tokens, targets, key, cfg):
         loss, grads = real(params, tokens, targets, key, cfg)
         nan = jnp.where((tokens.sum() == bad).any(), jnp.nan, 0.0)
+        if part == "loss":
+            return loss + nan, grads
         return loss, jax.tree.map(lambda g: g + nan, grads)
 
     monkeypatch.setattr(train, "loss_and_grads", poison)
 
 
-def test_an_update_that_is_not_finite_changes_nothing_but_the_step(base, monkeypatch, capsys):
-    cfg, run = named(base, "skip", mesh=SINGLE, train=dict(steps=8), optim=dict(lr=0.011))
-    poisoned(monkeypatch, cfg, [3])
+@pytest.mark.parametrize("part, lr", [("gradient", 0.011), ("loss", 0.013)])
+def test_an_update_that_is_not_finite_changes_nothing_but_the_step(
+    base, monkeypatch, capsys, part, lr
+):
+    cfg, run = named(base, f"skip{part}", mesh=SINGLE, train=dict(steps=8), optim=dict(lr=lr))
+    poisoned(monkeypatch, cfg, [3], part)
     state = train.main(cfg)
     table = rows(run)
-    assert [step for step, row in table.items() if row["grad_norm"] is None] == [4]
+    assert [n for n, row in table.items() if None in (row["loss"], row["grad_norm"])] == [4]
     assert table[5]["lr"] == table[4]["lr"] > table[3]["lr"]  # the schedule waited
     assert int(state.step) == 8 and int(state.opt[-1].count) == 7
     assert capsys.readouterr().err.count("warning: update 4 skipped") == 1
