@@ -1,10 +1,11 @@
 # make demo: a small language model, from nothing to text.   make test: the whole suite.   make lint: ruff.
+# make test-interop: its models against Hugging Face transformers.
 # PYTHON is any Python from 3.11 on; everything is installed into .venv.
 
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint
+.PHONY: demo test test-interop lint
 
 .venv/installed: requirements.txt
 	$(PYTHON) -m venv .venv
@@ -21,6 +22,16 @@ demo: .venv/installed
 
 test: .venv/installed
 	$(BIN)/python -m pytest
+
+# Against transformers, which nothing else needs: in an environment of its own.
+.venv-interop/installed: tests/requirements-interop.txt requirements.txt
+	$(PYTHON) -m venv .venv-interop
+	.venv-interop/bin/pip install --disable-pip-version-check -r tests/requirements-interop.txt
+	touch $@
+
+test-interop: export JAX_PLATFORMS := cpu
+test-interop: .venv-interop/installed
+	.venv-interop/bin/python -m pytest -n 0 tests/test_interop.py
 
 lint: .venv/installed
 	$(BIN)/ruff check .

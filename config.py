@@ -13,7 +13,7 @@ import os
 import re
 import sys
 from dataclasses import asdict, dataclass, fields, replace
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -75,6 +75,9 @@ class Mesh:
     """Pipeline stages: the layers are split over them."""
     tp: int = 1
     """Tensor parallel: heads, d_ff, vocabulary and the sequence are split over it."""
+    experts: Literal["gather", "alltoall"] = "gather"
+    """How a moe layer meets its experts: gather their weights over dp like all others, or send the
+    tokens to the dp rank that holds them (expert parallelism)."""
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -84,27 +87,121 @@ class Mesh:
 @dataclass(frozen=True)
 class Model:
     vocab_size: int = 512
-    """Rows of the embedding; at least the data's vocabulary."""
+    """Token ids; at least the data's vocabulary.  The embedding has the next multiple of 128 rows,
+    so that mesh.tp divides it; the rest is never predicted."""
     d_model: int = 64
     """Width of the residual stream."""
     n_layers: int = 4
-    """Decoder layers."""
+    """Decoder layers, those of model.prefix included."""
+    pattern: str = "dense"
+    """The block of layers that repeats: kinds with counts, such as dense*5,moe.
+    Kinds: dense, moe, and dense_local, moe_local, which attend within model.window."""
+    prefix: str = ""
+    """Layers before the first block, such as dense*3.  They run before the pipeline, as the
+    embedding does."""
+    tie_embeddings: bool = False
+    """Use the embedding matrix as the output projection too."""
+    logit_softcap: float = 0.0
+    """Bound c of the logits, c * tanh(logit / c); 0 leaves them."""
+
+    attention: str = "gqa"
+    """A line of ATTENTION in model.py: gqa (grouped-query) or mla (multi-head latent)."""
     n_heads: int = 4
     """Query heads."""
     n_kv_heads: int = 4
-    """Key and value heads; fewer than n_heads is grouped-query attention."""
+    """Key and value heads of gqa; fewer than n_heads share them."""
     d_head: int = 16
-    """Width of one head."""
-    d_ff: int = 128
-    """Hidden width of the SwiGLU feed-forward."""
+    """Width of a head; of mla, the part of queries and keys without position."""
+    q_rank: int = 0
+    """mla: width of the queries' latent; 0 projects them directly."""
+    kv_rank: int = 0
+    """mla: width of the latent from which keys and values are made, and which is cached."""
+    d_rope: int = 0
+    """mla: width of the key that carries the position, shared by all heads."""
+    d_value: int = 0
+    """mla: width of a value head."""
+    qk_norm: bool = False
+    """gqa: RMSNorm over each query and key head before RoPE."""
+    attn_bias: bool = False
+    """Biases on attention's projections (in mla on those from and to the residual stream)."""
+    attn_softcap: float = 0.0
+    """Bound of the attention scores, as logit_softcap."""
+    window: int = 0
+    """Tokens that a local layer attends to, its own included."""
+
+    positions: Literal["rope", "learned"] = "rope"
+    """Rotate queries and keys, or add a learned vector to the embedding."""
+    max_positions: int = 0
+    """Rows of the learned positions."""
     rope_theta: float = 10_000.0
     """Base of the rotary position frequencies."""
+    rope_scaling: Literal["none", "llama3", "yarn"] = "none"
+    """How frequencies stretch beyond the length trained on first: Llama 3.1, or YaRN."""
+    rope_factor: float = 1.0
+    """By how much they stretch."""
+    rope_original: int = 8192
+    """The length trained on first."""
+    rope_low: float = 1.0
+    """Those with fewer turns over rope_original are stretched whole.."""
+    rope_high: float = 4.0
+    """..and those with more turns than this not at all (YaRN's usual value is 32)."""
+    yarn_mscale: float = 0.0
+    """YaRN's factor of log(rope_factor) for the rotated parts; 0 is not given."""
+    yarn_mscale_all_dim: float = 0.0
+    """The same for all dims of the scores, as DeepSeek does; 0 is not given."""
+
+    norm: Literal["rms", "layer"] = "rms"
+    """RMSNorm or LayerNorm."""
+    norm_bias: bool = False
+    """A bias beside each norm's gain."""
     norm_eps: float = 1e-6
-    """Added to the mean square inside RMSNorm."""
-    tie_embeddings: bool = False
-    """Use the embedding matrix as the output projection too."""
-    qk_norm: bool = False
-    """RMSNorm over each query and key head before RoPE."""
+    """Added to the mean square or variance inside a norm."""
+    d_ff: int = 128
+    """Hidden width of a dense feed-forward."""
+    activation: Literal["swiglu", "gelu", "gelu_tanh", "relu2"] = "swiglu"
+    """SwiGLU has a gate and so a third matrix; gelu is exact, gelu_tanh its approximation."""
+    mlp_bias: bool = False
+    """Biases on a dense feed-forward."""
+
+    n_experts: int = 0
+    """Routed experts of a moe layer."""
+    n_active: int = 2
+    """Routed experts that a token goes to."""
+    n_shared: int = 0
+    """Experts that every token goes to, beside the routed ones."""
+    d_expert: int = 0
+    """Hidden width of an expert."""
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    """What turns the router's outputs into scores."""
+    norm_scores: bool = False
+    """Scores of a token's experts sum to one."""
+    score_scale: float = 1.0
+    """..and are multiplied by this."""
+    n_groups: int = 1
+    """Groups of experts, of which a token's experts come from the n_active_groups best."""
+    n_active_groups: int = 1
+    """A group is as good as the sum of its two best scores."""
+    router_bias: bool = False
+    """A bias per expert, for the choice only, moved by train.bias_rate against the load."""
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the embedding."""
+        return -(-self.vocab_size // 128) * 128
+
+
+KINDS = ("dense", "moe", "dense_local", "moe_local")
+
+
+def layer_kinds(pattern: str) -> list[str]:
+    """["dense", "dense", "moe"] of "dense*2,moe".  Raises ValueError."""
+    kinds = []
+    for part in pattern.split(",") if pattern else []:
+        kind, _, times = part.partition("*")
+        if kind not in KINDS or (times and not (times.isdecimal() and 0 < int(times) <= 10_000)):
+            raise ValueError(f"{part!r} is not one of {', '.join(KINDS)}, or one with *COUNT")
+        kinds += [kind] * int(times or 1)
+    return kinds
 
 
 @dataclass(frozen=True)
@@ -113,6 +210,11 @@ class Data:
     """Directory of token shards to train on, local or gs://; or one nanoGPT .bin file."""
     val: str = "data/demo/val"
     """The held-out set, likewise."""
+    document_mask: bool = False
+    """No attention and no position across the end of a document."""
+    end_id: int = -1
+    """The token that ends a document, for document_mask and for sampling; -1 is the one in the
+    data's manifest."""
     cache: str = ""
     """Where shards from gs:// are kept; by default a folder under the system's temporary one."""
 
@@ -147,6 +249,13 @@ class Train:
     """Chance that an element of the embedding or of a branch's output is dropped."""
     z_loss: float = 0.0
     """Weight of the mean squared log-partition in the objective (PaLM, section 5; usual: 1e-4)."""
+    balance_loss: float = 0.0
+    """Weight of the sequence-wise balance loss of each moe layer (DeepSeek-V3, eq. 17 to 20)."""
+    bias_rate: float = 0.001
+    """What model.router_bias moves by in an update (DeepSeek-V3, section 2.1.2)."""
+    capacity_factor: float = 0.0
+    """0: no token is dropped.  Else an expert takes at most this times its even share of a
+    sequence while training, and drops the rest; evaluation and sampling drop none."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +309,7 @@ class Config:
     run: Run = Run()
     mesh: Mesh = Mesh()
     model: YesNo[Model] = Model()
-    data: Data = Data()
+    data: YesNo[Data] = Data()
     train: YesNo[Train] = Train()
     optim: Optim = Optim()
     checkpoint: Checkpoint = Checkpoint()
@@ -245,12 +354,14 @@ def demo() -> Config:
     )
 
 
-def gpt2_124m() -> Config:
-    """GPT-2 small's sizes in a modern block; vocabulary rounded up to 128 x 393."""
+def gpt2(name: str, n_layers: int, d_model: int, n_heads: int) -> Config:
+    """GPT-2 (Radford et al. 2019, table 2), on nanoGPT's recipe."""
     return Config(
-        run=Run(name="gpt2_124m"),
-        model=Model(vocab_size=50304, d_model=768, n_layers=12, n_heads=12, n_kv_heads=12,
-                    d_head=64, d_ff=2048, tie_embeddings=True),
+        run=Run(name=name),
+        model=Model(vocab_size=50257, d_model=d_model, n_layers=n_layers, n_heads=n_heads,
+                    n_kv_heads=n_heads, d_head=64, d_ff=4 * d_model, tie_embeddings=True,
+                    attn_bias=True, mlp_bias=True, norm="layer", norm_bias=True, norm_eps=1e-5,
+                    activation="gelu_tanh", positions="learned", max_positions=1024),
         data=Data(train="data/openwebtext/train.bin", val="data/openwebtext/val.bin"),
         train=Train(seq_len=1024, batch_size=480, grad_accum=10, steps=20_000, eval_every=500,
                     eval_batches=20),
@@ -273,23 +384,97 @@ def llama_1b() -> Config:
     )
 
 
+def large(name: str, model: Model, seq_len: int, lr: float, **train) -> Config:
+    """A published architecture on a common recipe: 4 million tokens an update."""
+    return Config(
+        run=Run(name=name),
+        model=model,
+        data=Data(train="data/train", val="data/val"),
+        train=Train(seq_len=seq_len, batch_size=2**22 // seq_len, grad_accum=4, steps=100_000,
+                    eval_every=1000, eval_batches=20, **train),
+        optim=Optim(lr=lr, warmup_steps=2000),
+        checkpoint=Checkpoint(every=500, keep=3),
+    )
+
+
 def llama3_8b() -> Config:
     """Llama 3 8B (Grattafiori et al. 2024, table 3)."""
+    model = Model(vocab_size=128256, d_model=4096, n_layers=32, n_heads=32, n_kv_heads=8,
+                  d_head=128, d_ff=14336, rope_theta=500_000.0, norm_eps=1e-5)
+    return large("llama3_8b", model, seq_len=8192, lr=3e-4)
+
+
+def llama3_70b() -> Config:
+    """Llama 3 70B (the same table)."""
+    model = Model(vocab_size=128256, d_model=8192, n_layers=80, n_heads=64, n_kv_heads=8,
+                  d_head=128, d_ff=28672, rope_theta=500_000.0, norm_eps=1e-5)
+    return large("llama3_70b", model, seq_len=8192, lr=1.5e-4)
+
+
+def qwen3_0_6b() -> Config:
+    """Qwen3 0.6B (Yang et al. 2025, table 1, and the config.json published with it)."""
+    model = Model(vocab_size=151936, d_model=1024, n_layers=28, n_heads=16, n_kv_heads=8,
+                  d_head=128, d_ff=3072, rope_theta=1e6, qk_norm=True, tie_embeddings=True)
+    return large("qwen3_0.6b", model, seq_len=4096, lr=4e-4)
+
+
+def qwen3_30b_a3b() -> Config:
+    """Qwen3 30B-A3B: 128 experts, 8 active (there table 2)."""
+    model = Model(vocab_size=151936, d_model=2048, n_layers=48, n_heads=32, n_kv_heads=4,
+                  d_head=128, rope_theta=1e6, qk_norm=True,
+                  pattern="moe", n_experts=128, n_active=8, d_expert=768, norm_scores=True)
+    return large("qwen3_30b_a3b", model, seq_len=4096, lr=3e-4, balance_loss=1e-3)
+
+
+def deepseek_v3() -> Config:
+    """DeepSeek-V3 (2024, section 4.2), without its multi-token prediction: MLA, 3 dense layers,
+    then 256 experts, 8 active from 4 of 8 groups, and a shared one."""
+    model = Model(vocab_size=129280, d_model=7168, n_layers=61, attention="mla", n_heads=128,
+                  d_head=128, q_rank=1536, kv_rank=512, d_rope=64, d_value=128,
+                  d_ff=18432, prefix="dense*3", pattern="moe", n_experts=256, n_active=8,
+                  n_shared=1, d_expert=2048, router="sigmoid", norm_scores=True, score_scale=2.5,
+                  n_groups=8, n_active_groups=4, router_bias=True)
+    return large("deepseek_v3", model, seq_len=4096, lr=2.2e-4, balance_loss=1e-4)
+
+
+def jaxformer_1b() -> Config:
+    """JAXformer's published run: 8 blocks of five dense layers and a MoE of 16 experts, 2 active
+    and 2 shared, on MLA.  The recipe is ours, and shared experts are whole ones here: theirs are
+    linear maps whose output is dropped."""
     return Config(
-        run=Run(name="llama3_8b"),
-        model=Model(vocab_size=128256, d_model=4096, n_layers=32, n_heads=32, n_kv_heads=8,
-                    d_head=128, d_ff=14336, rope_theta=500_000.0, norm_eps=1e-5),
+        run=Run(name="jaxformer_1b"),
+        mesh=Mesh(dp=-1, pp=2, tp=2),
+        model=Model(vocab_size=100277, d_model=768, n_layers=48, pattern="dense*5,moe",
+                    attention="mla", n_heads=12, d_head=64, q_rank=128,
+                    kv_rank=128, d_rope=64, d_value=64, d_ff=3072, activation="gelu_tanh",
+                    mlp_bias=True, norm_bias=True, tie_embeddings=True, n_experts=16, n_active=2,
+                    n_shared=2, d_expert=3072, router="sigmoid", norm_scores=True,
+                    router_bias=True),
         data=Data(train="data/train", val="data/val"),
-        train=Train(seq_len=8192, batch_size=512, grad_accum=4, steps=100_000, eval_every=1000,
-                    eval_batches=20),
-        optim=Optim(lr=3e-4, warmup_steps=2000),
-        checkpoint=Checkpoint(every=500, keep=3),
+        train=Train(seq_len=1024, batch_size=512, grad_accum=2, steps=20_000, eval_every=500,
+                    eval_batches=20, balance_loss=0.01),
+        optim=Optim(lr=6e-4, warmup_steps=1000),
+        checkpoint=Checkpoint(every=500),
     )
 
 # fmt: on
 
 
-PRESETS = {f.__name__: f for f in (demo, tiny, gpt2_124m, llama_1b, llama3_8b)}
+PRESETS = {
+    "demo": demo,
+    "tiny": tiny,
+    "jaxformer_1b": jaxformer_1b,
+    "gpt2_124m": partial(gpt2, "gpt2_124m", 12, 768, 12),
+    "gpt2_355m": partial(gpt2, "gpt2_355m", 24, 1024, 16),
+    "gpt2_774m": partial(gpt2, "gpt2_774m", 36, 1280, 20),
+    "gpt2_1.5b": partial(gpt2, "gpt2_1.5b", 48, 1600, 25),
+    "llama_1b": llama_1b,
+    "llama3_8b": llama3_8b,
+    "llama3_70b": llama3_70b,
+    "qwen3_0.6b": qwen3_0_6b,
+    "qwen3_30b_a3b": qwen3_30b_a3b,
+    "deepseek_v3": deepseek_v3,
+}
 
 # ---- checks
 
@@ -303,24 +488,42 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
+def n_blocks(m: Model) -> int:
+    """How often model.pattern repeats."""
+    return (m.n_layers - len(layer_kinds(m.prefix))) // len(layer_kinds(m.pattern))
+
+
+def all_kinds(m: Model) -> list[str]:
+    """The kind of every layer."""
+    return layer_kinds(m.prefix) + layer_kinds(m.pattern) * n_blocks(m)
+
+
+def moe_layers(m: Model) -> list[int]:
+    return [n for n, kind in enumerate(all_kinds(m)) if "moe" in kind]
+
+
 def value(cfg: Config, name: str):
     return reduce(getattr, name.split("."), cfg)
 
 
 # fmt: off
-AXIS_DIVIDES = {  # what each mesh axis splits into equal parts
-    "mesh.dp": ["model.d_model"],
-    "mesh.pp": ["model.n_layers", "train.microbatches"],
-    "mesh.tp": ["model.n_heads", "model.n_kv_heads", "model.d_ff", "model.vocab_size",
-                "train.seq_len"],
-}
-
 BIG = 2**31 - 1
-AUTO = {"mesh.dp", "mesh.pp", "mesh.tp", "train.eval_batches"}  # where -1 has a meaning of its own
+# Where -1 has a meaning of its own.
+AUTO = {"mesh.dp", "mesh.pp", "mesh.tp", "train.eval_batches", "data.end_id"}
 RANGES = {  # name: (low, high), both allowed
     **dict.fromkeys(sorted(AUTO), (1, BIG)),
+    "data.end_id": (0, BIG),
     **{f"model.{name}": (1, BIG) for name in (
-        "vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_head", "d_ff")},
+        "vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_head", "d_ff",
+        "n_active", "n_groups", "n_active_groups", "rope_original")},
+    **{f"model.{name}": (0, BIG) for name in (
+        "q_rank", "kv_rank", "d_rope", "d_value", "window", "max_positions",
+        "n_experts", "n_shared", "d_expert")},
+    **{f"model.{name}": (0.0, 1e6) for name in (
+        "logit_softcap", "attn_softcap", "yarn_mscale", "yarn_mscale_all_dim", "score_scale")},
+    "model.rope_factor": (1.0, 1e6),
+    "model.rope_low": (1e-6, 1e6),
+    "model.rope_high": (1e-6, 1e6),
     **{f"train.{name}": (1, BIG) for name in (
         "seq_len", "batch_size", "grad_accum", "steps", "sample_tokens")},
     **{f"train.{name}": (0, BIG) for name in ("microbatches", "eval_every", "sample_every")},
@@ -329,6 +532,9 @@ RANGES = {  # name: (low, high), both allowed
     "model.norm_eps": (1e-12, 0.1),
     "train.dropout": (0.0, 0.99),
     "train.z_loss": (0.0, 1.0),
+    "train.balance_loss": (0.0, 10.0),
+    "train.bias_rate": (0.0, 1.0),
+    "train.capacity_factor": (0.0, 1000.0),
     "optim.lr": (0.0, 100.0),
     "optim.warmup_steps": (0, BIG),
     "optim.decay_ratio": (0.0, 1.0),
@@ -354,23 +560,46 @@ def range_problems(cfg: Config):
             yield Problem(f"{name}={x} must be {limits}", fix)
 
 
+def axis_divides(cfg: Config) -> dict[str, dict[str, int]]:
+    """What each mesh axis splits into equal parts."""
+    m, t = cfg.model, cfg.train
+    kinds, mla = all_kinds(m), m.attention == "mla"
+    layers = {"model.n_layers": m.n_layers}
+    if m.prefix or "," in m.pattern or "*" in m.pattern:
+        layers = {"the number of model.pattern's blocks": n_blocks(m)}
+    dp = {"model.d_model": m.d_model}
+    tp = {"model.n_heads": m.n_heads, "train.seq_len": t.seq_len}
+    if mla:
+        dp |= {"model.kv_rank": m.kv_rank, "model.q_rank": m.q_rank}
+    else:
+        tp |= {"model.n_kv_heads": m.n_kv_heads}
+    if any("dense" in kind for kind in kinds):
+        tp |= {"model.d_ff": m.d_ff}
+    if any("moe" in kind for kind in kinds):
+        tp |= {"model.d_expert": m.d_expert}
+        dp |= {"model.n_experts": m.n_experts} if cfg.mesh.experts == "alltoall" else {}
+    pp = layers | {"train.microbatches": t.microbatches}
+    return {"mesh.dp": dp, "mesh.pp": pp, "mesh.tp": tp}
+
+
 def divide_problems(cfg: Config):
     """Each axis once, with all that it fails to divide; and the heads and batch likewise."""
     m, t = cfg.model, cfg.train
-    for axis, names in AXIS_DIVIDES.items():
-        size, of = value(cfg, axis), {n: value(cfg, n) for n in names if value(cfg, n) > 0}
+    for axis, parts in axis_divides(cfg).items():
+        size, of = value(cfg, axis), {name: n for name, n in parts.items() if n > 0}
         wrong = [f"{name}={n}" for name, n in of.items() if size > 1 and n % size]
         if wrong:
             what = f"{axis}={size} must divide {' and '.join(wrong)}"
             yield Problem(what, f"set --{axis} to {listed(divisors(math.gcd(*of.values())))}")
-    if m.n_kv_heads > 0 and m.n_heads % m.n_kv_heads:
+    if m.attention == "gqa" and m.n_kv_heads > 0 and m.n_heads % m.n_kv_heads:
         what = f"model.n_kv_heads={m.n_kv_heads} must divide model.n_heads={m.n_heads}"
         yield Problem(what, f"set --model.n_kv_heads to {listed(divisors(m.n_heads))}")
-    if m.d_head % 2:
-        what = f"model.d_head={m.d_head} must be even: RoPE turns pairs of elements"
-        yield Problem(what, f"set --model.d_head to {m.d_head + 1}")
+    turned = "d_rope" if m.attention == "mla" else "d_head"
+    if m.positions == "rope" and getattr(m, turned) % 2:
+        what = f"model.{turned}={getattr(m, turned)} must be even: RoPE turns pairs of elements"
+        yield Problem(what, f"set --model.{turned} to {getattr(m, turned) + 1}")
     dp, pp, _ = (max(1, size) for size in cfg.mesh.sizes)
-    micro = t.microbatches or (pp if m.n_layers % pp == 0 else 1)  # a wrong pp is reported above
+    micro = t.microbatches or (pp if n_blocks(m) % pp == 0 else 1)  # a wrong pp is reported above
     parts = t.grad_accum * dp * micro
     if parts > 0 and t.batch_size % parts:
         names = f"train.grad_accum*mesh.dp*{'train.microbatches' if t.microbatches else 'mesh.pp'}"
@@ -379,6 +608,101 @@ def divide_problems(cfg: Config):
         near = max(1, round(t.batch_size / parts)) * parts
         fix = f"set --train.batch_size {near}"
         yield Problem(what, fix + (", or --train.microbatches 0" if t.microbatches else ""))
+
+
+def pattern_problems(cfg: Config):
+    """Layer kinds that do not parse or do not add up to model.n_layers."""
+    m, usual = cfg.model, "give kinds with counts, such as dense or dense*5,moe"
+    kinds = {}
+    for name in ("prefix", "pattern"):
+        try:
+            kinds[name] = layer_kinds(getattr(m, name))
+        except ValueError as e:
+            yield Problem(f"model.{name}={getattr(m, name)!r}: {e}", usual)
+    if kinds.get("pattern") == []:
+        yield Problem("model.pattern is empty", usual)
+    elif len(kinds) == 2:
+        before, block = len(kinds["prefix"]), len(kinds["pattern"])
+        left = m.n_layers - before
+        if left <= 0 or left % block:
+            what = (
+                f"model.n_layers={m.n_layers} must be a multiple of {block}, model.pattern's layers"
+            )
+            what += f", and the {before} of model.prefix" if before else ""
+            near = before + max(1, round(left / block)) * block
+            yield Problem(what, f"set --model.n_layers {near}")
+
+
+def idle(m: Model) -> dict[str, str]:
+    """{field: why} of what has no effect in m."""
+    kinds = all_kinds(m)
+    moe, dense, local = (any(word in kind for kind in kinds) for word in ("moe", "dense", "local"))
+    groups = "n_groups n_active_groups"
+    experts = "n_experts n_active n_shared d_expert norm_scores score_scale router router_bias"
+    stretch = "rope_factor rope_original rope_low rope_high"
+    table = [
+        ("n_kv_heads qk_norm", m.attention == "mla", "model.attention=mla"),
+        ("q_rank kv_rank d_rope d_value", m.attention == "gqa", "model.attention=gqa"),
+        ("rope_theta rope_scaling", m.positions == "learned", "model.positions=learned"),
+        (stretch, m.rope_scaling == "none" or m.positions == "learned", "no RoPE is stretched"),
+        ("yarn_mscale yarn_mscale_all_dim", m.rope_scaling != "yarn", "it is YaRN's"),
+        ("max_positions", m.positions == "rope", "model.positions=rope"),
+        ("window", not local, "no layer is dense_local or moe_local"),
+        ("d_ff mlp_bias", not dense, "no layer is dense"),
+        (f"{experts} {groups}", not moe, "no layer is moe"),
+        ("n_active_groups", m.n_groups == 1, "model.n_groups=1"),
+    ]
+    return {name: why for names, so, why in table if so for name in names.split()}
+
+
+# Sizes that a preset has set may stay when a flag makes them idle.
+MAY_IDLE = {"n_kv_heads", "d_ff", "mlp_bias"}
+
+
+def model_problems(cfg: Config):
+    """Settings of the architecture that need each other, or would be without effect."""
+    m, t, usual = cfg.model, cfg.train, Model()
+    kinds = set(all_kinds(m))
+    for name, why in idle(m).items():
+        if (x := getattr(m, name)) != getattr(usual, name) and name not in MAY_IDLE:
+            yield Problem(f"model.{name}={x} has no effect: {why}", f"leave --model.{name} out")
+
+    def missing(names, why):
+        for name in names:
+            if not getattr(m, name):
+                yield Problem(f"model.{name}=0, but {why}", f"set --model.{name} above 0")
+
+    if any("moe" in kind for kind in kinds):
+        yield from missing(["n_experts", "d_expert"], "there are moe layers")
+        groups, best, E = max(1, m.n_groups), m.n_active_groups, m.n_experts
+        if E % groups or best > groups:
+            what = f"model.n_groups={groups} must divide model.n_experts={E}"
+            what += f" and be at least model.n_active_groups={best}"
+            yield Problem(what, f"set --model.n_groups to {listed(divisors(E))}")
+        elif E and m.n_active > E // groups * best:
+            what = f"model.n_active={m.n_active} is more than the {E // groups * best} experts"
+            yield Problem(f"{what} of {best} of {groups} groups", "set a smaller --model.n_active")
+    else:
+        given = dict(balance_loss=t.balance_loss, capacity_factor=t.capacity_factor)
+        given = {f"train.{name}": x for name, x in given.items()}
+        given["mesh.experts"] = cfg.mesh.experts if cfg.mesh.experts != "gather" else None
+        for name, x in given.items():
+            if x:
+                what = f"{name}={x} has no effect: no layer is moe"
+                yield Problem(what, f"leave --{name} out")
+    if any("local" in kind for kind in kinds):
+        yield from missing(["window"], "there are local layers")
+    if m.attention == "mla":
+        yield from missing(["kv_rank", "d_rope", "d_value"], "model.attention=mla")
+    if m.positions == "learned" and m.max_positions < t.seq_len:
+        what = f"model.max_positions={m.max_positions} is below train.seq_len={t.seq_len}"
+        yield Problem(what, f"set --train.seq_len to at most {m.max_positions}, or more rows")
+    if cfg.data.end_id >= m.vocab_size:
+        what = f"data.end_id={cfg.data.end_id} must be below model.vocab_size={m.vocab_size}"
+        yield Problem(what, "set --data.end_id to a token id")
+    if m.rope_scaling != "none" and m.rope_low >= m.rope_high:
+        what = f"model.rope_low={m.rope_low} must be below model.rope_high={m.rope_high}"
+        yield Problem(what, "set them to 1 and 4 (Llama 3.1), or to 1 and 32 (YaRN)")
 
 
 def other_problems(cfg: Config):
@@ -422,7 +746,11 @@ def check(cfg: Config) -> Config:
 
     Needs no device; a -1 axis is left for later.
     """
-    found = [*range_problems(cfg), *divide_problems(cfg)]
+    found = [*range_problems(cfg)]
+    if pattern := [*pattern_problems(cfg)]:  # without it the rest of the model cannot be told
+        found += pattern
+    else:
+        found += [*divide_problems(cfg), *model_problems(cfg)]
     found += other_problems(cfg)
     if found:
         raise UserError(USAGE, problems=found)
@@ -437,7 +765,7 @@ def resolve(cfg: Config, n_devices: int, rows: int | None = None) -> Config:
     """
     known = math.prod(size for size in cfg.mesh.sizes if size != -1)
     dp, pp, tp = (max(1, n_devices // known) if size == -1 else size for size in cfg.mesh.sizes)
-    cfg = replace(cfg, mesh=Mesh(dp, pp, tp))
+    cfg = replace(cfg, mesh=replace(cfg.mesh, dp=dp, pp=pp, tp=tp))
     if rows is not None:
         whole = max(1, rows // (dp * pp)) * dp * pp
         cfg = replace(cfg, train=replace(cfg.train, batch_size=whole, grad_accum=1, microbatches=0))

@@ -282,6 +282,7 @@ class Dataset:
         L, T = cfg.train.seq_len, len(self.stream)
         self.windows = (T - 1) // L
         self.n_eval_batches = -(-(T - 1) // (L * cfg.train.batch_size))
+        self.end_id = cfg.data.end_id if cfg.data.end_id >= 0 else self.manifest.get("eot_id", -1)
         self.bytes_per_token = self.manifest["bytes"] / T if self.manifest else None
         if found := list(self.problems(split, path)):
             raise UserError(DATA, problems=found)
@@ -297,6 +298,13 @@ class Dataset:
                 f"train.seq_len + 1 = {needs}" if split == "train" else "2"
             )
             yield Problem(what, "give more data, or set a smaller --train.seq_len")
+        told, own = self.cfg.data.end_id, self.manifest.get("eot_id", self.end_id)
+        if self.cfg.data.document_mask and self.end_id < 0:
+            what = f"data.document_mask=True, but {path} does not say which token ends a document"
+            yield Problem(what, "set --data.end_id")
+        elif self.cfg.data.document_mask and own != self.end_id:
+            what = f"data.end_id={told}, but documents in data.{split}={path} end with {own}"
+            yield Problem(what, f"set --data.end_id {own}, or give data of the same tokenizer")
         if vocab > m.vocab_size:
             limit = f"model.vocab_size={m.vocab_size}"
             what = f"data.{split} has a vocabulary of {vocab}, above {limit}"

@@ -3,20 +3,24 @@
 Dimension key (a suffix on every array's name spells its logical shape):
   A  accumulation slices   M  pipeline microbatches    K  head dim
   B  sequences             L  sequence length (S: keys' length)
-  D  d_model   F  d_ff   V  vocab   N  layers   C  2: the gate and the up projection
+  D  d_model   F  d_ff, d_expert   V  vocab rows   N  layers   C  gate and up, or only up
   H  query heads   G  key and value heads   R  query heads per key head
+  J  queries' latent   I  keys' and values' latent   T  rotary key dim   W  value dim  (mla)
+  E  experts   X  experts of a token   U  pairs of token and expert   Z  an expert's slots
 
 Mesh axes: dp (batch; weights rest sharded over it), pp (layers; microbatches before and after
 them), tp (heads, d_ff, vocab, and the sequence wherever an array is x_BLD).  Inside shard_map a
 letter that its PartitionSpec maps to a mesh axis is the local piece.  `grep lax.p` and
-`grep all_gather` list all communication.
+`grep lax.all_` list all communication.
 """
 
 import math
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +30,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from config import Config
+from config import USAGE, Config, UserError, layer_kinds, listed, n_blocks
+from utils import AXES, leaf_table
 
 # AMBL: tokens and targets; each stage embeds and scores its own microbatches.
 TOKENS = P(None, "pp", "dp", None)
@@ -36,12 +41,17 @@ TOKENS = P(None, "pp", "dp", None)
 
 @dataclass(frozen=True)
 class Param:
-    """One weight: shape, where it rests, how it starts, and whether weight decay pulls at it."""
+    """One weight: shape, where it rests, how it starts, and whether weight decay pulls at it.
+
+    wide: it stays float32 in use.  own: each dp rank uses its own part, and gathers nothing.
+    """
 
     shape: tuple[int, ...]
     spec: P
     init: Callable
     decay: bool = True
+    wide: bool = False
+    own: bool = False
 
 
 def normal(fan_in):
@@ -52,49 +62,176 @@ def norm_gain(dim):
     return Param((dim,), P(None), lambda key, shape: jnp.ones(shape), decay=False)
 
 
-def layer_table(cfg: Config) -> dict:
-    """One layer: every weight's shape, where it rests, and how it starts."""
+def vector(*shape, spec=None):
+    """A bias: zero at first."""
+    spec = spec or P(*[None] * len(shape))
+    return Param(shape, spec, lambda key, shape: jnp.zeros(shape), decay=False)
+
+
+def gqa_table(cfg: Config) -> dict:
     m = cfg.model
-    D, F, H, G, K, N = m.d_model, m.d_ff, m.n_heads, m.n_kv_heads, m.d_head, m.n_layers
+    D, H, G, K, N = m.d_model, m.n_heads, m.n_kv_heads, m.d_head, m.n_layers
     table = dict(
-        attn_norm_D=norm_gain(D),
         q_DHK=Param((D, H, K), P("dp", "tp", None), normal(D)),
         k_DGK=Param((D, G, K), P("dp", "tp", None), normal(D)),
         v_DGK=Param((D, G, K), P("dp", "tp", None), normal(D)),
         o_HKD=Param((H, K, D), P("tp", None, "dp"), normal(2 * N * H * K)),
-        mlp_norm_D=norm_gain(D),
-        in_CDF=Param((2, D, F), P(None, "dp", "tp"), normal(D)),
-        out_FD=Param((F, D), P("tp", "dp"), normal(2 * N * F)),
     )
+    if m.attn_bias:
+        spec = P("tp", None)
+        table |= dict(
+            q_bias_HK=vector(H, K, spec=spec),
+            k_bias_GK=vector(G, K, spec=spec),
+            v_bias_GK=vector(G, K, spec=spec),
+            o_bias_D=vector(D),
+        )
     if m.qk_norm:
         table |= dict(q_norm_K=norm_gain(K), k_norm_K=norm_gain(K))
     return table
 
 
+def mla_table(cfg: Config) -> dict:
+    m = cfg.model
+    D, H, K, N, J, I = m.d_model, m.n_heads, m.d_head, m.n_layers, m.q_rank or m.d_model, m.kv_rank
+    T, W = m.d_rope, m.d_value
+    table = dict(
+        q_JHK=Param((J, H, K), P("dp", "tp", None), normal(J)),
+        q_rope_JHT=Param((J, H, T), P("dp", "tp", None), normal(J)),
+        kv_down_DI=Param((D, I), P("dp", None), normal(D)),
+        kv_norm_I=norm_gain(I),
+        k_rope_DT=Param((D, T), P("dp", None), normal(D)),
+        k_IHK=Param((I, H, K), P("dp", "tp", None), normal(I)),
+        v_IHW=Param((I, H, W), P("dp", "tp", None), normal(I)),
+        o_HWD=Param((H, W, D), P("tp", None, "dp"), normal(2 * N * H * W)),
+    )
+    if m.q_rank:
+        table |= dict(q_down_DJ=Param((D, J), P("dp", None), normal(D)), q_norm_J=norm_gain(J))
+    if m.attn_bias:
+        table |= dict(kv_down_bias_I=vector(I), k_rope_bias_T=vector(T), o_bias_D=vector(D))
+        table |= dict(q_down_bias_J=vector(J)) if m.q_rank else {}
+    return table
+
+
+def mlp_table(cfg: Config, F: int, name: str = "") -> dict:
+    m = cfg.model
+    D, N, C = m.d_model, m.n_layers, 1 + (m.activation == "swiglu")
+    table = {
+        f"{name}in_CDF": Param((C, D, F), P(None, "dp", "tp"), normal(D)),
+        f"{name}out_FD": Param((F, D), P("tp", "dp"), normal(2 * N * F)),
+    }
+    if m.mlp_bias and not name:
+        table |= dict(in_bias_CF=vector(C, F, spec=P(None, "tp")), out_bias_D=vector(D))
+    return table
+
+
+def moe_table(cfg: Config) -> dict:
+    m = cfg.model
+    D, N, E, F, C = m.d_model, m.n_layers, m.n_experts, m.d_expert, 1 + (m.activation == "swiglu")
+    own = cfg.mesh.experts == "alltoall"
+    up, down = P(None, "dp", None, "tp"), P(None, "tp", "dp")
+    if own:
+        up, down = P("dp", None, None, "tp"), P("dp", "tp", None)
+    table = dict(
+        router_DE=Param((D, E), P("dp", None), normal(D), wide=True),
+        in_EDCF=Param((E, D, C, F), up, normal(D), own=own),
+        out_EFD=Param((E, F, D), down, normal(2 * N * F), own=own),
+    )
+    if m.router_bias:
+        table |= dict(router_bias_E=vector(E))
+    if m.n_shared:
+        table |= mlp_table(cfg, m.n_shared * F, "shared_")
+    return table
+
+
+def norm_table(cfg: Config, name: str = "norm") -> dict:
+    D = cfg.model.d_model
+    table = {f"{name}_D": norm_gain(D)}
+    return table | {f"{name}_bias_D": vector(D)} if cfg.model.norm_bias else table
+
+
+def layer_table(cfg: Config, kind: str) -> dict:
+    """One layer of a kind: every weight's shape, where it rests, and how it starts."""
+    mlp = moe_table(cfg) if "moe" in kind else mlp_table(cfg, cfg.model.d_ff)
+    attention = attention_of(cfg)[0](cfg)
+    return norm_table(cfg, "attn_norm") | attention | norm_table(cfg, "mlp_norm") | mlp
+
+
 def ends_table(cfg: Config) -> dict:
     """What comes before and after the layers."""
-    D, V = cfg.model.d_model, cfg.model.vocab_size
-    table = dict(embed_VD=Param((V, D), P("tp", "dp"), normal(D)), norm_D=norm_gain(D))
-    if not cfg.model.tie_embeddings:
+    m = cfg.model
+    D, V, L = m.d_model, m.vocab_rows, m.max_positions
+    table = dict(embed_VD=Param((V, D), P("tp", "dp"), normal(D)), **norm_table(cfg))
+    if m.positions == "learned":
+        table |= dict(position_LD=Param((L, D), P(None, "dp"), normal(D)))
+    if not m.tie_embeddings:
         table |= dict(unembed_DV=Param((D, V), P("dp", "tp"), normal(D)))
     return table
 
 
 def param_table(cfg: Config) -> dict:
-    """The whole model.  Layers are stacked on a leading axis, and that axis is the pipeline."""
+    """The whole model.  The layers of a kind are stacked on a leading axis, and that axis is the
+    pipeline; those of the prefix belong to every stage."""
 
-    def stack(p: Param) -> Param:
+    def stack(n: int, axis: str | None, p: Param) -> Param:
         def init(key, shape):
-            keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(shape[0]))
+            keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(n))
             return jax.vmap(lambda k: p.init(k, p.shape))(keys)
 
-        return Param((cfg.model.n_layers, *p.shape), P("pp", *p.spec), init, p.decay)
+        return replace(p, shape=(n, *p.shape), spec=P(axis, *p.spec), init=init)
 
-    return dict(layers=jax.tree.map(stack, layer_table(cfg)), **ends_table(cfg))
+    def stacks(kinds: list[str], times: int, axis: str | None) -> dict:
+        def of_kind(kind):
+            n = times * kinds.count(kind)
+            return jax.tree.map(partial(stack, n, axis), layer_table(cfg, kind))
+
+        return {kind: of_kind(kind) for kind in sorted(set(kinds))}
+
+    prefix, block = layer_kinds(cfg.model.prefix), layer_kinds(cfg.model.pattern)
+    table = dict(layers=stacks(block, n_blocks(cfg.model), "pp"), **ends_table(cfg))
+    return table | dict(prefix=stacks(prefix, 1, None)) if prefix else table
 
 
-def param_count(cfg: Config) -> int:
-    return sum(math.prod(p.shape) for p in jax.tree.leaves(param_table(cfg)))
+def layer_places(cfg: Config) -> list[tuple[str, str, int]]:
+    """Where each layer's weights are in params: params[group][kind][name][row]."""
+    prefix, block = layer_kinds(cfg.model.prefix), layer_kinds(cfg.model.pattern)
+    places = []
+    for group, kinds in (("prefix", prefix), ("layers", block * n_blocks(cfg.model))):
+        places += [(group, kind, kinds[:n].count(kind)) for n, kind in enumerate(kinds)]
+    return places
+
+
+def param_sizes(cfg: Config, active: bool = False) -> dict:
+    """Parameters of each weight, by its path; active: of routed experts only a token's share."""
+    m, sizes = cfg.model, {}
+    for name, p in leaf_table(param_table(cfg)).items():
+        n = math.prod(p.shape)
+        if name in ("embed_VD", "unembed_DV"):  # the rows that fill up are no parameters
+            n = m.vocab_size * m.d_model
+        if active and name.endswith(("in_EDCF", "out_EFD")):
+            n = n // m.n_experts * m.n_active
+        sizes[name] = n
+    return sizes
+
+
+def param_count(cfg: Config, active: bool = False) -> int:
+    return sum(param_sizes(cfg, active).values())
+
+
+def flops_per_token(cfg: Config) -> float:
+    """Forward and backward FLOPs of one token (PaLM, appendix B, but with the causal mask).
+
+    6 a matmul weight that the token meets, the head counted and the embedding lookup not; of
+    attention only the keys that are seen.
+    """
+    m, L, table = cfg.model, cfg.train.seq_len, leaf_table(param_table(cfg))
+    lookups = {"position_LD"} if m.tie_embeddings else {"position_LD", "embed_VD"}
+    sizes = param_sizes(cfg, active=True).items()
+    matmul = sum(n for name, n in sizes if table[name].decay and name not in lookups)
+    keys = 0.0
+    for _, kind, _ in layer_places(cfg):
+        w = min(m.window, L) if "local" in kind else L
+        keys += w - w * (w - 1) / (2 * L)  # the mean over a sequence
+    return 6 * (matmul + m.n_heads * (m.d_head + m.d_rope + (m.d_value or m.d_head)) * keys)
 
 
 def param_specs(cfg: Config) -> dict:
@@ -120,68 +257,409 @@ def unshard(w: dict, table: dict, cfg: Config) -> dict:
 
     The transpose reduce-scatters the gradient.
     """
+    alone = lax.axis_size("dp") == 1  # XLA would copy, on a CPU more than a decoding step computes
 
     def gather(x, p: Param):
         if "dp" not in p.spec:
             return x
-        return lax.all_gather(x.astype(cfg.train.dtype), "dp", axis=p.spec.index("dp"), tiled=True)
+        x = x if p.wide else x.astype(cfg.train.dtype)
+        whole = alone or p.own
+        return x if whole else lax.all_gather(x, "dp", axis=p.spec.index("dp"), tiled=True)
 
     return {name: gather(x, table[name]) for name, x in w.items()}
 
 
-# ---- one layer
+# ---- attention
 
 
-def rms_norm(x_BLD, gain_D, cfg):
+class Span(NamedTuple):
+    """The tokens that a layer works on, and what they may see."""
+
+    index_BL: jax.Array
+    """Where each query stands in its row."""
+    position_BL: jax.Array
+    """..and in its document."""
+    document_BL: jax.Array | None = None
+    """The documents of the queries, and of all that is in their rows; None is one a row."""
+    document_BS: jax.Array | None = None
+    row_B: jax.Array | None = None
+    """Rows of the global batch, for dropout."""
+    split: int = 1
+    """The dim of x_BLD that is spread over tp: the sequence, or in decoding the rows."""
+    window: int = 0
+    """Keys in reach, the query's own included; 0 is all."""
+
+
+def documents(token_BS, end_id: int):
+    """(document_BS, position_BS): each token's document, from 0, and its place there.  An end
+    belongs to the document that it ends."""
+    end_BS = token_BS == end_id
+    document_BS = jnp.cumsum(end_BS, 1) - end_BS
+    index_S = jnp.arange(token_BS.shape[1])
+    after_BS = jnp.where(end_BS, index_S + 1, 0)[:, :-1]
+    start_BS = lax.cummax(jnp.pad(after_BS, ((0, 0), (1, 0))), axis=1)
+    return document_BS, index_S - start_BS
+
+
+def piece(x, dim):
+    """This tp shard's part of an array that all of them hold."""
+    size = x.shape[dim] // lax.axis_size("tp")
+    return lax.dynamic_slice_in_dim(x, lax.axis_index("tp") * size, size, dim)
+
+
+def plus(x, bias):
+    """x + bias, where there is one."""
+    return x if bias is None else x + bias.astype(x.dtype)
+
+
+def rms_norm(x_BLD, gain_D, eps):
     """x / rms(x) * gain, over the last dim, in float32 (Zhang and Sennrich 2019)."""
     x32 = x_BLD.astype(jnp.float32)
-    scale = lax.rsqrt(jnp.mean(x32**2, -1, keepdims=True) + cfg.model.norm_eps)
+    scale = lax.rsqrt(jnp.mean(x32**2, -1, keepdims=True) + eps)
     return (x32 * scale * gain_D).astype(x_BLD.dtype)
 
 
-def rope(x_BLHK, theta):
+def norm(x_BLD, w, name, cfg):
+    """The configured norm with the weights of that name; LayerNorm (Ba et al. 2016) is an RMSNorm
+    of x - mean(x)."""
+    x32 = x_BLD.astype(jnp.float32)
+    if cfg.model.norm == "layer":
+        x32 -= x32.mean(-1, keepdims=True)
+    y_BLD = rms_norm(x32, w[f"{name}_D"], cfg.model.norm_eps)
+    return plus(y_BLD, w.get(f"{name}_bias_D")).astype(x_BLD.dtype)
+
+
+def rope_frequencies(width, m):
+    """Radians a token of each pair of elements.
+
+    Those that turn seldom within rope_original tokens are slowed by rope_factor, those that turn
+    often are kept, and between them is a ramp: over turns in Llama 3.1 (its reference code), over
+    pairs in YaRN (Peng et al. 2023, section 3.2).
+    """
+    pair = np.arange(width // 2)
+    freq = m.rope_theta ** (-2 * pair / width)
+    if m.rope_scaling == "none":
+        return freq
+    if m.rope_scaling == "llama3":
+        turns = m.rope_original * freq / (2 * np.pi)
+        kept = (turns - m.rope_low) / (m.rope_high - m.rope_low)
+    else:
+
+        def pair_of(turns):
+            log_ratio = np.log(m.rope_original / (turns * 2 * np.pi)) / np.log(m.rope_theta)
+            return width / 2 * log_ratio
+
+        first = max(np.floor(pair_of(m.rope_high)), 0)
+        last = min(np.ceil(pair_of(m.rope_low)), width - 1)
+        kept = 1 - (pair - first) / max(last - first, 0.001)
+    kept = np.clip(kept, 0, 1)
+    return freq * kept + freq / m.rope_factor * (1 - kept)
+
+
+def yarn_magnitudes(m) -> tuple[float, float]:
+    """YaRN's factors of rotated queries and keys, and of all scores (there section 3.3; DeepSeek's
+    two mscales)."""
+    if m.rope_scaling != "yarn":
+        return 1.0, 1.0
+
+    def g(mscale):
+        return 0.1 * mscale * math.log(max(m.rope_factor, 1)) + 1
+
+    both = m.yarn_mscale and m.yarn_mscale_all_dim
+    turned = g(m.yarn_mscale) / g(m.yarn_mscale_all_dim) if both else g(1)
+    return turned, g(m.yarn_mscale_all_dim) ** 2
+
+
+def rope(x_BLHK, at: Span, cfg):
     """Rotary position embedding (Su et al. 2021), pairing element i with i + K/2 as Llama does."""
-    L, K = x_BLHK.shape[1], x_BLHK.shape[3]
-    freq_K = theta ** (-jnp.arange(0, K, 2) / K)
-    angle_LK = jnp.arange(L)[:, None] * freq_K
-    sin, cos = jnp.sin(angle_LK)[:, None], jnp.cos(angle_LK)[:, None]
+    m = cfg.model
+    if m.positions == "learned":
+        return x_BLHK
+    freq_K = rope_frequencies(x_BLHK.shape[-1], m).astype(np.float32)
+    angle_BLK = at.position_BL[..., None] * freq_K
+    size = yarn_magnitudes(m)[0]
+    sin, cos = size * jnp.sin(angle_BLK)[:, :, None], size * jnp.cos(angle_BLK)[:, :, None]
     a, b = jnp.split(x_BLHK.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x_BLHK.dtype)
 
 
-def attention(x_BLD, w, cfg):
-    """Causal grouped-query attention.
+def softcap(x, cap: float):
+    return cap * jnp.tanh(x / cap) if cap else x
 
-    The sequence is gathered over tp, and the heads' outputs summed and scattered.
-    """
-    x_BLD = lax.all_gather(x_BLD, "tp", axis=1, tiled=True)
-    q_BLHK = jnp.einsum("BLD,DHK->BLHK", x_BLD, w["q_DHK"])
-    k_BSGK = jnp.einsum("BSD,DGK->BSGK", x_BLD, w["k_DGK"])
-    v_BSGK = jnp.einsum("BSD,DGK->BSGK", x_BLD, w["v_DGK"])
-    if cfg.model.qk_norm:
-        q_BLHK, k_BSGK = rms_norm(q_BLHK, w["q_norm_K"], cfg), rms_norm(k_BSGK, w["k_norm_K"], cfg)
-    q_BLHK, k_BSGK = rope(q_BLHK, cfg.model.rope_theta), rope(k_BSGK, cfg.model.rope_theta)
 
+def attend(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int):
+    """Causal softmax attention; scores over sqrt(width), and H / G query heads share a key head."""
     B, L, H, K = q_BLHK.shape
-    q_BLGRK = q_BLHK.reshape(B, L, k_BSGK.shape[2], -1, K)
+    S, G = k_BSGK.shape[1:3]
+    q_BLGRK = q_BLHK.reshape(B, L, G, H // G, K)
     score_BGRLS = jnp.einsum(
         "BLGRK,BSGK->BGRLS", q_BLGRK, k_BSGK, preferred_element_type=jnp.float32
     )
-    causal_LS = jnp.tril(jnp.ones((L, L), bool))
-    prob_BGRLS = jax.nn.softmax(jnp.where(causal_LS, score_BGRLS * K**-0.5, -1e30), -1)
-    y_BLGRK = jnp.einsum("BGRLS,BSGK->BLGRK", prob_BGRLS.astype(x_BLD.dtype), v_BSGK)
+    score_BGRLS *= width**-0.5 * yarn_magnitudes(cfg.model)[1]
+    score_BGRLS = softcap(score_BGRLS, cfg.model.attn_softcap)
+    ahead_BLS = at.index_BL[..., None] - jnp.arange(S)
+    seen_BLS = (ahead_BLS >= 0) & (ahead_BLS < (at.window or S))
+    if at.document_BL is not None:
+        seen_BLS &= at.document_BL[..., None] == at.document_BS[:, None]
+    prob_BGRLS = jax.nn.softmax(jnp.where(seen_BLS[:, None, None], score_BGRLS, -1e30), -1)
+    y_BLGRW = jnp.einsum("BGRLS,BSGW->BLGRW", prob_BGRLS.astype(q_BLHK.dtype), v_BSGW)
+    return y_BLGRW.reshape(B, L, H, -1)
 
-    y_BLD = jnp.einsum("BLHK,HKD->BLD", y_BLGRK.reshape(B, L, H, K), w["o_HKD"])
-    return lax.psum_scatter(y_BLD, "tp", scatter_dimension=1, tiled=True)
+
+def remember(memory, new: dict, at: Span) -> dict:
+    """What there is of keys and values once the new tokens' are put into memory; None has none."""
+    if memory is None:
+        return new
+    row_B1 = jnp.arange(at.index_BL.shape[0])[:, None]
+    return {name: memory[name].at[row_B1, at.index_BL].set(x) for name, x in new.items()}
 
 
-def mlp(x_BLD, w):
-    """SwiGLU (Shazeer 2020)."""
-    x_BLD = lax.all_gather(x_BLD, "tp", axis=1, tiled=True)
-    h_CBLF = jnp.einsum("BLD,CDF->CBLF", x_BLD, w["in_CDF"])
-    y_BLF = jax.nn.silu(h_CBLF[0]) * h_CBLF[1]
-    y_BLD = jnp.einsum("BLF,FD->BLD", y_BLF, w["out_FD"])
-    return lax.psum_scatter(y_BLD, "tp", scatter_dimension=1, tiled=True)
+def gqa(x_BLD, w, cfg, at: Span, memory):
+    """Grouped-query attention (Ainslie et al. 2023).
+
+    x is gathered over tp, and the heads' outputs summed and scattered.
+    """
+    x_BLD = lax.all_gather(x_BLD, "tp", axis=at.split, tiled=True)
+    q_BLHK = plus(jnp.einsum("BLD,DHK->BLHK", x_BLD, w["q_DHK"]), w.get("q_bias_HK"))
+    k_BLGK = plus(jnp.einsum("BLD,DGK->BLGK", x_BLD, w["k_DGK"]), w.get("k_bias_GK"))
+    v_BLGK = plus(jnp.einsum("BLD,DGK->BLGK", x_BLD, w["v_DGK"]), w.get("v_bias_GK"))
+    if cfg.model.qk_norm:
+        q_BLHK = rms_norm(q_BLHK, w["q_norm_K"], cfg.model.norm_eps)
+        k_BLGK = rms_norm(k_BLGK, w["k_norm_K"], cfg.model.norm_eps)
+    q_BLHK = rope(q_BLHK, at, cfg)
+    kv = remember(memory, dict(k_BSGK=rope(k_BLGK, at, cfg), v_BSGK=v_BLGK), at)
+    y_BLHK = attend(q_BLHK, kv["k_BSGK"], kv["v_BSGK"], at, cfg, cfg.model.d_head)
+    y_BLD = jnp.einsum("BLHK,HKD->BLD", y_BLHK, w["o_HKD"])
+    y_BLD = lax.psum_scatter(y_BLD, "tp", scatter_dimension=at.split, tiled=True)
+    return plus(y_BLD, w.get("o_bias_D")), kv
+
+
+def mla(x_BLD, w, cfg, at: Span, memory):
+    """Multi-head latent attention (DeepSeek-V2, section 2.1; V3, section 2.1.1).
+
+    The latents are made from the local sequence, and they are what is gathered over tp and what is
+    remembered: kv_rank + d_rope numbers a token.
+    """
+    m, h_BLJ = cfg.model, x_BLD
+    eps = 1e-6  # of the latents' norms: DeepSeek's code has it apart from norm_eps
+    if m.q_rank:
+        h_BLJ = plus(jnp.einsum("BLD,DJ->BLJ", x_BLD, w["q_down_DJ"]), w.get("q_down_bias_J"))
+        h_BLJ = rms_norm(h_BLJ, w["q_norm_J"], eps)
+    c_BLI = plus(jnp.einsum("BLD,DI->BLI", x_BLD, w["kv_down_DI"]), w.get("kv_down_bias_I"))
+    c_BLI = rms_norm(c_BLI, w["kv_norm_I"], eps)
+    k_BLT = plus(jnp.einsum("BLD,DT->BLT", x_BLD, w["k_rope_DT"]), w.get("k_rope_bias_T"))
+    h_BLJ = lax.all_gather(h_BLJ, "tp", axis=at.split, tiled=True)
+    c_BLI = lax.all_gather(c_BLI, "tp", axis=at.split, tiled=True)
+    k_BLT = lax.all_gather(k_BLT, "tp", axis=at.split, tiled=True)
+
+    q_BLHK = jnp.einsum("BLJ,JHK->BLHK", h_BLJ, w["q_JHK"])
+    q_BLHT = rope(jnp.einsum("BLJ,JHT->BLHT", h_BLJ, w["q_rope_JHT"]), at, cfg)
+    kv = remember(memory, dict(c_BSI=c_BLI, k_BST=rope(k_BLT[:, :, None], at, cfg)[:, :, 0]), at)
+    c_BSI, k_BST = kv["c_BSI"], kv["k_BST"]
+    width = m.d_head + m.d_rope
+    if q_BLHK.shape[1] > 1:
+        k_BSHK = jnp.einsum("BSI,IHK->BSHK", c_BSI, w["k_IHK"])
+        k_BSHT = jnp.broadcast_to(k_BST[:, :, None], (*k_BSHK.shape[:3], m.d_rope))
+        v_BSHW = jnp.einsum("BSI,IHW->BSHW", c_BSI, w["v_IHW"])
+        q, k = jnp.concatenate([q_BLHK, q_BLHT], -1), jnp.concatenate([k_BSHK, k_BSHT], -1)
+        y_BLHW = attend(q, k, v_BSHW, at, cfg, width)
+    else:  # for one query it is cheaper to meet the latents than to unfold them all
+        q_BLHI = jnp.einsum("BLHK,IHK->BLHI", q_BLHK, w["k_IHK"])
+        q, k = jnp.concatenate([q_BLHI, q_BLHT], -1), jnp.concatenate([c_BSI, k_BST], -1)
+        y_BLHI = attend(q, k[:, :, None], c_BSI[:, :, None], at, cfg, width)
+        y_BLHW = jnp.einsum("BLHI,IHW->BLHW", y_BLHI, w["v_IHW"])
+    y_BLD = jnp.einsum("BLHW,HWD->BLD", y_BLHW, w["o_HWD"])
+    y_BLD = lax.psum_scatter(y_BLD, "tp", scatter_dimension=at.split, tiled=True)
+    return plus(y_BLD, w.get("o_bias_D")), kv
+
+
+# model.attention: its weights, and the function (x_BLD, weights, cfg, Span, memory) -> (y_BLD, kv).
+ATTENTION = dict(
+    gqa=(gqa_table, gqa),
+    mla=(mla_table, mla),
+)
+
+
+def attention_of(cfg: Config):
+    """The line of ATTENTION that cfg names.  Raises UserError USAGE."""
+    if cfg.model.attention not in ATTENTION:
+        what = f"model.attention={cfg.model.attention!r} is no attention of model.py"
+        raise UserError(USAGE, what, f"set --model.attention to {listed(ATTENTION)}")
+    return ATTENTION[cfg.model.attention]
+
+
+# ---- feed-forward
+
+
+def activate(h_CF, dim, cfg):
+    """The hidden units from the projections along dim: gate and up, or only up."""
+    gate, up = lax.index_in_dim(h_CF, 0, dim, False), lax.index_in_dim(h_CF, -1, dim, False)
+    match cfg.model.activation:
+        case "swiglu":  # Shazeer 2020
+            return jax.nn.silu(gate) * up
+        case "relu2":  # So et al. 2021
+            return jax.nn.relu(up) ** 2
+        case kind:  # Hendrycks and Gimpel 2016
+            return jax.nn.gelu(up, approximate=kind == "gelu_tanh")
+
+
+def feed_forward(x_BLD, w, cfg, name=""):
+    """This tp shard's part of a feed-forward's output, still to be summed."""
+    h_CBLF = jnp.einsum("BLD,CDF->CBLF", x_BLD, w[f"{name}in_CDF"])
+    if f"{name}in_bias_CF" in w:
+        h_CBLF = plus(h_CBLF, w[f"{name}in_bias_CF"][:, None, None])
+    return jnp.einsum("BLF,FD->BLD", activate(h_CBLF, 0, cfg), w[f"{name}out_FD"])
+
+
+def mlp(x_BLD, w, cfg, at: Span):
+    x_BLD = lax.all_gather(x_BLD, "tp", axis=at.split, tiled=True)
+    y_BLD = feed_forward(x_BLD, w, cfg)
+    y_BLD = lax.psum_scatter(y_BLD, "tp", scatter_dimension=at.split, tiled=True)
+    return plus(y_BLD, w.get("out_bias_D"))
+
+
+# ---- mixture of experts
+
+
+def route(x_BLD, w, cfg):
+    """(score_BLE, gate_BLX, expert_BLX): all scores of a token, and its experts' weights and ids.
+
+    Float32.  Groups and the bias for the choice are DeepSeek-V3's (section 2.1.2).
+    """
+    m = cfg.model
+    logit_BLE = jnp.einsum(
+        "BLD,DE->BLE", x_BLD.astype(jnp.float32), w["router_DE"], precision=lax.Precision.HIGHEST
+    )
+    softmax = m.router == "softmax"
+    score_BLE = jax.nn.softmax(logit_BLE, -1) if softmax else jax.nn.sigmoid(logit_BLE)
+    choice_BLE = plus(lax.stop_gradient(score_BLE), w.get("router_bias_E"))
+    if m.n_groups > 1:
+        group = choice_BLE.reshape(*choice_BLE.shape[:2], m.n_groups, -1)
+        worth = lax.top_k(group, min(2, group.shape[-1]))[0].sum(-1)
+        best = lax.top_k(worth, m.n_active_groups)[1]
+        good = jax.nn.one_hot(best, m.n_groups).sum(-2) > 0
+        choice_BLE = jnp.where(good[..., None], group, -jnp.inf).reshape(choice_BLE.shape)
+    expert_BLX = lax.top_k(choice_BLE, m.n_active)[1]
+    gate_BLX = jnp.take_along_axis(score_BLE, expert_BLX, -1)
+    if m.norm_scores:
+        gate_BLX /= gate_BLX.sum(-1, keepdims=True) + 1e-20
+    return score_BLE, gate_BLX * m.score_scale, expert_BLX
+
+
+MOE_SUMS = ("entropy", "balance", "dropped")  # beside load_E, the statistics of a moe layer
+
+
+def balance(score_BLE, expert_BLX):
+    """What a moe layer's routing looks like, summed over this device's tokens.
+
+    load_E: pairs of token and expert.  entropy: of the scores, nats.  balance: of each sequence
+    E * sum of (share of the pairs) * (mean score), which is 1 when balanced and E / X at worst
+    (DeepSeek-V3, eq. 17 to 20; a group that no mesh, microbatch or accumulation changes).
+    """
+    E, L = score_BLE.shape[-1], score_BLE.shape[1] * lax.axis_size("tp")
+    prob_BLE = score_BLE / score_BLE.sum(-1, keepdims=True)
+    count_BE = jax.nn.one_hot(expert_BLX, E).sum((1, 2))
+    share_BE = lax.psum(count_BE, "tp") / (L * expert_BLX.shape[-1])
+    return dict(
+        load_E=count_BE.sum(0),
+        entropy=-(prob_BLE * jnp.log(prob_BLE + 1e-20)).sum(),
+        balance=E * (share_BE * prob_BLE.sum(1) / L).sum(),
+    )
+
+
+def queue(to_U, n: int):
+    """The place of each element in the queue of its destination, one of n, first come first."""
+    order_U = jnp.argsort(to_U)
+    length_n = jnp.bincount(to_U, length=n)
+    start_n = jnp.cumsum(length_n) - length_n
+    place_U = jnp.arange(to_U.size) - start_n[to_U[order_U]]
+    return jnp.zeros_like(to_U).at[order_U].set(place_U)
+
+
+def run_experts(x_UD, expert_U, w, cfg):
+    """Each row through the expert of its number; rows of a number that is no expert give 0."""
+    E, D, C, F = w["in_EDCF"].shape
+    order_U = jnp.argsort(expert_U)
+    size_E = jnp.bincount(expert_U, length=E + 1)[:E].astype(jnp.int32)
+    h_UF = lax.ragged_dot(x_UD[order_U], w["in_EDCF"].reshape(E, D, C * F), size_E)
+    h_UF = activate(h_UF.reshape(-1, C, F), 1, cfg)
+    y_UD = lax.ragged_dot(h_UF, w["out_EFD"], size_E)
+    y_UD = jnp.where((expert_U[order_U] < E)[:, None], y_UD, 0)
+    return jnp.zeros_like(y_UD).at[order_U].set(y_UD)
+
+
+def dropless(x_BLD, expert_BLX, w, cfg):
+    """(y_BLXD, all kept): every token through each of its experts.
+
+    Where experts stay with their dp rank, the pairs of a rank are sent there.  As all may go to
+    one rank, there is room for that: dp times the even share in memory, for none dropped.
+    """
+    D, X = x_BLD.shape[-1], expert_BLX.shape[-1]
+    x_UD, expert_U = jnp.repeat(x_BLD.reshape(-1, D), X, axis=0), expert_BLX.reshape(-1)
+    if cfg.mesh.experts == "gather":
+        y_UD = run_experts(x_UD, expert_U, w, cfg)
+    else:
+        dp, E = lax.axis_size("dp"), w["in_EDCF"].shape[0]
+        rank_U = expert_U // E
+        at = rank_U, queue(rank_U, dp)
+        room = (dp, expert_U.size // X * min(X, E))
+        sent_D = jnp.zeros((*room, D), x_UD.dtype).at[at].set(x_UD)
+        sent = jnp.full(room, E, expert_U.dtype).at[at].set(expert_U % E)
+        sent_D = lax.all_to_all(sent_D, "dp", 0, 0, tiled=True)
+        sent = lax.all_to_all(sent, "dp", 0, 0, tiled=True)
+        y_UD = run_experts(sent_D.reshape(-1, D), sent.reshape(-1), w, cfg)
+        y_UD = lax.all_to_all(y_UD.reshape(*room, D), "dp", 0, 0, tiled=True)[at]
+    return y_UD.reshape(*expert_BLX.shape, D), jnp.ones(expert_BLX.shape, bool)
+
+
+def with_capacity(x_BLD, expert_BLX, w, cfg):
+    """(y_BLXD, kept_BLX): each expert takes at most its slots' worth of each sequence.
+
+    First come, first served along the sequence, so that no token is dropped for a later one's sake
+    and the sequence, whole on any mesh, decides alone.
+    """
+    B, L, D = x_BLD.shape
+    X, E = expert_BLX.shape[-1], cfg.model.n_experts  # of all dp ranks
+    Z = min(L, math.ceil(cfg.train.capacity_factor * L * X / E))
+    expert_BU, row_B1 = expert_BLX.reshape(B, -1), jnp.arange(B)[:, None]
+    place_BU = jax.vmap(partial(queue, n=E))(expert_BU)
+    kept_BU = place_BU < Z
+    slot_BU = jnp.where(kept_BU, expert_BU * Z + place_BU, E * Z)
+    slots_D = jnp.zeros((B, E * Z + 1, D), x_BLD.dtype)
+    slots_D = slots_D.at[row_B1, slot_BU].set(jnp.repeat(x_BLD, X, axis=1))
+    x_BEZD = slots_D[:, :-1].reshape(B, E, Z, D)
+    if cfg.mesh.experts == "alltoall":
+        x_BEZD = lax.all_to_all(x_BEZD, "dp", split_axis=1, concat_axis=0, tiled=True)
+    h_BEZCF = jnp.einsum("BEZD,EDCF->BEZCF", x_BEZD, w["in_EDCF"])
+    y_BEZD = jnp.einsum("BEZF,EFD->BEZD", activate(h_BEZCF, 3, cfg), w["out_EFD"])
+    if cfg.mesh.experts == "alltoall":
+        y_BEZD = lax.all_to_all(y_BEZD, "dp", split_axis=0, concat_axis=1, tiled=True)
+    y_BUD = jnp.pad(y_BEZD.reshape(B, E * Z, D), ((0, 0), (0, 1), (0, 0)))[row_B1, slot_BU]
+    return y_BUD.reshape(B, L, X, D), kept_BU.reshape(B, L, X)
+
+
+def moe(x_BLD, w, cfg, at: Span, training: bool):
+    """(y_BLD, statistics when training): routed experts, and shared ones beside them.
+
+    Tokens are routed where they are, then gathered over tp: each tp shard has a part of d_expert.
+    """
+    score_BLE, gate_BLX, expert_BLX = route(x_BLD, w, cfg)
+    stats = balance(score_BLE, expert_BLX) if training else None
+    x_BLD = lax.all_gather(x_BLD, "tp", axis=at.split, tiled=True)
+    gate_BLX = lax.all_gather(gate_BLX, "tp", axis=at.split, tiled=True)
+    expert_BLX = lax.all_gather(expert_BLX, "tp", axis=at.split, tiled=True)
+    dispatch = with_capacity if training and cfg.train.capacity_factor else dropless
+    y_BLXD, kept_BLX = dispatch(x_BLD, expert_BLX, w, cfg)
+    gate_BLX = jnp.where(kept_BLX, gate_BLX, 0).astype(x_BLD.dtype)
+    y_BLD = jnp.einsum("BLXD,BLX->BLD", y_BLXD, gate_BLX)
+    if cfg.model.n_shared:
+        y_BLD += feed_forward(x_BLD, w, cfg, "shared_")
+    if training:
+        stats["dropped"] = (~piece(kept_BLX, 1)).sum(dtype=jnp.float32)
+    return lax.psum_scatter(y_BLD, "tp", scatter_dimension=at.split, tiled=True), stats
+
+
+# ---- one layer
 
 
 def dropout(x_BLD, key, row_B, cfg):
@@ -205,31 +683,44 @@ def dropout(x_BLD, key, row_B, cfg):
     return jnp.where(jax.vmap(kept_LD)(row_B), x_BLD / keep, 0)
 
 
-def block(x_BLD, w, cfg, key, row_B):
+def block(kind, x_BLD, w, cfg, key, at: Span, memory):
+    """(x_BLD, (keys and values where there is memory, a moe layer's statistics in training))."""
     attn_key, mlp_key = (None, None) if key is None else jax.random.split(key)
-    y_BLD = attention(rms_norm(x_BLD, w["attn_norm_D"], cfg), w, cfg)
-    x_BLD = x_BLD + dropout(y_BLD, attn_key, row_B, cfg)
-    y_BLD = mlp(rms_norm(x_BLD, w["mlp_norm_D"], cfg), w)
-    return x_BLD + dropout(y_BLD, mlp_key, row_B, cfg)
+    at = at._replace(window=cfg.model.window if "local" in kind else 0)
+    attention = attention_of(cfg)[1]
+    y_BLD, kv = attention(norm(x_BLD, w, "attn_norm", cfg), w, cfg, at, memory)
+    x_BLD = x_BLD + dropout(y_BLD, attn_key, at.row_B, cfg)
+    y_BLD, stats = norm(x_BLD, w, "mlp_norm", cfg), None
+    if "moe" in kind:
+        y_BLD, stats = moe(y_BLD, w, cfg, at, training=key is not None)
+    else:
+        y_BLD = mlp(y_BLD, w, cfg, at)
+    x_BLD = x_BLD + dropout(y_BLD, mlp_key, at.row_B, cfg)
+    return x_BLD, (None if memory is None else kv, stats)
 
 
 # ---- the ends
 
 
-def embed(embed_VD, token_BL):
+def embed(embed_VD, token_BL, split: int):
     """Vocab-parallel lookup: each tp shard answers for its own rows; the sum leaves each a piece of
-    the sequence."""
+    the sequence (split 1) or of the rows (0)."""
     row_BL = token_BL - lax.axis_index("tp") * embed_VD.shape[0]
     mine_BL = (row_BL >= 0) & (row_BL < embed_VD.shape[0])
     x_BLD = jnp.where(mine_BL[..., None], embed_VD[jnp.where(mine_BL, row_BL, 0)], 0)
-    return lax.psum_scatter(x_BLD, "tp", scatter_dimension=1, tiled=True)
+    return lax.psum_scatter(x_BLD, "tp", scatter_dimension=split, tiled=True)
 
 
 def logits(x_BLD, ends, cfg):
-    """This tp shard's columns of the logits, float32."""
-    x_BLD = rms_norm(x_BLD, ends["norm_D"], cfg)
-    unembed_DV = ends["embed_VD"].T if cfg.model.tie_embeddings else ends["unembed_DV"]
-    return jnp.einsum("BLD,DV->BLV", x_BLD, unembed_DV, preferred_element_type=jnp.float32)
+    """This tp shard's columns of the logits, float32; ids from vocab_size on are impossible."""
+    x_BLD = norm(x_BLD, ends, "norm", cfg)
+    tied = cfg.model.tie_embeddings
+    sums, w = ("BLD,VD->BLV", ends["embed_VD"]) if tied else ("BLD,DV->BLV", ends["unembed_DV"])
+    logit_BLV = jnp.einsum(sums, x_BLD, w, preferred_element_type=jnp.float32)
+    V = logit_BLV.shape[-1]
+    id_V = lax.axis_index("tp") * V + jnp.arange(V)
+    logit_BLV = softcap(logit_BLV, cfg.model.logit_softcap)
+    return jnp.where(id_V < cfg.model.vocab_size, logit_BLV, -1e30)
 
 
 def cross_entropy(x_BLD, target_BL, ends, cfg):
@@ -249,32 +740,36 @@ def cross_entropy(x_BLD, target_BL, ends, cfg):
 # ---- the whole model
 
 
-def pipeline(stage, x_MBLD):
+def pipeline(stage, x_MBLD, carry):
     """GPipe with rotating microbatches: n = pp * slots of them pass pp stages in n + pp - 1 ticks.
 
     Stage s starts with its own slots' microbatches, m = s * slots and on, and ends with the same
-    ones finished.  In tick t it runs stage(x, m) on microbatch m = t - s and hands the result on.
-    Slot t % slots turns one stage towards stage 0 once stage 0 has used its own, so that stage 0
-    meets the microbatches in order; finished ones turn likewise after the last stage has stored
-    them, and are home after the last tick.  A stage with nothing to do skips the work (all of a dp
-    or tp group skip together, so collectives inside are safe).
+    ones finished.  In tick t it runs stage(x, m, carry) on microbatch m = t - s and hands the
+    resulting x on; what it carries stays with it, and is returned beside the x_MBLD.  Slot
+    t % slots turns one stage towards stage 0 once stage 0 has used its own, so that stage 0 meets
+    the microbatches in order; finished ones turn likewise after the last stage has stored them, and
+    are home after the last tick.  A stage with nothing to do skips the work (all of a dp or tp
+    group skip together, so collectives inside are safe).
     """
     pp, s, slots = lax.axis_size("pp"), lax.axis_index("pp"), x_MBLD.shape[0]
     onward = [(i, (i + 1) % pp) for i in range(pp)]
     back = [(i, (i - 1) % pp) for i in range(pp)]
 
-    def tick(carry, t):
-        x_BLD, todo_MBLD, done_MBLD = carry
+    def skip(x_BLD, m, carry):
+        return x_BLD, carry
+
+    def tick(state, t):
+        x_BLD, todo_MBLD, done_MBLD, carry = state
         m, i, o = t - s, t % slots, (t - pp + 1) % slots
         x_BLD = jnp.where(s == 0, todo_MBLD[i], x_BLD)
         todo_MBLD = todo_MBLD.at[i].set(lax.ppermute(todo_MBLD[i], "pp", back))
-        x_BLD = lax.cond((m >= 0) & (m < pp * slots), stage, lambda x_BLD, m: x_BLD, x_BLD, m)
+        x_BLD, carry = lax.cond((m >= 0) & (m < pp * slots), stage, skip, x_BLD, m, carry)
         turned_BLD = lax.ppermute(done_MBLD[o], "pp", back)
         done_MBLD = done_MBLD.at[o].set(jnp.where(s == pp - 1, x_BLD, turned_BLD))
-        return (lax.ppermute(x_BLD, "pp", onward), todo_MBLD, done_MBLD), None
+        return (lax.ppermute(x_BLD, "pp", onward), todo_MBLD, done_MBLD, carry), None
 
-    start = (jnp.zeros_like(x_MBLD[0]), x_MBLD, jnp.zeros_like(x_MBLD))
-    return lax.scan(tick, start, jnp.arange(pp * slots + pp - 1))[0][2]
+    start = (jnp.zeros_like(x_MBLD[0]), x_MBLD, jnp.zeros_like(x_MBLD), carry)
+    return lax.scan(tick, start, jnp.arange(pp * slots + pp - 1))[0][2:]
 
 
 DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
@@ -285,71 +780,240 @@ REMAT = dict(
 )
 
 
-def hidden(params, ends, token_MBL, cfg: Config, key=None, first_row=0):
-    """The residual stream after the last layer, for this device's microbatches and piece of the
-    sequence.
+def varying(tree):
+    """The same, typed as different on every device."""
 
-    key: dropout's, for this step; None for evaluation.
-    first_row: the first microbatch's first row in the global batch.
+    def vary(x):
+        missing = tuple(set(AXES) - jax.typeof(x).manual_axis_type.varying)
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(vary, tree)
+
+
+def runs(kinds: list[str]) -> list[tuple[str, int, int]]:
+    """(kind, start, stop) of each run of one kind, counted among the layers of that kind."""
+    found, seen = [], dict.fromkeys(kinds, 0)
+    for kind, run in groupby(kinds):
+        start = seen[kind]
+        seen[kind] += len(list(run))
+        found.append((kind, start, seen[kind]))
+    return found
+
+
+def run_layers(x_BLD, kinds: list[str], params, memory, first, layer):
+    """Repeat the block of `kinds` over params, {kind: its layers' weights, [N, ...]}.
+
+    layer(kind, x, w, n, memory) -> (x, out) runs layer number n; numbers count from `first`.
+    memory and the outs, stacked, have the form of params.  Blocks are one scan, and so are the runs
+    of a kind in them: the program does not grow with their number.
     """
-    slots, B, _ = token_MBL.shape
-    pp, s, dp = lax.axis_size("pp"), lax.axis_index("pp"), lax.axis_size("dp")
+    kinds = kinds[:1] if len(set(kinds)) == 1 else kinds
+    times = n_rows(params) // len(kinds)
+    single = {kind: kinds.count(kind) == 1 for kind in params}
+
+    def split(kind, tree):
+        """[N, ...] by block; a kind that a block has once is as it was, since XLA copies what is
+        reshaped on its way into a loop."""
+        if single[kind]:
+            return tree
+        return jax.tree.map(lambda x: x.reshape(times, -1, *x.shape[1:]), tree)
+
+    def join(kind, tree):
+        return tree if single[kind] else jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
+
+    def one_run(kind, x_BLD, parts, n, start, stop):
+        w, own = jax.tree.map(lambda x: x[start:stop], parts)
+        numbers = n + jnp.arange(stop - start)
+        return lax.scan(lambda x, wn: layer(kind, x, *wn), x_BLD, (w, numbers, own))
+
+    def one_block(x_BLD, parts):
+        blocks, n = parts
+        outs = {kind: [] for kind in params}
+        for kind, start, stop in runs(kinds):
+            if single[kind]:
+                w, own = blocks[kind]
+                x_BLD, out = layer(kind, x_BLD, w, n, own)
+            else:
+                x_BLD, out = one_run(kind, x_BLD, blocks[kind], n, start, stop)
+            outs[kind].append(out)
+            n += stop - start
+        for kind, out in outs.items():
+            outs[kind] = (
+                out[0] if single[kind] else jax.tree.map(lambda *x: jnp.concatenate(x), *out)
+            )
+        return x_BLD, outs
+
+    blocks = {kind: split(kind, (params[kind], memory and memory[kind])) for kind in params}
+    x_BLD, outs = lax.scan(one_block, x_BLD, (blocks, first + len(kinds) * jnp.arange(times)))
+    return x_BLD, {kind: join(kind, out) for kind, out in outs.items()}
+
+
+def n_rows(params) -> int:
+    """Layers in {kind: weights}."""
+    return sum(w["attn_norm_D"].shape[0] for w in params.values())
+
+
+def hidden(params, ends, token_MBL, span, cfg: Config, key=None, memory=None):
+    """(x_MBLD, kept): the residual stream after the last layer, for this device's microbatches.
+
+    span(m): the Span of microbatch m.  key: dropout's, for this step; None for evaluation.  kept
+    has "layers", and "prefix" where there is one, of the form of params: with memory what each
+    layer remembers now, [microbatch, N, ...]; in training the sums of moe layers' statistics.
+    """
+    prefix, kinds = layer_kinds(cfg.model.prefix), layer_kinds(cfg.model.pattern)
+    slots, s = token_MBL.shape[0], lax.axis_index("pp")
 
     def fold(n):
         return None if key is None else jax.random.fold_in(key, n)
 
-    def rows(m):
-        """Rows of microbatch m in the global batch."""
-        return first_row + (m * dp + lax.axis_index("dp")) * B + jnp.arange(B)
+    def run(group, kinds, first, x_BLD, at, memory):
+        def layer(kind, x_BLD, w, n, memory):
+            w = unshard(w, layer_table(cfg, kind), cfg)
+            return block(kind, x_BLD, w, cfg, fold(n), at, memory)
 
-    def enter(token_BL, m):
-        x_BLD = embed(ends["embed_VD"], token_BL)
-        return dropout(x_BLD, fold(cfg.model.n_layers), rows(m), cfg)
+        def remat(kind, *args):
+            return REMAT[cfg.train.remat](partial(layer, kind))(*args)
 
-    @REMAT[cfg.train.remat]
-    def layer(x_BLD, w, n, row_B):
-        return block(x_BLD, unshard(w, layer_table(cfg), cfg), cfg, fold(n), row_B)
+        x_BLD, outs = run_layers(x_BLD, kinds, params[group], memory, first, remat)
+        return x_BLD, varying({kind: out[memory is None] for kind, out in outs.items()})
 
-    def stage(x_BLD, m):
-        n_stage = cfg.model.n_layers // pp
-        n_N = s * n_stage + jnp.arange(n_stage)
+    def enter(parts):
+        token_BL, m, memory = parts
+        at = span(m)
+        x_BLD = embed(ends["embed_VD"], token_BL, at.split)
+        if cfg.model.positions == "learned":
+            position_BL = jnp.broadcast_to(at.position_BL, token_BL.shape)
+            x_BLD += ends["position_LD"][piece(position_BL, at.split)]
+        x_BLD = dropout(x_BLD, fold(cfg.model.n_layers), at.row_B, cfg)
+        return run("prefix", prefix, 0, x_BLD, at, memory) if prefix else (x_BLD, None)
 
-        def one_layer(x_BLD, wn):
-            return layer(x_BLD, *wn, rows(m)), None
+    def stage(x_BLD, m, carry):
+        first = len(prefix) + s * n_rows(params["layers"])
+        if memory is None:
+            x_BLD, stats = run("layers", kinds, first, x_BLD, span(m), None)
+            return x_BLD, jax.tree.map(jnp.add, carry, stats)
+        own = jax.tree.map(lambda x: x[m], carry)
+        x_BLD, own = run("layers", kinds, first, x_BLD, span(m), own)
+        return x_BLD, jax.tree.map(lambda x, new: x.at[m].set(new), carry, own)
 
-        return lax.scan(one_layer, x_BLD, (params["layers"], n_N))[0]
+    def no_stats(kind, w):
+        n, E = w["attn_norm_D"].shape[0], cfg.model.n_experts
+        zeros = dict(load_E=jnp.zeros((n, E)), **{k: jnp.zeros(n) for k in MOE_SUMS})
+        return zeros if "moe" in kind and key is not None else None
 
-    x_MBLD = lax.map(lambda tm: enter(*tm), (token_MBL, s * slots + jnp.arange(slots)))
-    return pipeline(stage, x_MBLD)
+    before = memory or {"layers": {kind: no_stats(kind, w) for kind, w in params["layers"].items()}}
+    parts = token_MBL, s * slots + jnp.arange(slots), before.get("prefix")
+    x_MBLD, prefix_out = lax.map(enter, parts)
+    x_MBLD, layers_out = pipeline(stage, x_MBLD, varying(before["layers"]))
+    if memory is None:
+        prefix_out = jax.tree.map(lambda x: x.sum(0), prefix_out)
+    return x_MBLD, dict(layers=layers_out) | (dict(prefix=prefix_out) if prefix else {})
+
+
+def both_ends(params, cfg: Config) -> dict:
+    """The weights of both ends, ready for use."""
+    table = ends_table(cfg)
+    return unshard({name: params[name] for name in table}, table, cfg)
 
 
 def token_nll(params, token_MBL, target_MBL, cfg: Config, key=None, first_row=0):
     """Negative log likelihood and log-partition (nats) of this device's share of the tokens, MBL
-    each."""
-    ends = unshard({name: params[name] for name in ends_table(cfg)}, ends_table(cfg), cfg)
-    x_MBLD = hidden(params, ends, token_MBL, cfg, key, first_row)
+    each; and in training the statistics of moe layers, as `hidden` has them.
+
+    first_row: the first microbatch's first row in the global batch.
+    """
+    _, B, L = token_MBL.shape
+    dp, index_BL = lax.axis_size("dp"), jnp.arange(L)[None]
+    if cfg.data.document_mask:
+        all_MBL = lax.all_gather(token_MBL, "pp", axis=0, tiled=True)  # any stage may meet them
+
+    def span(m):
+        row_B = first_row + (m * dp + lax.axis_index("dp")) * B + jnp.arange(B)
+        if not cfg.data.document_mask:
+            return Span(index_BL, index_BL, row_B=row_B)
+        document_BL, position_BL = documents(all_MBL[m], cfg.data.end_id)
+        return Span(index_BL, position_BL, document_BL, document_BL, row_B)
+
+    ends = both_ends(params, cfg)
+    x_MBLD, stats = hidden(params, ends, token_MBL, span, cfg, key)
     # Logits are the widest array: made anew, not kept.
     score = jax.checkpoint(partial(cross_entropy, cfg=cfg))
-    return lax.map(lambda xt: score(*xt, ends), (x_MBLD, target_MBL))
+    return *lax.map(lambda xt: score(*xt, ends), (x_MBLD, target_MBL)), stats
 
 
 # ---- decoding
 
+# What the layers remember belongs to its device: [dp, pp, tp, *as the device holds it].
+MEMORY = P("dp", "pp", "tp")
 
-@partial(jax.jit, static_argnames="cfg")
-def next_logits(params, token_MBL, position_MB, cfg: Config):
-    """Logits (MBV, float32) of the token after each row's given position, recomputed from the whole
-    row."""
+
+def blank_memory(params, ends, cfg: Config, B: int, S: int) -> dict:
+    """Room for S tokens of B rows in each of pp microbatches, in every layer."""
+
+    def entries(kind, weights):
+        """Keys and values of one token a row."""
+        table = layer_table(cfg, kind)
+        w = unshard(jax.tree.map(lambda x: x[0], weights), table, cfg)
+        x_BLD = varying(
+            jnp.zeros((B // lax.axis_size("tp"), 1, cfg.model.d_model), cfg.train.dtype)
+        )
+        at = Span(jnp.zeros((B, 1), int), jnp.zeros((B, 1), int), split=0)
+        return attention_of(cfg)[1](x_BLD, w, cfg, at, None)[1]
+
+    def blank(n_microbatches, kinds):
+        def of_kind(kind, weights):
+            n = jax.tree.leaves(weights)[0].shape[0]
+            new = jax.eval_shape(partial(entries, kind), weights)
+            return {
+                name: jnp.zeros((n_microbatches, n, B, S, *x.shape[2:]), x.dtype)
+                for name, x in new.items()
+            }
+
+        return {kind: of_kind(kind, weights) for kind, weights in kinds.items()}
+
+    memory = dict(layers=blank(lax.axis_size("pp"), params["layers"]))
+    if "prefix" in params:
+        memory |= dict(prefix=blank(1, params["prefix"]))
+    return varying(memory)
+
+
+@partial(jax.jit, static_argnames=("n_new", "cfg"), donate_argnames="memory")
+def next_logits(params, memory, token_MBS, length_MB, n_new: int, cfg: Config):
+    """(logits of the token after each row (MBV, float32), memory).
+
+    Row b of microbatch m is token_MBS[m, b, :length]; its last n_new tokens are new.  memory None
+    has none of them, and n_new then counts from the rows' start.
+    """
     rows = P("pp", "dp")
 
-    @jax.shard_map(in_specs=(param_specs(cfg), rows, rows), out_specs=P("pp", "dp", "tp"))
-    def per_device(params, token_MBL, position_MB):
-        ends = unshard({name: params[name] for name in ends_table(cfg)}, ends_table(cfg), cfg)
-        x_MBLD = lax.all_gather(hidden(params, ends, token_MBL, cfg), "tp", axis=2, tiled=True)
-        x_MBD = jnp.take_along_axis(x_MBLD, position_MB[..., None, None], 2)[:, :, 0]
-        return logits(x_MBD, ends, cfg)
+    @jax.shard_map(
+        in_specs=(param_specs(cfg), MEMORY, rows, rows), out_specs=(P("pp", "dp", "tp"), MEMORY)
+    )
+    def per_device(params, memory, token_MBS, length_MB):
+        first_MB = length_MB - n_new if memory else jnp.zeros_like(length_MB)
+        index_MBL = first_MB[..., None] + jnp.arange(n_new)
+        all_MBS = lax.all_gather(token_MBS, "pp", axis=0, tiled=True)
+        all_MBL = lax.all_gather(index_MBL, "pp", axis=0, tiled=True)
 
-    return per_device(params, token_MBL, position_MB)
+        def span(m):
+            index_BL = all_MBL[m]
+            if not cfg.data.document_mask:
+                return Span(index_BL, index_BL, split=0)
+            document_BS, position_BS = documents(all_MBS[m], cfg.data.end_id)
+            document_BL = jnp.take_along_axis(document_BS, index_BL, 1)
+            position_BL = jnp.take_along_axis(position_BS, index_BL, 1)
+            return Span(index_BL, position_BL, document_BL, document_BS, split=0)
+
+        ends, (_, B, S) = both_ends(params, cfg), token_MBS.shape
+        memory = jax.tree.map(lambda x: x[0, 0, 0], memory) or blank_memory(params, ends, cfg, B, S)
+        new_MBL = jnp.take_along_axis(token_MBS, index_MBL, 2)
+        x_MBLD, memory = hidden(params, ends, new_MBL, span, cfg, memory=memory)
+        last_MB = piece(length_MB - 1 - first_MB, 1)
+        x_MBD = jnp.take_along_axis(x_MBLD, last_MB[..., None, None], 2)[:, :, 0]
+        x_MBD = lax.all_gather(x_MBD, "tp", axis=1, tiled=True)
+        return logits(x_MBD, ends, cfg), jax.tree.map(lambda x: x[None, None, None], memory)
+
+    return per_device(params, memory, token_MBS, length_MB)
 
 
 def choose(logit_V, rng, temperature: float, top_k: int, top_p: float) -> int:
@@ -380,24 +1044,35 @@ def generate(
     """Continue each prompt (token ids, not empty) by up to n_tokens, ending before stop_id; yields
     the rows as they grow.
 
-    Ids from vocab_size on, which only pad the embedding, are never drawn.  A row sees its last
-    train.seq_len tokens.
+    Ids from vocab_size on are never drawn.  What a row's layers remember is kept, so that a step
+    runs its newest token only; a row that has filled train.seq_len goes on from its last half.
     """
-    dp, pp, _ = cfg.mesh.sizes
-    B, L = -(-len(prompts) // (pp * dp)) * dp, cfg.train.seq_len
-    sharding = NamedSharding(jax.sharding.get_mesh(), P("pp", "dp"))
+    dp, pp, tp = cfg.mesh.sizes
+    B = -(-len(prompts) // (pp * dp * tp)) * dp * tp
+    home = NamedSharding(jax.sharding.get_mesh(), P("pp", "dp"))
+
+    def room(n):
+        """Powers of two, so that few programs are compiled."""
+        return min(cfg.train.seq_len, 1 << (n - 1).bit_length())
 
     def put(x):
-        return jax.make_array_from_callback(x.shape, sharding, lambda at: x[at])
+        x = x.reshape(pp, B, *x.shape[1:])
+        return jax.make_array_from_callback(x.shape, home, lambda at: x[at])
 
     rows, done = [list(p) for p in prompts], [False] * len(prompts)
+    begin, S = [0] * len(prompts), room(max(map(len, prompts)) + n_tokens)
     rngs = [np.random.default_rng([seed, n]) for n in range(len(prompts))]
+    memory = None
     for _ in range(n_tokens):
-        token_RL, position_R = np.zeros((pp * B, L), np.int32), np.zeros(pp * B, np.int32)
         for n, row in enumerate(rows):
-            token_RL[n, : len(row[-L:])], position_R[n] = row[-L:], len(row[-L:]) - 1
-        token_MBL, position_MB = put(token_RL.reshape(pp, B, L)), put(position_R.reshape(pp, B))
-        logit_MBV = next_logits(params, token_MBL, position_MB, cfg)
+            if len(row) - begin[n] > S:
+                begin[n], memory = len(row) - max(1, S // 2), None
+        token_RS, length_R = np.zeros((pp * B, S), np.int32), np.ones(pp * B, np.int32)
+        for n, row in enumerate(rows):
+            length_R[n] = len(row) - begin[n]
+            token_RS[n, : length_R[n]] = row[begin[n] :]
+        n_new = 1 if memory else room(int(length_R.max()))
+        logit_MBV, memory = next_logits(params, memory, put(token_RS), put(length_R), n_new, cfg)
         logit_MBV = np.asarray(multihost_utils.process_allgather(logit_MBV, tiled=True))
         logit_RV = logit_MBV.reshape(pp * B, -1)
         for n, row in enumerate(rows):

@@ -9,6 +9,7 @@ import config
 if __name__ == "__main__":
     CFG = config.start()
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -134,46 +135,95 @@ def continues(cfg: Config, train: Dataset) -> dict:
 
 
 def loss_and_grads(params, tokens_AMBL, targets_AMBL, key, cfg: Config):
-    """Mean loss (nats per counted token of the global batch) and the objective's gradient.
+    """Mean loss (nats per counted token of the global batch), the objective's gradient, and the
+    sums over the batch of moe layers' statistics (model.balance), stacked like their weights.
 
     The only shard_map of training.
     """
     specs = model.param_specs(cfg)
+    out_specs = P(), specs, dict(layers=P("pp")) | (dict(prefix=P()) if cfg.model.prefix else {})
 
-    @jax.shard_map(in_specs=(specs, TOKENS, TOKENS, P()), out_specs=(P(), specs))
+    @jax.shard_map(in_specs=(specs, TOKENS, TOKENS, P()), out_specs=out_specs)
     def per_device(params, tokens_AMBL, targets_AMBL, key):
         n_tokens = lax.psum((targets_AMBL >= 0).sum(dtype=jnp.float32), ("dp", "pp"))
         n_rows = cfg.train.batch_size // cfg.train.grad_accum
 
         def objective(params, token_MBL, target_MBL, a):
-            nll, z = model.token_nll(params, token_MBL, target_MBL, cfg, key, a * n_rows)
+            nll, z, stats = model.token_nll(params, token_MBL, target_MBL, cfg, key, a * n_rows)
             counted_MBL = target_MBL >= 0
 
             def share(x):
                 return lax.psum(jnp.where(counted_MBL, x, 0).sum(), ("dp", "pp")) / n_tokens
 
             loss = share(nll)
-            return loss + cfg.train.z_loss * share(z**2), loss
+            total = loss + cfg.train.z_loss * share(z**2)
+            if cfg.model.n_experts and cfg.train.balance_loss:
+                own = sum(
+                    s["balance"].sum() for kinds in stats.values() for s in kinds.values() if s
+                )
+                mean = lax.psum(own, ("dp", "pp", "tp")) / cfg.train.batch_size
+                total += cfg.train.balance_loss * mean
+            return total, (loss, stats)
 
         def add(total, slice):
-            (_, loss), grads = jax.value_and_grad(objective, has_aux=True)(params, *slice)
-            return jax.tree.map(jnp.add, total, (loss, grads)), None
+            (_, (loss, stats)), grads = jax.value_and_grad(objective, has_aux=True)(params, *slice)
+            return jax.tree.map(jnp.add, total, (loss, grads)), stats
 
         zero = (jnp.float32(0), jax.tree.map(jnp.zeros_like, params))
         slices = (tokens_AMBL, targets_AMBL, jnp.arange(cfg.train.grad_accum))
-        return lax.scan(add, zero, slices)[0]
+        (loss, grads), stats = lax.scan(add, zero, slices)
+        stats = jax.tree.map(lambda x: x.sum(0), stats)
+        stats["layers"] = lax.psum(stats["layers"], ("dp", "tp"))
+        if cfg.model.prefix:  # each stage has met some of the microbatches
+            stats["prefix"] = lax.psum(stats["prefix"], ("dp", "pp", "tp"))
+        return loss, grads, stats
 
     return per_device(params, tokens_AMBL, targets_AMBL, key)
+
+
+def moe_metrics(stats, cfg: Config) -> dict:
+    """load (pairs of token and expert), entropy (nats a token), balance (1 is best) and dropped
+    (share of the pairs) of each moe layer, in the layers' order."""
+
+    def of_layer(group, kind, row):
+        return jax.tree.map(lambda x: x[row], stats[group][kind])
+
+    layers = [of_layer(*place) for place in model.layer_places(cfg) if "moe" in place[1]]
+    total = jax.tree.map(lambda *x: jnp.stack(x), *layers)
+    n = cfg.train.batch_size * cfg.train.seq_len
+    return dict(
+        load=total["load_E"],
+        entropy=total["entropy"] / n,
+        balance=total["balance"] / cfg.train.batch_size,
+        dropped=total["dropped"] / (n * cfg.model.n_active),
+    )
+
+
+def move_router_biases(params, stats, cfg: Config):
+    """Each expert's bias one step down where it had more than its share of the batch, else up
+    (DeepSeek-V3, section 2.1.2)."""
+
+    def moved(group, kind, w):
+        if "router_bias_E" not in w:
+            return w
+        load = stats[group][kind]["load_E"]
+        over = jnp.sign(load * load.shape[-1] - load.sum(-1, keepdims=True))
+        return w | dict(router_bias_E=w["router_bias_E"] - cfg.train.bias_rate * over)
+
+    groups = {
+        group: {kind: moved(group, kind, w) for kind, w in params[group].items()} for group in stats
+    }
+    return params | groups
 
 
 @partial(jax.jit, static_argnames="cfg", donate_argnames="state")
 def train_step(state: State, tokens_AMBL, targets_AMBL, cfg: Config):
     """One update.  One with a loss or gradient that is not finite changes nothing but the step."""
     key = jax.random.fold_in(jax.random.key(cfg.run.seed), state.step)
-    loss, grads = loss_and_grads(state.params, tokens_AMBL, targets_AMBL, key, cfg)
+    loss, grads, stats = loss_and_grads(state.params, tokens_AMBL, targets_AMBL, key, cfg)
     grad_norm = optax.tree.norm(grads)
     updates, opt = optimizer(cfg).update(grads, state.opt, state.params)
-    params = optax.apply_updates(state.params, updates)
+    params = move_router_biases(optax.apply_updates(state.params, updates), stats, cfg)
     good = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
     def pick(new, old):
@@ -181,6 +231,8 @@ def train_step(state: State, tokens_AMBL, targets_AMBL, cfg: Config):
 
     params, opt = jax.tree.map(pick, (params, opt), (state.params, state.opt))
     metrics = dict(loss=loss, grad_norm=grad_norm, lr=learning_rate(state.opt[-1].count, cfg))
+    if cfg.model.n_experts:
+        metrics["moe"] = lax.with_sharding_constraint(moe_metrics(stats, cfg), P())
     new = State(state.step + 1, params, opt)
     return lax.with_sharding_constraint(new, state_specs(cfg)), metrics
 
@@ -193,9 +245,9 @@ def eval_step(params, tokens_AMBL, targets_AMBL, cfg: Config):
     @jax.shard_map(in_specs=(specs, TOKENS, TOKENS), out_specs=(P(), P(), TOKENS))
     def per_device(params, tokens_AMBL, targets_AMBL):
         def score(slice):
-            return model.token_nll(params, *slice, cfg)
+            return model.token_nll(params, *slice, cfg)[0]
 
-        nll_AMBL, _ = lax.map(score, (tokens_AMBL, targets_AMBL))
+        nll_AMBL = lax.map(score, (tokens_AMBL, targets_AMBL))
         nll_AMBL = jnp.where(targets_AMBL >= 0, nll_AMBL, 0)
         return *lax.psum((nll_AMBL.sum(), (targets_AMBL >= 0).sum()), ("dp", "pp")), nll_AMBL
 
@@ -235,15 +287,20 @@ def main(cfg: Config) -> State | None:
     """Make or resume a run; train it to its last step, evaluating and saving on the way."""
     stop = utils.Stop()
     cfg = utils.start_mesh(cfg)
-    train, val = Dataset(cfg, "train"), Dataset(cfg, "val")
+    n_params, n_active = model.param_count(cfg), model.param_count(cfg, active=True)
+    train = Dataset(cfg, "train")
+    if cfg.data.document_mask:
+        cfg = replace(cfg, data=replace(cfg.data, end_id=train.end_id))
+    val = Dataset(cfg, "val")
     with utils.open_run(cfg, train) as run:
         store, state = restore_or_init(run, train, cfg)
         t, start = cfg.train, int(state.step)
         if cfg.eval_only:
             return utils.say_eval(start, evaluate(state.params, val, start, cfg, stop))
         utils.on_lead(utils.write_record, run, cfg, train)
-        log = utils.MetricsLog(run, cfg, start)
-        utils.say(f"train: {train}\nval: {val}\nmodel: {model.param_count(cfg):,} parameters")
+        log = utils.MetricsLog(run, cfg, start, model.flops_per_token(cfg))
+        of_token = f", {n_active:,} active" if n_active < n_params else ""
+        utils.say(f"train: {train}\nval: {val}\nmodel: {n_params:,} parameters{of_token}")
 
         for step in range(start, t.steps + 1):
             if due(step, t.eval_every, cfg) and step not in log.eval:

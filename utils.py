@@ -235,7 +235,7 @@ def leave(error: UserError | None):
     os._exit(error.code if error else 1)
 
 
-# ---- FLOPs and peaks
+# ---- peaks
 
 # Dense bfloat16 TFLOP/s of a JAX device, from data sheets; a TPU v2, v3 or 7x chip is two of them.
 PEAK_TFLOPS = {
@@ -253,17 +253,6 @@ def peak_flops(cfg: Config) -> float | None:
     if peak is None or cfg.train.dtype != "bfloat16":
         return None
     return peak * 1e12 * math.prod(cfg.mesh.sizes)
-
-
-def flops_per_token(cfg: Config) -> int:
-    """Forward and backward FLOPs of one token (PaLM, appendix B, but with the causal mask).
-
-    6 a matmul weight, the head counted and the embedding lookup not; attention at half a square.
-    """
-    m = cfg.model
-    layer = m.d_model * (2 * m.d_head * (m.n_heads + m.n_kv_heads) + 3 * m.d_ff)
-    attention = m.n_heads * m.d_head * (cfg.train.seq_len + 1)
-    return 6 * (m.n_layers * (layer + attention) + m.d_model * m.vocab_size)
 
 
 # ---- run directory
@@ -460,7 +449,11 @@ def prepare_run(path: epath.Path, cfg: Config, data) -> Lock:
 
 def write_record(path: epath.Path, cfg: Config, data):
     """Write config.json and tokenizer.json, once it is certain that this run goes on with cfg."""
-    settings, old = path / "config.json", {}
+    settings, old, own = path / "config.json", {}, path / "tokenizer.json"
+    text = data.tokenizer.read_text() if data.tokenizer else ""
+    if text and own.exists() and own.read_text() != text:
+        what = f"{own} is another tokenizer than that of the data, {data.tokenizer}"
+        raise UserError(config.DATA, what, f"prepare the data with --tokenizer {own}")
     try:
         old = json.loads(settings.read_text()) if settings.exists() else {}
         run_id = old.get("run_id", uuid.uuid4().hex[:12])
@@ -474,7 +467,7 @@ def write_record(path: epath.Path, cfg: Config, data):
             if before != value and section != "run":
                 say(f"changed since this run's last start: {section}.{name} {before} -> {value}")
     if data.tokenizer:  # so that the run can be sampled without its data
-        write_text(path / "tokenizer.json", data.tokenizer.read_text())
+        write_text(path / "tokenizer.json", text)
 
 
 # ---- metrics
@@ -522,10 +515,12 @@ class MetricsLog:
 
     MAX_SKIPS = 10
 
-    def __init__(self, run: epath.Path, cfg: Config, step: int):
+    def __init__(self, run: epath.Path, cfg: Config, step: int, flops: float):
+        """flops: of a token, forward and backward."""
         self.cfg, self.run, self.held, self.skips = cfg, run, None, 0
         self.train, self.eval = [], {}  # [(step, loss)] and {step: loss}, for the curve
-        self.flops, self.peak = flops_per_token(cfg), peak_flops(cfg)
+        self.busiest, self.load = {}, {}  # {step: a share a layer} and the newest moe row
+        self.flops, self.peak = flops, peak_flops(cfg)
         self.tokens_per_step = cfg.train.batch_size * cfg.train.seq_len
         self.began = self.clock = time.perf_counter()
         self.first = step
@@ -542,6 +537,10 @@ class MetricsLog:
         if row["kind"] == "train":
             self.train.append((row["step"], row["loss"]))
             self.skips = self.skips + 1 if None in (row["loss"], row["grad_norm"]) else 0
+        elif row["kind"] == "moe":
+            E = len(row["load"][0])
+            self.busiest[row["step"]] = [max(load) * E for load in row["load"]]
+            self.load = row
         else:
             self.eval[row["step"]] = row["loss"]
 
@@ -571,13 +570,28 @@ class MetricsLog:
         self.write(row | dict(mfu=self.peak and rate * self.flops / self.peak))
         steps = self.cfg.train.steps
         if step == self.first + 1 or step % self.cfg.log.every == 0 or step == steps:
+            moe = self.experts(step, metrics["moe"]) if "moe" in metrics else ""
             mfu = f"{rate * self.flops / self.peak:.1%}" if self.peak else "-"
             left = duration((steps - step) * (now - self.began) / (step - self.first))
             say(
                 f"update {step}/{steps}  loss {loss:.4f}  grad norm {norm:.3f}  lr {lr:.2e}  "
-                f"{rate:,.0f} tokens/s  mfu {mfu}  eta {left}"
+                f"{rate:,.0f} tokens/s  mfu {mfu}{moe}  eta {left}"
             )
         self.judge(step, loss, norm)
+
+    def experts(self, step: int, moe: dict) -> str:
+        """Write the moe row of an update, one element a moe layer; a summary for the console."""
+        table = {name: np.asarray(x, np.float64) for name, x in moe.items()}
+        share, dead = table.pop("load"), (np.asarray(moe["load"]) == 0).sum(-1)
+        share = share / share.sum(-1, keepdims=True)
+        row = {name: [finite(x) for x in table[name]] for name in table}
+        row |= dict(load=share.round(6).tolist(), dead=dead.tolist())
+        self.write(dict(kind="moe", step=step, layer=config.moe_layers(self.cfg.model)) | row)
+        most = (share.max(-1) * share.shape[-1]).max()
+        return (
+            f"  busiest expert {most:.1f}x, {dead.sum()} dead, "
+            f"{table['dropped'].mean():.1%} dropped, balance {table['balance'].mean():.3f}"
+        )
 
     def judge(self, step: int, loss: float, norm: float):
         """Warn of a skipped update.  Raises UserError DIVERGED after MAX_SKIPS of them in a row."""
@@ -604,6 +618,8 @@ class MetricsLog:
         say_eval(step, result)
         if is_lead():
             draw_loss(self.run / "loss.png", self.train, self.eval)
+            if self.load:
+                draw_experts(self.run / "experts.png", self.load, self.busiest)
 
     def sample(self, row: dict):
         self.samples.add(row["step"])
@@ -669,6 +685,32 @@ def draw_loss(path: epath.Path, train: list, evals: dict):
     axes.set(xlabel="update", ylabel="loss (nats per token)", title=path.parent.name)
     axes.grid(alpha=0.3)
     axes.legend()
+    write_png(path, figure)
+
+
+def draw_experts(path: epath.Path, row: dict, busiest: dict):
+    """Each expert's load in each moe layer in the newest row, and the busiest one's over time."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    load = np.array(row["load"]) * len(row["load"][0])
+    image = left.imshow(load, aspect="auto", vmin=0, vmax=max(2, load.max()), cmap="magma")
+    left.set(xlabel="expert", ylabel="layer", title=f"load after update {row['step']} (1 is even)")
+    named = range(0, len(load), 1 + len(load) // 16)
+    left.set_yticks(named, [row["layer"][i] for i in named])
+    figure.colorbar(image, ax=left)
+    for i, layer in enumerate(row["layer"]):
+        color = f"{0.75 * (1 - i / len(load)):.2f}"  # later layers are darker
+        label = layer if i in named else None
+        right.plot(list(busiest), [x[i] for x in busiest.values()], color=color, label=label)
+    right.set(xlabel="update", ylabel="load of the busiest expert", title=path.parent.name)
+    right.legend(title="layer", fontsize="small")
+    right.grid(alpha=0.3)
+    write_png(path, figure)
+
+
+def write_png(path: epath.Path, figure):
     png = io.BytesIO()
     figure.savefig(png, format="png", dpi=120)
     path.write_bytes(png.getvalue())
@@ -725,7 +767,12 @@ def start_wandb(run: epath.Path, cfg: Config):
         try:
             if row is None:
                 return session.finish()
-            named = {f"{row['kind']}/{k}": v for k, v in row.items() if k not in ("kind", "step")}
+            named = {k: v for k, v in row.items() if k not in ("kind", "step", "layer")}
+            if row["kind"] == "moe":  # a line a layer; of the load the busiest expert's
+                named["load"] = [max(load) for load in named["load"]]
+                layers = list(enumerate(row["layer"]))
+                named = {f"{k}/layer{n}": x[i] for k, x in named.items() for i, n in layers}
+            named = {f"{row['kind']}/{k}": v for k, v in named.items()}
             session.log(named | dict(step=row["step"]))
         except Exception as e:  # as above
             warn(f"wandb lost a row ({type(e).__name__}: {str(e)[:200]})")
@@ -794,7 +841,7 @@ class Checkpoints:
     digest, and the settings (`must`) that a run which continues it has to share.
     """
 
-    FORMAT = 1
+    FORMAT = 2
 
     def __init__(self, run: epath.Path, keep: int = 2, must: dict = MappingProxyType({})):
         """keep: how many stay; 0 only reads, and moves nothing."""
@@ -878,8 +925,11 @@ class Checkpoints:
 
     def compare(self, step: int, meta: dict, abstract: dict):
         """Raise UserError CHECKPOINT where it is of another format, model or data than this run."""
-        now = {"format": self.FORMAT, **self.must}
         then = {name: meta["must"][name] for name in self.must if name in meta["must"]}
+        free = {name for name, x in then.items() if x is None}  # of weights that came without data
+        then = {name: x for name, x in then.items() if name not in free}
+        now = {name: x for name, x in self.must.items() if name not in free}
+        now["format"] = self.FORMAT
         then["format"] = meta["format"]
         for name, x in leaf_table(abstract).items():
             now[name] = f"{x.dtype}{list(x.shape)}"

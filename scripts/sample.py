@@ -35,6 +35,8 @@ class Args:
     """The checkpoint to use; -1 is the newest."""
     tokenizer: str = ""
     """A tokenizer.json, for a run whose data had none."""
+    seq_len: int = 0
+    """Tokens that the model may look back on; 0 is as many as it was trained with."""
     mesh: config.Mesh = config.Mesh()
 
 
@@ -42,7 +44,12 @@ def parse() -> tuple[Args, config.Config]:
     args = tyro.cli(Args, use_underscores=True, description=__doc__)
     wrong = []
     ranges = dict(
-        tokens=(1, 10**9), temperature=(0, 100), top_k=(0, 10**9), top_p=(1e-9, 1), seed=(0, 2**32)
+        tokens=(1, 10**9),
+        temperature=(0, 100),
+        top_k=(0, 10**9),
+        top_p=(1e-9, 1),
+        seed=(0, 2**32),
+        seq_len=(0, 10**7),
     )
     for name, (low, high) in ranges.items():
         if not low <= getattr(args, name) <= high:
@@ -50,7 +57,8 @@ def parse() -> tuple[Args, config.Config]:
             wrong.append(config.Problem(what, f"set --{name} inside that range"))
     if wrong:
         raise config.UserError(config.USAGE, problems=wrong)
-    return args, config.of_run(args.run, args.mesh)
+    length = ["--train.seq_len", str(args.seq_len)] if args.seq_len else []
+    return args, config.of_run(args.run, args.mesh, *length)
 
 
 if __name__ == "__main__":  # before jax is imported, see train.py
@@ -74,7 +82,7 @@ def load_tokenizer(args: Args) -> Tokenizer:
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     try:
-        return tokenizer.encode(text, add_special_tokens=False).ids
+        return tokenizer.encode(text).ids  # with what its author wants before a text
     except Exception as e:  # tokenizers raises nothing narrower
         what = f"the prompt {text!r} has a character that the tokenizer does not know: {e}"
         raise config.UserError(config.USAGE, what, "use characters of the training text") from None
@@ -85,13 +93,17 @@ def main(cfg: config.Config):
     args, tokenizer = ARGS, load_tokenizer(ARGS)
     cfg = utils.start_mesh(cfg, rows=len(args.prompt) or 1)
     params = train.load_params(utils.absolute(args.run), cfg, args.step)
-    end = tokenizer.token_to_id(config.END)
+    end = cfg.data.end_id if cfg.data.end_id >= 0 else tokenizer.token_to_id(config.END)
     if tokenizer.get_vocab_size() > cfg.model.vocab_size:
         what = f"the tokenizer has {tokenizer.get_vocab_size()} tokens, above the model's"
         fix = "give the tokenizer that the run's data was made with"
         raise config.UserError(config.DATA, f"{what} vocab_size={cfg.model.vocab_size}", fix)
     texts = args.prompt or ("",)
     prompts = [encode(tokenizer, text) or [end or 0] for text in texts]
+    for text, prompt in zip(texts, prompts, strict=True):
+        if (left := len(prompt) - cfg.train.seq_len) > 0:
+            what = f"the prompt {text[:40]!r} has {len(prompt)} tokens, {left} above --seq_len"
+            utils.warn(f"{what} {cfg.train.seq_len}: only its end is seen")
     skip = [0 if text else 1 for text in texts]  # what stands for an empty prompt is not text
     ids = dict(vocab_size=tokenizer.get_vocab_size(), stop_id=end)
     draw = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "seed")}

@@ -16,7 +16,7 @@ import config
 
 os.environ |= dict(JAX_PLATFORMS="cpu", WANDB_SILENT="true")
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"  # compiles in half the time
-# What one run compiled, the next one and its subprocesses load.
+# What one test compiled, the next one and its subprocesses load.
 CACHE = tempfile.TemporaryDirectory(prefix="trifold-tests-")
 os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE.name
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
@@ -33,7 +33,8 @@ def on_mesh(cfg: config.Config, mesh=(1, 1, 1), **sections) -> config.Config:
     """cfg on that mesh, which becomes the ambient one;
     sections=dict(field=value) replaces fields."""
     sections = {name: replace(getattr(cfg, name), **fields) for name, fields in sections.items()}
-    return utils.start_mesh(replace(cfg, **{"mesh": config.Mesh(*mesh), **sections}))
+    axes = dict(zip(utils.AXES, mesh, strict=True))
+    return utils.start_mesh(replace(cfg, mesh=replace(cfg.mesh, **axes), **sections))
 
 
 @pytest.fixture(scope="session")

@@ -36,6 +36,9 @@ def test_a_bad_mesh_is_two_lines_and_exit_2_in_half_a_second():
     assert min(seconds) < 0.5
 
 
+MOE = ["--model.pattern", "moe", "--model.n_experts", "4", "--model.d_expert", "16"]
+
+
 @pytest.mark.parametrize("flags, words", [
     (["--mesh.tp", "8"], ["mesh.tp=8 must divide model.n_kv_heads=4"]),
     (["--mesh.dp", "3"],
@@ -58,6 +61,36 @@ def test_a_bad_mesh_is_two_lines_and_exit_2_in_half_a_second():
     (["--run.process_id", "1"], ["must go together"]),
     (["--checkpoint.keep", "1", "--train.steps", "0"],
      ["train.steps=0", "checkpoint.keep=1", "optim.warmup_steps"]),
+    (["--model.pattern", "dense*2,mo", "--optim.lr=-1"],
+     ["optim.lr=-1.0", "model.pattern='dense*2,mo': 'mo' is not one of dense, moe"]),
+    (["--model.pattern", "dense*3", "--model.prefix", "dense*0"],
+     ["model.prefix='dense*0'"]),
+    (["--model.pattern", ""], ["model.pattern is empty"]),
+    (["--model.pattern", "dense*3"],
+     ["model.n_layers=4 must be a multiple of 3, model.pattern's layers"]),
+    (["--model.pattern", "dense*2", "--mesh.pp", "4"],
+     ["mesh.pp=4 must divide the number of model.pattern's blocks=2"]),
+    (["--model.pattern", "moe"], ["model.n_experts=0, but", "model.d_expert=0, but"]),
+    (["--model.n_experts", "8", "--train.balance_loss", "0.1", "--mesh.experts", "alltoall"],
+     ["model.n_experts=8 has no effect", "train.balance_loss=0.1 has no effect",
+      "mesh.experts=alltoall has no effect: no layer is moe"]),
+    (["--model.pattern", "dense*x"], ["model.pattern='dense*x': 'dense*x' is not one of"]),
+    (["--model.yarn_mscale", "1"], ["model.yarn_mscale=1.0 has no effect: it is YaRN's"]),
+    ([*MOE, "--model.n_active", "5", "--mesh.experts", "alltoall", "--mesh.dp", "4"],
+     ["model.n_active=5 is more than the 4 experts of 1 of 1 groups"]),
+    ([*MOE, "--mesh.experts", "alltoall", "--mesh.dp", "8", "--train.batch_size", "32"],
+     ["mesh.dp=8 must divide model.n_experts=4"]),
+    ([*MOE, "--model.n_groups", "3"], ["model.n_groups=3 must divide model.n_experts=4"]),
+    (["--model.pattern", "dense_local"], ["model.window=0, but there are local layers"]),
+    (["--model.window", "5"], ["model.window=5 has no effect"]),
+    (["--model.attention", "mla", "--model.kv_rank", "5"],
+     ["mesh.dp=2 must divide model.kv_rank=5", "model.d_rope=0, but", "model.d_value=0, but"]),
+    (["--model.kv_rank", "8"], ["model.kv_rank=8 has no effect: model.attention=gqa"]),
+    (["--model.positions", "learned", "--model.max_positions", "100"],
+     ["model.max_positions=100 is below train.seq_len=128"]),
+    (["--model.rope_factor", "8"], ["model.rope_factor=8.0 has no effect"]),
+    (["--model.rope_scaling", "yarn", "--model.rope_low", "40"], ["model.rope_low=40.0 must be"]),
+    (["--data.end_id", "4096"], ["data.end_id=4096 must be below model.vocab_size=4096"]),
 ], ids=lambda x: " ".join(x) if x[0].startswith("--") else "")  # fmt: skip
 def test_every_problem_is_reported_at_once_with_its_numbers(flags, words):
     found = problems(*flags)
@@ -81,7 +114,7 @@ def test_unknown_flags_and_wrong_types_exit_2_with_a_suggestion(flags, word, cap
 
 @pytest.mark.parametrize("preset", config.PRESETS)
 def test_a_config_reads_back_from_its_json(preset, tmp_path):
-    changes = ["--run.seed", "5", "--model.qk_norm", "True", "--optim.lr", "0.00031"]
+    changes = ["--run.seed", "5", "--data.document_mask", "True", "--optim.lr", "0.00031"]
     cfg = config.parse(["--config", preset, *changes])
     path = tmp_path / "config.json"
     path.write_text(config.to_json(cfg, argv=["x"], run_id="1"))
@@ -113,7 +146,7 @@ def test_a_config_file_meets_the_checks_of_the_command_line(tmp_path, capsys):
 
 def test_no_config_and_no_such_config_name_the_presets():
     for argv in ([], ["--config", "nonesuch"]):
-        with pytest.raises(UserError, match="demo, tiny, gpt2_124m, llama_1b or llama3_8b"):
+        with pytest.raises(UserError, match=r"demo, tiny, .*gpt2_1.5b, .* or deepseek_v3"):
             config.parse(argv)
 
 

@@ -271,6 +271,19 @@ def test_a_fault_in_the_data_is_named(cfg, corpus, tmp_path, fault):
     assert word in refuses(trained_on(folder, cfg), read=True)
 
 
+def test_a_document_mask_needs_to_know_the_end(cfg, corpus, tmp_path):
+    """From the manifest, or by flag where there is none."""
+    masked = replace(cfg, data=replace(cfg.data, document_mask=True))
+    assert Dataset(on_mesh(masked), "train").end_id == 256
+    np.save(tmp_path / "bare.npy", np.zeros(1000, np.uint16))
+    bare = trained_on(tmp_path / "bare.npy", masked)
+    assert "does not say which token ends a document" in refuses(bare)
+    told = replace(bare, data=replace(bare.data, end_id=3))
+    assert Dataset(on_mesh(told), "train").end_id == 3
+    other = replace(masked, data=replace(masked.data, end_id=3))
+    assert "data.end_id=3, but documents in data.val" in refuses(other, "val")
+
+
 def test_a_token_out_of_range_is_named_with_its_place(cfg, corpus, tmp_path):
     tokens = np.arange(1000, dtype=np.uint16) % 512
     tokens[345] = 600

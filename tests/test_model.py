@@ -1,13 +1,14 @@
 """The model: one function on every mesh, and the function that it should be."""
 
+import re
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import MESHES, on_mesh
+from conftest import MESHES, ROOT, on_mesh
 from jax import lax
 
 import config
@@ -24,6 +25,38 @@ RICH = replace(
 )
 
 
+MOE = replace(
+    PLAIN,
+    model=replace(
+        PLAIN.model, n_layers=8, pattern="moe", attention="mla",
+        q_rank=16, kv_rank=8, d_rope=4, d_value=8, n_experts=8, n_active=2, n_shared=1, d_expert=16,
+        router="sigmoid", norm_scores=True, score_scale=2.5, n_groups=4, n_active_groups=2,
+        router_bias=True,
+    ),
+    train=replace(PLAIN.train, balance_loss=0.01),
+)  # fmt: skip
+MOE_ALLTOALL = replace(MOE, mesh=config.Mesh(experts="alltoall"))
+GPT2 = replace(
+    PLAIN,
+    model=replace(
+        PLAIN.model, vocab_size=500, n_kv_heads=16, norm="layer", norm_bias=True, attn_bias=True,
+        mlp_bias=True, activation="gelu_tanh", positions="learned", max_positions=20,
+        tie_embeddings=True,
+    ),
+)  # fmt: skip
+# A prefix, blocks of many kinds, local layers, capacity, documents and caps: what the others lack.
+MIXED = replace(
+    PLAIN,
+    model=replace(
+        PLAIN.model, n_layers=9, prefix="moe", pattern="dense_local*3,moe_local", window=5,
+        n_experts=4,
+        n_active=2, d_expert=16, activation="relu2", attn_softcap=3.0, logit_softcap=5.0,
+    ),
+    data=replace(PLAIN.data, document_mask=True, end_id=7),
+    train=replace(PLAIN.train, capacity_factor=1.0, balance_loss=0.01, grad_accum=2, dropout=0.1),
+)  # fmt: skip
+
+
 def batch(cfg, seed=0):
     """Random tokens and targets of one step, a fifth of the targets masked,
     placed on the ambient mesh."""
@@ -31,6 +64,8 @@ def batch(cfg, seed=0):
     rows = rng.integers(cfg.model.vocab_size, size=(t.batch_size, t.seq_len + 1), dtype=np.int32)
     masked = rng.random((t.batch_size, t.seq_len)) < 0.2
     tokens, targets = rows[:, :-1], np.where(masked, -1, rows[:, 1:])
+    if cfg.data.document_mask:
+        tokens = np.where(rng.random(tokens.shape) < 0.1, cfg.data.end_id, tokens)
 
     def place(x):
         x = x.reshape(t.grad_accum, t.microbatches, -1, t.seq_len)
@@ -40,11 +75,12 @@ def batch(cfg, seed=0):
 
 
 def params_of(cfg):
-    """Initial weights with norm gains that are not all one, or a forgotten gain would not show."""
+    """Initial weights with norm gains that are not all one and biases that are not all zero, or a
+    forgotten one would not show."""
     params = train.init_state(cfg).params
 
     def bend(path, x):
-        if "norm" not in jax.tree_util.keystr(path):
+        if not any(word in jax.tree_util.keystr(path) for word in ("norm", "bias")):
             return x
         return x + 0.3 * np.random.default_rng(x.size).normal(size=x.shape).astype(np.float32)
 
@@ -70,18 +106,44 @@ def gradient(cfg, mesh, **train_fields):
 
 
 def assert_same_gradient(got, want, tolerance=1e-5):
-    """Per-parameter relative L2 error, and the loss."""
+    """Per-parameter relative L2 error, the loss, and the statistics of moe layers."""
     np.testing.assert_allclose(got[0], want[0], rtol=tolerance)
-    error = jax.tree.map(lambda a, b: np.linalg.norm(a - b) / np.linalg.norm(b), got[1], want[1])
-    assert max(jax.tree.leaves(error)) <= tolerance, error
+    whole = np.sqrt(sum((g**2).sum() for g in jax.tree.leaves(want[1])))
+
+    def error(got, want):
+        """A gradient that is nothing but rounding (softmax ignores a bias of keys that do not turn;
+        the choice of experts has none) is measured by the whole one's."""
+        size = np.linalg.norm(want)
+        return np.linalg.norm(got - want) / (size if size > 1e-6 * whole else whole)
+
+    errors = jax.tree.map(error, got[1], want[1])
+    assert max(jax.tree.leaves(errors)) <= tolerance, errors
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=tolerance), got[2], want[2])
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize(
-    "cfg", [PLAIN, RICH], ids=["plain", "accumulation+dropout+qk_norm+tied+z_loss"]
+    "cfg",
+    [PLAIN, RICH, MOE, MOE_ALLTOALL, GPT2],
+    ids=[
+        "plain",
+        "accumulation+dropout+qk_norm+tied+z_loss",
+        "mla+moe",
+        "mla+moe+alltoall",
+        "gpt2",
+    ],
 )
 def test_every_mesh_has_the_gradient_of_one_device(cfg, mesh):
-    assert_same_gradient(gradient(cfg, mesh), one_device_gradient(cfg))
+    gather = replace(cfg, mesh=config.Mesh())
+    assert_same_gradient(gradient(cfg, mesh), one_device_gradient(gather))
+
+
+@pytest.mark.parametrize("mesh, experts", [((4, 1, 2), "alltoall"), ((2, 2, 2), "gather")], ids=str)
+def test_mixed_blocks_with_capacity_and_documents_have_the_gradient_of_one_device(mesh, experts):
+    want = one_device_gradient(MIXED)
+    assert want[2]["layers"]["moe_local"]["dropped"].min() > 0
+    cfg = replace(MIXED, mesh=config.Mesh(experts=experts))
+    assert_same_gradient(gradient(cfg, mesh), want)
 
 
 @pytest.mark.parametrize("fields", [
@@ -122,7 +184,8 @@ def test_dropout_differs_between_layers_branches_steps_and_seeds():
             jax.debug.callback(lambda k: seen.append(tuple(k.tolist())), jax.random.key_data(key))
         return real(x_BLD, key, row_B, cfg)
 
-    cfg = on_mesh(RICH, train=dict(remat="none", grad_accum=1, microbatches=1, z_loss=0.123))
+    few = dict(remat="none", grad_accum=1, microbatches=1)
+    cfg = on_mesh(RICH, model=dict(n_layers=2), train=few)
     with pytest.MonkeyPatch.context() as m:
         m.setattr(model, "dropout", spy)
         for seed, step in ((0, 0), (0, 1), (1, 0)):
@@ -145,15 +208,204 @@ def test_initial_weights_do_not_depend_on_the_mesh():
     for mesh in [(2, 2, 2), (8, 1, 1), (1, 8, 1), (1, 1, 8)]:
         got = jax.device_get(params_of(on_mesh(PLAIN, mesh)))
         jax.tree.map(np.testing.assert_array_equal, got, want)
-    layers = want["layers"]["q_DHK"]
+    layers = want["layers"]["dense"]["q_DHK"]
     assert abs(layers.std() * PLAIN.model.d_model**0.5 - 1) < 0.05
     assert not np.array_equal(layers[0], layers[1])
-    assert not np.array_equal(want["layers"]["k_DGK"], want["layers"]["v_DGK"])
-    out = want["layers"]["out_FD"]
+    assert not np.array_equal(want["layers"]["dense"]["k_DGK"], want["layers"]["dense"]["v_DGK"])
+    out = want["layers"]["dense"]["out_FD"]
     assert abs(out.std() * (2 * PLAIN.model.n_layers * PLAIN.model.d_ff) ** 0.5 - 1) < 0.05
     other = params_of(on_mesh(PLAIN, run=dict(seed=1)))
     assert not np.array_equal(other["embed_VD"], want["embed_VD"])
-    assert not np.array_equal(layers, want["layers"]["k_DGK"])
+    assert not np.array_equal(layers, want["layers"]["dense"]["k_DGK"])
+
+
+def plain_moe(x_LD, w, m, capacity_factor=0.0):
+    """One moe layer for one sequence: a loop over tokens and their experts."""
+
+    def expert(x, into, out):
+        gate, up = x @ into[0], x @ into[1]
+        return (gate / (1 + np.exp(-gate)) * up) @ out
+
+    L, E = len(x_LD), m.n_experts
+    room = int(np.ceil(capacity_factor * L * m.n_active / E)) if capacity_factor else L
+    y_LD, load, dropped = np.zeros_like(x_LD), np.zeros(E, int), 0
+    entropy, mean = 0, np.zeros(E)
+    taken = np.zeros(E, int)
+    for n, x in enumerate(x_LD):
+        logit = x @ w["router_DE"]
+        score = 1 / (1 + np.exp(-logit))
+        if m.router == "softmax":
+            score = np.exp(logit) / np.exp(logit).sum()
+        prob = score / score.sum()
+        entropy, mean = entropy - (prob * np.log(prob)).sum(), mean + prob / L
+        choice = score + w.get("router_bias_E", 0)
+        by_group = choice.reshape(m.n_groups, -1)
+        worth = np.sort(by_group)[:, -2:].sum(1)
+        for bad in np.argsort(-worth)[m.n_active_groups :]:
+            by_group[bad] = -np.inf
+        chosen = np.argsort(-by_group.reshape(-1))[: m.n_active]
+        total = score[chosen].sum() if m.norm_scores else 1
+        for e in chosen:
+            load[e] += 1
+            if taken[e] == room:
+                dropped += 1
+                continue
+            taken[e] += 1
+            into = w["in_EDCF"][e].transpose(1, 0, 2)
+            y_LD[n] += score[e] / total * m.score_scale * expert(x, into, w["out_EFD"][e])
+        if m.n_shared:
+            y_LD[n] += expert(x, w["shared_in_CDF"], w["shared_out_FD"])
+    sums = dict(load_E=load, dropped=dropped, entropy=entropy)
+    return y_LD, sums | dict(balance=E * (load / load.sum() * mean).sum())
+
+
+SOFTMAX = dict(router="softmax", router_bias=False, n_groups=1, n_active_groups=1, n_shared=0)
+
+
+@pytest.mark.parametrize("experts", ["gather", "alltoall"])
+@pytest.mark.parametrize("capacity_factor", [0.0, 0.75])
+@pytest.mark.parametrize("fields", [{}, dict(SOFTMAX, norm_scores=False, n_active=3)], ids=str)
+def test_a_moe_layer_is_a_loop_over_tokens_and_their_experts(fields, capacity_factor, experts):
+    cfg = replace(MOE, model=replace(MOE.model, **fields), mesh=config.Mesh(experts=experts))
+    cfg = on_mesh(cfg, (4, 1, 2), train=dict(capacity_factor=capacity_factor))
+    table = model.moe_table(cfg)
+    rng = np.random.default_rng(0)
+    w = {n: rng.normal(size=p.shape, scale=p.shape[-1] ** -0.5) for n, p in table.items()}
+    x_BLD = rng.normal(size=(8, 16, cfg.model.d_model))
+
+    specs = {name: p.spec for name, p in table.items()}
+    sums = dict(load_E=P(), entropy=P(), balance=P(), dropped=P())
+
+    @jax.jit
+    @jax.shard_map(in_specs=(P("dp", "tp"), specs), out_specs=(P("dp", "tp"), sums))
+    def moe(x_BLD, w):
+        index = jnp.arange(x_BLD.shape[1] * lax.axis_size("tp"))[None]
+        span = model.Span(index, index)
+        y_BLD, stats = model.moe(x_BLD, model.unshard(w, table, cfg), cfg, span, training=True)
+        return y_BLD, lax.psum(model.varying(stats), ("dp", "pp", "tp"))
+
+    to32 = partial(jax.tree.map, lambda x: jnp.asarray(x, jnp.float32))
+    y_BLD, stats = jax.device_get(moe(to32(x_BLD), to32(w)))
+    want = [plain_moe(x_LD, w, cfg.model, capacity_factor) for x_LD in x_BLD]
+    np.testing.assert_allclose(y_BLD, np.stack([y for y, _ in want]), atol=2e-5)
+    for name, got in stats.items():
+        np.testing.assert_allclose(got, sum(sums[name] for _, sums in want), rtol=1e-5)
+    assert (stats["dropped"] > 0) == (capacity_factor > 0)
+
+
+def test_balance_is_one_when_even_and_the_number_of_experts_over_active_at_worst():
+    """And entropy is that of the scores."""
+    on_mesh(PLAIN)
+    eye_BLE = jnp.eye(4)[None]
+
+    def sums(score_BLE, expert_BLX):
+        @jax.shard_map(in_specs=(P("dp", "tp"), P("dp", "tp")), out_specs=P())
+        def total(score_BLE, expert_BLX):
+            return lax.psum(model.balance(score_BLE, expert_BLX), ("dp", "tp"))
+
+        return jax.device_get(total(score_BLE, expert_BLX))
+
+    even = sums(jnp.ones((1, 4, 4)), jnp.arange(4)[None, :, None])
+    np.testing.assert_allclose([even["balance"], even["entropy"] / 4], [1, np.log(4)], rtol=1e-5)
+    worst = sums(jnp.tile(eye_BLE[:, :1], (1, 4, 1)), jnp.zeros((1, 4, 1), int))
+    np.testing.assert_allclose([worst["balance"], worst["entropy"]], [4, 0], atol=1e-5)
+    np.testing.assert_array_equal(worst["load_E"], [4, 0, 0, 0])
+
+
+def test_evaluation_drops_no_token():
+    losses = []
+    for factor in (0.0, 0.5):
+        cfg = on_mesh(MIXED, train=dict(capacity_factor=factor))
+        losses.append(float(train.eval_step(params_of(cfg), *batch(cfg), cfg)[0]))
+    assert losses[0] == losses[1]
+
+
+def test_a_document_packed_behind_another_is_as_if_alone():
+    """Local and full layers, learned positions and RoPE: whatever comes before its first token."""
+    end, tokens = 7, np.random.default_rng(0).integers(8, 500, size=(4, 16), dtype=np.int32)
+    packed = np.concatenate([tokens[:, :5], np.full((4, 1), end), tokens[:, :10]], 1)
+    targets = np.roll(packed, -1, 1)
+    for model_cfg in (GPT2.model, MIXED.model):
+        cfg = replace(MIXED, model=model_cfg)
+        if model_cfg is GPT2.model:
+            cfg = replace(cfg, train=GPT2.train)
+        small = dict(batch_size=4, grad_accum=1, microbatches=1)
+        cfg = on_mesh(cfg, (1, 1, 2), train=small)
+        params = params_of(cfg)
+
+        def nll(cfg, tokens, targets, params=params):
+            tokens, targets = jnp.asarray(tokens)[None, None], jnp.asarray(targets)[None, None]
+            return np.asarray(train.eval_step(params, tokens, targets, cfg)[2][0, 0])
+
+        together = nll(cfg, packed, targets)
+        alone = nll(cfg, tokens, np.roll(tokens, -1, 1))
+        np.testing.assert_allclose(together[:, 6:15], alone[:, :9], atol=1e-5)
+        open_cfg = replace(cfg, data=replace(cfg.data, document_mask=False))
+        assert np.abs(nll(open_cfg, packed, targets)[:, 6:15] - alone[:, :9]).max() > 0.01
+
+
+def test_router_biases_move_against_the_load():
+    cfg = on_mesh(MOE, (2, 2, 2))
+    state = train.init_state(cfg)
+    before = np.asarray(state.params["layers"]["moe"]["router_bias_E"])
+    state, metrics = train.train_step(state, *batch(cfg), cfg)
+    load = np.asarray(metrics["moe"]["load"])
+    assert load.shape == (8, 8) and (load.sum(-1) == 2 * 64 * 16).all()
+    after = np.asarray(state.params["layers"]["moe"]["router_bias_E"])
+    np.testing.assert_array_equal(
+        np.sign(after - before), np.sign(load.mean(-1, keepdims=True) - load)
+    )
+    np.testing.assert_allclose(np.abs(after - before)[load != 256], 0.001, rtol=1e-5)
+
+
+def test_statistics_are_per_token_sequence_and_pair_in_the_layers_order():
+    B, n = 64, 64 * 16
+
+    def sums(*layers):
+        """Of layers whose shares are that number."""
+        x = np.array(layers)
+        load = np.tile(x[:, None], 4)
+        return dict(load_E=load, entropy=n * x, balance=B * x, dropped=2 * n * x)
+
+    stats = dict(prefix=dict(moe=sums(0.5)), layers=dict(moe_local=sums(0.25, 0.125)))
+    got = train.moe_metrics(stats, MIXED)
+    assert config.moe_layers(MIXED.model) == [0, 4, 8]
+    for name in ("entropy", "balance", "dropped"):
+        np.testing.assert_allclose(got[name], [0.5, 0.25, 0.125])
+    np.testing.assert_allclose(got["load"][:, 0], [0.5, 0.25, 0.125])
+
+
+@pytest.mark.parametrize("name", model.ATTENTION)
+def test_every_attention_of_the_table_is_the_same_on_a_mesh_and_from_its_cache(name):
+    m = MOE.model
+    latent = dict(q_rank=m.q_rank, kv_rank=m.kv_rank, d_rope=m.d_rope, d_value=m.d_value)
+    fields = dict(attention=name, n_layers=2) | (latent if name == "mla" else {})
+    check_attention(replace(PLAIN, model=replace(PLAIN.model, **fields)))
+
+
+def check_attention(cfg):
+    assert_same_gradient(gradient(cfg, (2, 2, 2)), one_device_gradient(cfg))
+    check_cached_logits(cfg, (2, 2, 2))
+
+
+def test_a_new_attention_is_a_function_and_a_line(monkeypatch):
+    """README's example: as it stands there it trains alike on any mesh, and its cache agrees."""
+    readme = (ROOT / "README.md").read_text()
+    function, line = re.search(
+        r"```python\n(def gated.*?)\n\n    gated=(.*?),  *#", readme, re.S
+    ).groups()
+    names = dict(vars(model))
+    exec(function, names)
+    monkeypatch.setitem(model.ATTENTION, "gated", eval(line, names))
+    cfg = replace(PLAIN, model=replace(PLAIN.model, attention="gated", n_layers=2))
+    assert "gate_D" in model.param_table(cfg)["layers"]["dense"]
+    check_attention(cfg)
+
+
+def test_an_attention_that_the_table_does_not_have_is_refused():
+    cfg = replace(PLAIN, model=replace(PLAIN.model, attention="ring"))
+    with pytest.raises(config.UserError, match="'ring' is no attention.*\n.*gqa or mla"):
+        model.param_table(cfg)
 
 
 def test_no_token_sees_the_future():
@@ -186,7 +438,7 @@ def plain_logits(w, tokens, cfg):
 
     x = w["embed_VD"][tokens]
     for n in range(m.n_layers):
-        p = {name: weight[n] for name, weight in w["layers"].items()}
+        p = {name: weight[n] for name, weight in w["layers"]["dense"].items()}
         y, out = norm(x, p["attn_norm_D"]), np.zeros_like(x)
         for h in range(m.n_heads):
             g = h * m.n_kv_heads // m.n_heads
@@ -224,7 +476,8 @@ def test_the_loss_is_that_of_a_plain_decoder(cfg):
 
 def test_a_tenth_of_the_loss_is_not_lost_to_bfloat16():
     cfg = replace(PLAIN, train=replace(PLAIN.train, dtype="bfloat16"))
-    (loss, grads), (loss32, grads32) = gradient(cfg, (2, 2, 2)), one_device_gradient(PLAIN)
+    loss, grads, _ = gradient(cfg, (2, 2, 2))
+    loss32, grads32, _ = one_device_gradient(PLAIN)
     assert 1e-7 < abs(loss - loss32) < 0.02
 
     def cosine(a, b):
@@ -239,7 +492,7 @@ def test_z_loss_adds_the_mean_square_of_the_log_partition():
     few = dict(batch_size=4, microbatches=1)
     weight, grads = 0.5, {}
     for z_loss in (0.0, weight):
-        _, grads[z_loss] = gradient(PLAIN, (1, 1, 1), z_loss=z_loss, **few)
+        _, grads[z_loss], _ = gradient(PLAIN, (1, 1, 1), z_loss=z_loss, **few)
     got = grads[weight]["norm_D"] - grads[0.0]["norm_D"]
     cfg = on_mesh(PLAIN, train=few)
     tokens, targets = (np.asarray(x).reshape(4, -1) for x in batch(cfg))
@@ -259,16 +512,53 @@ def test_z_loss_adds_the_mean_square_of_the_log_partition():
 
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2), (1, 4, 1)], ids=str)
 def test_greedy_text_is_the_argmax_of_a_plain_decoder(mesh):
-    """On any mesh, for prompts of different lengths, and where the window has begun to slide."""
+    """On any mesh, for prompts of different lengths, and for a row that has filled its window and
+    goes on from its last half."""
     cfg = utils.start_mesh(replace(PLAIN, mesh=config.Mesh(*mesh)), rows=3)
     params, L = params_of(cfg), cfg.train.seq_len
     prompts = [[5, 6, 7], [1], list(range(12))]
     *_, rows = model.generate(params, prompts, 8, cfg, vocab_size=512, temperature=0)
     assert [row[: len(p)] for row, p in zip(rows, prompts, strict=True)] == prompts
     w = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
-    for row, n in [(0, 3), (0, 9), (1, 4), (2, 12), (2, L + 3)]:
-        window = np.array(rows[row][:n][-L:])
+    half = L + 1 - L // 2
+    for row, begin, n in [(0, 0, 3), (0, 0, 9), (1, 0, 4), (2, 0, L), (2, half, L + 3)]:
+        window = np.array(rows[row][begin:n])
         assert rows[row][n] == plain_logits(w, window, cfg)[-1].argmax()
+
+
+def put_rows(x, dp_pp):
+    """[row, ...] as the microbatches of decoding."""
+    pp, _ = dp_pp
+    return jax.device_put(x.reshape(pp, -1, *x.shape[1:]), utils.shardings(P("pp", "dp")))
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("cfg", [MOE_ALLTOALL, GPT2, MIXED], ids=["mla+moe", "gpt2", "mixed"])
+def test_cached_logits_are_those_of_the_whole_row(cfg, mesh):
+    check_cached_logits(cfg, mesh)
+
+
+def check_cached_logits(cfg, mesh):
+    """Rows of different lengths through prefill and steps give the losses that evaluation, which
+    caches nothing, gives."""
+    cfg = on_mesh(cfg, mesh, train=dict(grad_accum=1))
+    params, (tokens, targets) = params_of(cfg), batch(cfg)
+    dp_pp, L = (mesh[1], mesh[0]), cfg.train.seq_len
+    nll = np.asarray(train.eval_step(params, tokens, targets, cfg)[2]).reshape(-1, L)
+    tokens, targets = (np.asarray(x).reshape(-1, L) for x in (tokens, targets))
+    memory, n_new, n_rows = None, 8, 16
+    length = np.random.default_rng(1).integers(3, 9, size=n_rows).astype(np.int32)
+    for _ in range(5):
+        rows = np.where(np.arange(L) < length[:, None], tokens[:n_rows], 0)
+        logit, memory = model.next_logits(
+            params, memory, put_rows(rows, dp_pp), put_rows(length, dp_pp), n_new, cfg
+        )
+        logit, at = np.asarray(logit).reshape(n_rows, -1), (np.arange(n_rows), length - 1)
+        z = np.log(np.exp(logit).sum(-1))
+        counted = targets[:n_rows][at] >= 0
+        got = z - logit[np.arange(n_rows), targets[:n_rows][at]]
+        np.testing.assert_allclose(got[counted], nll[:n_rows][at][counted], atol=2e-5)
+        length, n_new = length + 1, 1
 
 
 def test_sampling_options():
@@ -306,18 +596,46 @@ def test_a_row_stops_at_the_end_of_its_document():
     assert stopped[0] == rows[0][: rows[0].index(rows[0][3])]
 
 
+PUBLISHED = {  # total and active, as counted from the models that transformers 5.23 builds
+    "gpt2_124m": 124_439_808,
+    "gpt2_355m": 354_823_168,
+    "gpt2_774m": 774_030_080,
+    "gpt2_1.5b": 1_557_611_200,
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "qwen3_0.6b": 596_049_920,
+    "qwen3_30b_a3b": 30_532_122_624,
+    "deepseek_v3": 671_026_419_200,
+}
+
+
 def test_parameters_are_counted_as_published():
-    """Llama 3 8B has 8.03 billion parameters (Grattafiori et al. 2024)."""
-    assert model.param_count(config.llama3_8b()) == 8_030_261_248
+    for name, n in PUBLISHED.items():
+        assert model.param_count(config.PRESETS[name]()) == n, name
+    for name, n in {"qwen3_30b_a3b": 3.3e9, "deepseek_v3": 37e9, "llama3_8b": 8.03e9}.items():
+        assert model.param_count(config.PRESETS[name](), active=True) == pytest.approx(n, rel=0.02)
     params = params_of(on_mesh(PLAIN))
     assert model.param_count(PLAIN) == sum(x.size for x in jax.tree.leaves(params))
+
+
+def test_flops_are_counted_by_the_matmul():
+    """Of a moe layer the experts of one token, of a local layer the keys in its window."""
+    cfg = config.llama3_8b()
+    weights = model.param_count(cfg) - 128256 * 4096 - (2 * 32 + 1) * 4096
+    assert model.flops_per_token(cfg) == 6 * weights + 6 * 32 * 32 * 128 * 8193
+    L = 16
+    layer = 2 * 32 * 4 * (16 + 8)
+    experts = 32 * 4 + 2 * 2 * 32 * 16
+    matmul = 6 * (layer + 2 * 32 * 64) + 3 * (layer + experts) + 512 * 32
+    keys = 8 * (5 - 10 / L) + (L + 1) / 2
+    assert model.flops_per_token(MIXED) == 6 * (matmul + 16 * 2 * 4 * keys)
 
 
 def test_a_replicated_norm_is_one_value_on_every_device():
     """What check_vma guards: replicas cannot drift apart."""
     cfg = on_mesh(PLAIN, (2, 2, 2))
     f = jax.jit(train.loss_and_grads, static_argnames="cfg")
-    _, grads = f(params_of(cfg), *batch(cfg), jax.random.key(0), cfg)
+    _, grads, _ = f(params_of(cfg), *batch(cfg), jax.random.key(0), cfg)
     copies = [np.asarray(s.data) for s in grads["norm_D"].addressable_shards]
     assert len(copies) == 8
     for copy in copies:

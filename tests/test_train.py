@@ -34,7 +34,7 @@ def rows(run: Path, kind="train") -> dict:
     found = [row for row in found if row["kind"] == kind]
     steps = [row["step"] for row in found]
     assert len(set(steps)) == len(steps) and steps == sorted(steps)
-    assert kind == "eval" or steps == list(range(1, len(steps) + 1))
+    assert kind != "train" or steps == list(range(1, len(steps) + 1))
     return {row["step"]: row for row in found}
 
 
@@ -258,7 +258,7 @@ def test_fresh_moves_the_old_run_aside(base, whole):
 @pytest.mark.parametrize("sections, word", [
     (dict(model=dict(d_ff=128)), "model.d_ff: 64 there, 128 here"),
     (dict(model=dict(n_layers=16)),
-     "params/layers/q_DHK: float32[8, 32, 16, 4] there, float32[16, 32, 16, 4] here"),
+     "params/layers/dense/q_DHK: float32[8, 32, 16, 4] there, float32[16, 32, 16, 4] here"),
     (dict(model=dict(tie_embeddings=True)),
      "params/unembed_DV: float32[32, 512] there, nothing here"),
     (dict(train=dict(seq_len=32)), "train.seq_len: 16 there, 32 here"),
@@ -317,6 +317,47 @@ def test_eval_only_evaluates_and_leaves_the_run_alone(base, whole, capsys):
 # ---- numerics
 
 
+def test_a_run_keeps_the_tokenizer_that_its_weights_know(whole, base, tmp_path):
+    """Data of another tokenizer are refused even where nothing else tells them apart."""
+    cfg, run = copy_of(whole, base, "tokens")
+    (run / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match="another tokenizer than that of the data") as error:
+        train.main(cfg)
+    assert error.value.code == config.DATA
+    assert (run / "tokenizer.json").read_text() == "{}"
+
+
+def test_a_run_of_experts_logs_their_load(cfg):
+    """Every log.every updates a row of all moe layers, on a mesh with experts at their ranks."""
+    sizes = dict(pattern="dense,moe", n_layers=4, n_experts=4, d_expert=16, router_bias=True)
+    few = dict(steps=5, eval_every=0, eval_batches=1, sample_every=5, sample_tokens=4)
+    cfg = replace(
+        cfg,
+        mesh=config.Mesh(2, 2, 2, experts="alltoall"),
+        model=replace(cfg.model, **sizes),
+        data=replace(cfg.data, document_mask=True),
+        train=replace(cfg.train, **few, capacity_factor=1.0, balance_loss=0.01),
+        log=replace(cfg.log, every=2),
+    )
+    state = train.main(cfg)
+    run = Path(cfg.run.dir) / cfg.run.name
+    found = rows(run, "moe")
+    assert list(found) == [1, 2, 4, 5]
+    for row in found.values():
+        assert row["layer"] == [1, 3]
+        np.testing.assert_allclose(np.sum(row["load"], 1), 1, atol=1e-4)
+        assert row["dead"] == [sum(share == 0 for share in load) for load in row["load"]]
+        assert all(0.9 < b <= 2 and 0 < e <= np.log(4) + 1e-6 for b, e in zip(
+            row["balance"], row["entropy"], strict=True))  # fmt: skip
+        assert all(0 < share < 0.5 for share in row["dropped"])
+    moved = np.asarray(state.params["layers"]["moe"]["router_bias_E"])
+    assert moved.any() and np.abs(moved).max() <= 5.01e-3
+    end = json.loads((Path(cfg.data.train) / "manifest.json").read_text())["eot_id"]
+    assert json.loads((run / "config.json").read_text())["data"]["end_id"] == end
+    assert (run / "samples.jsonl").read_text().count("\n") == 1
+    assert (run / "experts.png").read_bytes().startswith(b"\x89PNG")
+
+
 def poisoned(monkeypatch, cfg, steps, part="gradient"):
     """Make the gradient, or the loss, of these updates' batches NaN."""
     data = train.Dataset(on_mesh(cfg, cfg.mesh.sizes), "train")
@@ -324,11 +365,11 @@ def poisoned(monkeypatch, cfg, steps, part="gradient"):
     real = train.loss_and_grads
 
     def poison(params, tokens, targets, key, cfg):
-        loss, grads = real(params, tokens, targets, key, cfg)
+        loss, grads, stats = real(params, tokens, targets, key, cfg)
         nan = jnp.where((tokens.sum() == bad).any(), jnp.nan, 0.0)
         if part == "loss":
-            return loss + nan, grads
-        return loss, jax.tree.map(lambda g: g + nan, grads)
+            return loss + nan, grads, stats
+        return loss, jax.tree.map(lambda g: g + nan, grads), stats
 
     monkeypatch.setattr(train, "loss_and_grads", poison)
 

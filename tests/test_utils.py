@@ -275,7 +275,7 @@ def test_rows_after_the_checkpoint_and_torn_lines_are_dropped(tmp_path):
 
 def test_rows_are_written_one_update_late_and_nan_is_null(tmp_path, capsys):
     cfg = on_mesh(config.tiny(), (1, 1, 1), log=dict(every=1))
-    log = utils.MetricsLog(epath.Path(tmp_path), cfg, 0)
+    log = utils.MetricsLog(epath.Path(tmp_path), cfg, 0, flops=1.0)
     path = tmp_path / "metrics.jsonl"
     log.update(1, dict(loss=jnp.float32(2), grad_norm=jnp.float32(1), lr=jnp.float32(0.1)))
     assert not path.exists()
@@ -381,17 +381,8 @@ def test_a_mesh_too_large_or_too_small_names_both_numbers(monkeypatch):
         on_mesh(config.tiny(), (2, 1, 3))
 
 
-def test_flops_of_llama3_8b_by_hand():
-    """6 a matmul weight (8.03 B less the embedding and norms),
-    and 6 L H K (T + 1) for causal attention."""
-    cfg = config.llama3_8b()
-    embedding, norms = 128256 * 4096, 65 * 4096
-    weights = 8_030_261_248 - embedding - norms
-    assert utils.flops_per_token(cfg) == 6 * weights + 6 * 32 * 32 * 128 * 8193
-
-
 def test_a_peak_is_known_or_null(monkeypatch):
-    cfg = on_mesh(config.gpt2_124m(), (1, 1, 1))
+    cfg = on_mesh(config.PRESETS["gpt2_124m"](), (1, 1, 1))
     assert utils.peak_flops(cfg) is None
 
     class Device:

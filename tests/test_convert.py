@@ -1,0 +1,538 @@
+"""Hugging Face directories become runs and come back bit for bit; what cannot be converted is
+refused, and nothing holds a whole model."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import ROOT, on_mesh, run
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+import config
+import model
+import train
+import utils
+from config import Model, UserError
+from scripts import convert_hf
+
+# ---- directories as others write them
+
+V, D, H, G, K, F, E = 100, 16, 4, 2, 8, 32, 4
+COMMON = dict(
+    vocab_size=V, hidden_size=D, num_attention_heads=H, intermediate_size=F, hidden_act="silu",
+    rms_norm_eps=1e-6, max_position_embeddings=4096, torch_dtype="float32", use_cache=True,
+)  # fmt: skip
+GQA = COMMON | dict(num_hidden_layers=2, num_key_value_heads=G, head_dim=K)
+YARN = dict(
+    type="yarn", factor=4, original_max_position_embeddings=64, beta_fast=32, beta_slow=1,
+    mscale=1.0, mscale_all_dim=0.8,
+)  # fmt: skip
+LLAMA3 = dict(
+    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)  # fmt: skip
+CONFIGS = dict(
+    gpt2=dict(
+        vocab_size=V, n_embd=D, n_layer=2, n_head=H, n_positions=64, n_ctx=64,
+        activation_function="gelu_new", layer_norm_epsilon=1e-5, attn_pdrop=0.1,
+    ),
+    llama=GQA | dict(
+        attention_bias=True, mlp_bias=True, rope_theta=5e5, rope_scaling=LLAMA3,
+        tie_word_embeddings=False, bos_token_id=1,
+    ),
+    qwen3=GQA | dict(
+        num_hidden_layers=4, tie_word_embeddings=True, sliding_window=8, use_sliding_window=True,
+        layer_types=["full_attention", "sliding_attention"] * 2, rope_scaling=None,
+        rope_parameters=dict(rope_type="default", rope_theta=1e6), attention_bias=False,
+    ),
+    qwen3_moe=GQA | dict(
+        num_hidden_layers=3, num_experts=E, num_experts_per_tok=2, moe_intermediate_size=8,
+        norm_topk_prob=True, mlp_only_layers=[0], decoder_sparse_step=1, rope_theta=1e6,
+        use_sliding_window=False, sliding_window=None, max_window_layers=3,
+    ),
+    mixtral=GQA | dict(
+        num_local_experts=E, num_experts_per_tok=2, sliding_window=16, rope_theta=1e6,
+        router_aux_loss_coef=0.02,
+    ),
+    deepseek_v3=COMMON | dict(
+        num_hidden_layers=3, num_key_value_heads=H, q_lora_rank=12, kv_lora_rank=10,
+        qk_nope_head_dim=6, qk_rope_head_dim=8, v_head_dim=4, attention_bias=True,
+        first_k_dense_replace=1, moe_layer_freq=1, n_routed_experts=E, n_shared_experts=2,
+        num_experts_per_tok=2, moe_intermediate_size=8, n_group=2, topk_group=1,
+        norm_topk_prob=True, routed_scaling_factor=2.5, scoring_func="sigmoid",
+        topk_method="noaux_tc", num_nextn_predict_layers=1, rope_theta=1e4, rope_scaling=YARN,
+    ),
+)  # fmt: skip
+
+
+def mlp(name: str, F: int, gate="gate_proj", up="up_proj", down="down_proj") -> dict:
+    shapes = {gate: (F, D), up: (F, D), down: (D, F)}
+    return {f"{name}.{which}.weight": shape for which, shape in shapes.items()}
+
+
+def layer_shapes(family: str, n: int) -> dict:
+    """Names and shapes of a layer, after the published files of each family."""
+    if family == "gpt2":
+        return {
+            "ln_1.weight": (D,), "ln_1.bias": (D,), "ln_2.weight": (D,), "ln_2.bias": (D,),
+            "attn.c_attn.weight": (D, 3 * D), "attn.c_attn.bias": (3 * D,),
+            "attn.c_proj.weight": (D, D), "attn.c_proj.bias": (D,),
+            "mlp.c_fc.weight": (D, 4 * D), "mlp.c_fc.bias": (4 * D,),
+            "mlp.c_proj.weight": (4 * D, D), "mlp.c_proj.bias": (D,),
+        }  # fmt: skip
+    shapes = {"input_layernorm.weight": (D,), "post_attention_layernorm.weight": (D,)}
+    a = "self_attn."
+    if family == "deepseek_v3":
+        shapes |= {
+            a + "q_a_proj.weight": (12, D), a + "q_a_proj.bias": (12,),
+            a + "q_a_layernorm.weight": (12,), a + "q_b_proj.weight": (H * 14, 12),
+            a + "kv_a_proj_with_mqa.weight": (18, D), a + "kv_a_proj_with_mqa.bias": (18,),
+            a + "kv_a_layernorm.weight": (10,), a + "kv_b_proj.weight": (H * 10, 10),
+            a + "o_proj.weight": (D, H * 4), a + "o_proj.bias": (D,),
+        }  # fmt: skip
+        if n == 0:
+            return shapes | mlp("mlp", F)
+        shapes |= {"mlp.gate.weight": (E, D), "mlp.gate.e_score_correction_bias": (E,)}
+        shapes |= mlp("mlp.shared_experts", 16)
+    else:
+        shapes |= {a + "q_proj.weight": (H * K, D), a + "o_proj.weight": (D, H * K)}
+        shapes |= {a + f"{x}_proj.weight": (G * K, D) for x in "kv"}
+    if family == "llama":
+        shapes |= {a + "q_proj.bias": (H * K,), a + "o_proj.bias": (D,)}
+        shapes |= {a + f"{x}_proj.bias": (G * K,) for x in "kv"}
+        biases = {"gate": F, "up": F, "down": D}
+        shapes |= {f"mlp.{name}_proj.bias": (size,) for name, size in biases.items()}
+    if family.startswith("qwen3"):
+        shapes |= {a + "q_norm.weight": (K,), a + "k_norm.weight": (K,)}
+    if family in ("llama", "qwen3") or (family == "qwen3_moe" and n == 0):
+        return shapes | mlp("mlp", F)
+    if family == "mixtral":
+        shapes |= {"block_sparse_moe.gate.weight": (E, D)}
+        for e in range(E):
+            shapes |= mlp(f"block_sparse_moe.experts.{e}", F, "w1", "w3", "w2")
+        return shapes
+    shapes |= {"mlp.gate.weight": (E, D)}
+    for e in range(E):
+        shapes |= mlp(f"mlp.experts.{e}", 8)
+    return shapes
+
+
+def hf_tensors(family: str) -> dict:
+    """Random weights under the names of the published files."""
+    hf = CONFIGS[family]
+    if family == "gpt2":
+        shapes = {"wte.weight": (V, D), "wpe.weight": (64, D)}
+        shapes |= {"ln_f.weight": (D,), "ln_f.bias": (D,)}
+        layers = "h.{}."
+    else:
+        shapes = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,)}
+        shapes |= {} if family == "qwen3" else {"lm_head.weight": (V, D)}
+        layers = "model.layers.{}."
+    for n in range(hf.get("n_layer", hf.get("num_hidden_layers"))):
+        shapes |= {layers.format(n) + x: shape for x, shape in layer_shapes(family, n).items()}
+    rng = np.random.default_rng(0)
+    return {name: rng.normal(size=s).astype(np.float32) for name, s in shapes.items()}
+
+
+def hf_dir(path: Path, family: str, tensors=None, **keys) -> Path:
+    """Such a directory; keys change its config.json."""
+    path.mkdir()
+    hf = CONFIGS[family] | dict(model_type=family) | keys
+    (path / "config.json").write_text(json.dumps(hf))
+    save_file(hf_tensors(family) if tensors is None else tensors, path / "model.safetensors")
+    return path
+
+
+def read_dir(path: Path) -> dict:
+    found = {}
+    for file in path.glob("*.safetensors"):
+        with safe_open(file, "numpy") as f:
+            found |= {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
+    return found
+
+
+def leaves(run: Path) -> dict:
+    """{leaf: [shape, dtype, digest]} of checkpoint 0."""
+    return json.loads((run / "checkpoints/0/meta/metadata").read_text())["leaves"]
+
+
+def config_of(run: Path, mesh=(1, 1, 1)) -> config.Config:
+    return utils.start_mesh(config.of_run(str(run), config.Mesh(*mesh)), rows=4)
+
+
+def leaf(run: Path, name: str):
+    """A stacked weight of checkpoint 0."""
+    weights = convert_hf.Weights(utils.absolute(str(run / "checkpoints/0/params")), [name])
+    return weights.arrays[name].read().result()
+
+
+# ---- there and back
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_model_comes_back_bit_for_bit(family, tmp_path):
+    tensors = hf_tensors(family)
+    extra = {}
+    if family == "gpt2":  # what old files hold beside the weights
+        extra = {"h.0.attn.bias": np.ones((1, 1, 64, 64), np.float32)}
+    if family == "llama":
+        extra = {"model.layers.1.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}
+    if family == "qwen3":
+        extra = {"lm_head.weight": tensors["model.embed_tokens.weight"]}
+    if family == "deepseek_v3":
+        extra = {"model.layers.3.eh_proj.weight": np.ones((D, 2 * D), np.float32)}
+    hf_dir(tmp_path / "hf", family, tensors | extra)
+    (tmp_path / "hf" / "tokenizer.json").write_text('{"added_tokens": []}')
+    convert_hf.import_hf(tmp_path / "hf", tmp_path / "runs" / "a")
+    convert_hf.export_hf(tmp_path / "runs" / "a", tmp_path / "out", shard_size=20_000)
+    files = sorted(p.name for p in (tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 1 and files[-1].endswith(f"of-{len(files):05}.safetensors")
+    exported = read_dir(tmp_path / "out")
+    if family == "gpt2":
+        tensors = {f"transformer.{name}": x for name, x in tensors.items()}
+    assert set(exported) == set(tensors)
+    for name, x in tensors.items():
+        np.testing.assert_array_equal(exported[name], x, err_msg=name)
+    convert_hf.import_hf(tmp_path / "out", tmp_path / "runs" / "b")
+    assert leaves(tmp_path / "runs" / "b") == leaves(tmp_path / "runs" / "a")
+    models = [config.of_run(str(tmp_path / "runs" / x), config.Mesh()).model for x in "ab"]
+    assert models[0] == models[1]
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == '{"added_tokens": []}'
+
+
+def test_an_imported_run_resumes_on_a_mesh_and_decides_nothing_about_data(tmp_path):
+    hf_dir(tmp_path / "hf", "llama")
+    run = utils.absolute(str(tmp_path / "runs" / "x"))
+    convert_hf.import_hf(tmp_path / "hf", run)
+    cfg = config_of(run, (1, 2, 2))
+    params = train.load_params(run, cfg)
+    embed_VD = np.asarray(params["embed_VD"])
+    np.testing.assert_array_equal(embed_VD[:V], hf_tensors("llama")["model.embed_tokens.weight"])
+    assert embed_VD.shape[0] == 128 and not embed_VD[V:].any()
+    must = dict.fromkeys(["train.seq_len", "train.batch_size", "run.seed"], 7)
+    must |= {"data.train fingerprint": "another", "model.d_model": D}
+    state = train.items(train.abstract_state(cfg))
+    found = utils.Checkpoints(run, must=must).restore(state)
+    assert not any(x.any() for x in jax.tree.leaves(found["rest"]))
+    must["model.d_model"] = 2 * D
+    with pytest.raises(UserError, match=f"model.d_model: {D} there, {2 * D} here"):
+        utils.Checkpoints(run, must=must).restore(state)
+
+
+def test_rotary_pairs_that_are_not_interleaved_are_left_in_place(tmp_path):
+    hf_dir(tmp_path / "a", "deepseek_v3")
+    hf_dir(tmp_path / "b", "deepseek_v3", rope_interleave=False)
+    for x in "ab":
+        convert_hf.import_hf(tmp_path / x, tmp_path / "runs" / x)
+    for name in ("k_rope_DT", "q_rope_JHT"):
+        turned, plain = (leaf(tmp_path / "runs" / x, f"layers/moe/{name}") for x in "ab")
+        np.testing.assert_array_equal(turned, plain[..., [0, 2, 4, 6, 1, 3, 5, 7]])
+    k_TD = hf_tensors("deepseek_v3")["model.layers.1.self_attn.kv_a_proj_with_mqa.weight"][10:]
+    plain = leaf(tmp_path / "runs" / "b", "layers/moe/k_rope_DT")
+    np.testing.assert_array_equal(plain[0], k_TD.T)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "mixtral", "deepseek_v3"])
+def test_fused_and_split_weights_land_where_the_maths_wants_them(family, tmp_path):
+    x, run = hf_tensors(family), tmp_path / "runs" / "x"
+    convert_hf.import_hf(hf_dir(tmp_path / "hf", family), run)
+    if family == "gpt2":
+        for i, name in enumerate(["q_DHK", "k_DGK", "v_DGK"]):
+            part = x["h.1.attn.c_attn.weight"][:, i * D : (i + 1) * D].reshape(D, H, D // H)
+            np.testing.assert_array_equal(leaf(run, f"layers/dense/{name}")[1], part)
+    if family == "mixtral":
+        w1, w2, w3 = (
+            x[f"model.layers.1.block_sparse_moe.experts.2.w{n}.weight"].T for n in (1, 2, 3)
+        )
+        in_DCF = leaf(run, "layers/moe_local/in_EDCF")[1, 2]
+        np.testing.assert_array_equal(in_DCF, np.stack([w1, w3], 1))
+        np.testing.assert_array_equal(leaf(run, "layers/moe_local/out_EFD")[1, 2], w2)
+    if family == "deepseek_v3":
+        up = x["model.layers.2.self_attn.kv_b_proj.weight"].reshape(H, 10, 10).transpose(2, 0, 1)
+        np.testing.assert_array_equal(leaf(run, "layers/moe/k_IHK")[1], up[..., :6])
+        np.testing.assert_array_equal(leaf(run, "layers/moe/v_IHW")[1], up[..., 6:])
+        down = x["model.layers.0.self_attn.kv_a_proj_with_mqa.weight"].T
+        np.testing.assert_array_equal(leaf(run, "prefix/dense/kv_down_DI")[0], down[:, :10])
+
+
+def test_a_checkpoint_of_training_is_exported(tmp_path):
+    """Its chunks are the pieces of a mesh, many layers in one."""
+    m = Model(vocab_size=V, pattern="moe", n_experts=4, d_expert=8, qk_norm=True)
+    cfg = config.Config(run=config.Run("x", str(tmp_path / "runs")), model=m)
+    cfg = on_mesh(cfg, (1, 2, 2))
+    rng, run = np.random.default_rng(0), utils.absolute(str(tmp_path / "runs" / "x"))
+    table = model.param_table(cfg)
+    params = jax.tree.map(lambda p: rng.normal(size=p.shape).astype(np.float32), table)
+    params = jax.device_put(params, utils.shardings(model.param_specs(cfg)))
+    store = utils.Checkpoints(run)
+    store.save(7, dict(params=params))
+    store.close()
+    (run / "config.json").write_text(config.to_json(cfg))
+    convert_hf.export_hf(run, tmp_path / "out", shard_size=100_000)
+    found = read_dir(tmp_path / "out")
+    layers = params["layers"]
+    up = np.asarray(layers["moe"]["in_EDCF"])[2, 3, :, 1].T
+    np.testing.assert_array_equal(found["model.layers.2.mlp.experts.3.up_proj.weight"], up)
+    convert_hf.import_hf(tmp_path / "out", tmp_path / "runs" / "again")
+    again = leaves(tmp_path / "runs" / "again")
+    table = utils.leaf_table(dict(params=params))
+    embeds = {"params/embed_VD", "params/unembed_DV"}  # whose last rows become zero
+    for name in set(table) - embeds:
+        assert again[name][2] == np.asarray(utils.digest(table[name])).tolist(), name
+
+
+def test_the_digest_of_parts_is_that_of_the_whole():
+    rng = np.random.default_rng(0)
+    for shape in [(3,), (2, 3, 5), (2, 4, 6, 2, 7), (1, 700, 800), ()]:
+        x = rng.normal(size=shape).astype(np.float32)
+        rows = (
+            [((n, *map(slice, shape[1:])), x[n]) for n in range(shape[0])] if shape else [((), x)]
+        )
+        if len(shape) == 5:  # as experts are, gate and up in files of their own
+            rows = [((n, e, slice(6), c, slice(7)), x[n, e, :, c])
+                    for n, e, c in np.ndindex(2, 4, 2)]  # fmt: skip
+        whole = np.asarray(utils.digest(jnp.asarray(x))).tolist()
+        assert convert_hf.digest_of(rows, shape) == (whole, True)
+        assert convert_hf.digest_of(reversed(rows), shape) == (whole, True)
+        zero = np.asarray(utils.digest(jnp.zeros(shape))).tolist()
+        assert convert_hf.zero_digest(shape) == zero
+    x, shape = np.arange(72, dtype=np.float32).reshape(3, 3, 2, 2, 2), (3, 3, 2, 2, 2)
+    entry = (slice(1, 3), slice(1, 3), slice(2), slice(1, 2), slice(2))  # gaps in two dims
+    ones = [(at, x[at]) for at in np.ndindex(*shape) if at[0] and at[1] and at[3] == 1]
+    ones = convert_hf.digest_of(((at, np.asarray(x)) for at, x in ones), shape)
+    assert convert_hf.digest_of([(entry, x[entry])], shape) == ones
+    x = np.full((), np.inf, np.float32)
+    assert not convert_hf.digest_of([((), x)], ())[1]
+
+
+# One tensor is 5 MB, the weights are 159 MB, and a checkpoint of them is 476 MB.
+N_BIG, D_BIG, F_BIG, MB = 8, 512, 2560, 2**20
+PEAK = """
+import sys
+sys.path[:0] = sys.argv[1:2]
+from scripts import convert_hf
+
+def convert(name):
+    run = f"runs/{name}"
+    convert_hf.import_hf(name, run)
+    convert_hf.export_hf(run, f"{name}_out", dtype="bfloat16", shard_size=30_000_000)
+    # getrusage's peak would be pytest's own, which a child begins with
+    peak = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]
+    return int(peak[0].split()[1]) // 1024
+
+print(convert("small"), convert("big"))
+"""
+
+
+def test_no_whole_model_is_ever_in_memory(tmp_path):
+    def build(name, N, D, F):
+        (tmp_path / name).mkdir()
+        hf = CONFIGS["llama"] | dict(model_type="llama", num_hidden_layers=N, hidden_size=D,
+                                     intermediate_size=F, head_dim=D // H, attention_bias=False,
+                                     mlp_bias=False, num_key_value_heads=H)  # fmt: skip
+        (tmp_path / name / "config.json").write_text(json.dumps(hf))
+        x = np.random.default_rng(0).integers(0, 2**8, D * max(F, V)).astype(np.float32)
+
+        def some(**shapes):
+            return {
+                name: x[: math.prod(s)].reshape(s).astype("bfloat16") for name, s in shapes.items()
+            }
+
+        ends = {"model.embed_tokens": (V, D), "lm_head": (V, D), "model.norm": (D,)}
+        for n in range(-1, N):
+            shapes = mlp("mlp", F) | {f"self_attn.{q}_proj.weight": (D, D) for q in "qkvo"}
+            shapes = {
+                name: tuple(D if s == 16 else s for s in size) for name, size in shapes.items()
+            }
+            shapes |= {f"{when}_layernorm.weight": (D,) for when in ("input", "post_attention")}
+            shapes = {f"model.layers.{n}.{name}": size for name, size in shapes.items()}
+            shapes = shapes if n >= 0 else {f"{name}.weight": size for name, size in ends.items()}
+            save_file(some(**shapes), tmp_path / name / f"part{n + 1}.safetensors")
+
+    build("small", 1, 32, 64)
+    build("big", N_BIG, D_BIG, F_BIG)
+    # Or malloc would keep what was freed: what is measured is what is held.
+    env = dict(MALLOC_MMAP_THRESHOLD_="1000000", MALLOC_ARENA_MAX="2", JAX_PLATFORMS="cpu")
+    command = [sys.executable, "-c", PEAK, str(ROOT)]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    before, after = map(int, done.stdout.split("\n")[-2].split())
+    weights = sum(math.prod(x[0]) * 4 for x in leaves(tmp_path / "runs/big").values()) / MB / 3
+    assert weights > 150
+    assert after - before < 80, f"{after - before} MB for {weights:.0f} MB of weights"
+
+
+# ---- what cannot be converted
+
+
+def refusal(*args) -> str:
+    """What the script prints as it refuses."""
+    done = run("scripts/convert_hf.py", *args)
+    assert "Traceback" not in done.stderr, done.stderr
+    return f"{done.returncode}\n{done.stderr}"
+
+
+def problems(tmp_path, family, tensors=None, **keys) -> str:
+    hf_dir(tmp_path / "hf", family, tensors, **keys)
+    with pytest.raises(UserError) as e:
+        convert_hf.import_hf(tmp_path / "hf", tmp_path / "runs" / "x")
+    assert e.value.code == config.DATA and not (tmp_path / "runs").exists()
+    lines = str(e.value).splitlines()
+    assert all(x.startswith("error: ") for x in lines[::2])
+    assert all(x.startswith("  fix: ") for x in lines[1::2])
+    return str(e.value)
+
+
+def test_tensors_that_do_not_fit_are_told_all_at_once(tmp_path):
+    tensors = hf_tensors("llama")
+    del tensors["model.norm.weight"]
+    tensors["model.layers.1.mlp.up_proj.weight"] = np.zeros((F, D + 1), np.float32)
+    tensors |= {f"model.layers.0.strange.{n}": np.zeros(1, np.float32) for n in range(12)}
+    text = problems(tmp_path, "llama", tensors)
+    assert "12 tensors are unknown for llama: model.layers.0.strange.0" in text
+    assert text.count("strange") == 10 and ", and 2 more" in text
+    assert "are missing: model.norm.weight" in text
+    assert "model.layers.1.mlp.up_proj.weight [32, 17] instead of [32, 16]" in text
+
+
+@pytest.mark.parametrize(
+    "family,keys,words",
+    [
+        ("llama", dict(hidden_act="gelu"), "hidden_act='gelu', but only 'silu'"),
+        ("llama", dict(rope_scaling=dict(type="linear", factor=2.0)), "rope_type='linear'"),
+        ("llama", dict(rope_scaling=dict(type="yarn", factor=2.0, attention_factor=3.0)), "3.0"),
+        ("llama", dict(rope_scaling=YARN), "mscale_all_dim=0.8, but only 0"),
+        ("llama", dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5, but only 1"),
+        ("llama", dict(clip_qkv=8.0), "clip_qkv=8.0 is not known"),
+        ("llama", dict(hidden_size=None), "no hidden_size"),
+        ("llama", dict(hidden_size="many"), "model.d_model would be 'many', no int"),
+        ("llama", dict(model_type="bert"), "model_type='bert' is none of gpt2"),
+        ("gpt2", dict(scale_attn_by_inverse_layer_idx=True), "inverse_layer_idx=True"),
+        ("gpt2", dict(activation_function="tanh"), "activation_function='tanh'"),
+        ("qwen3", dict(layer_types=["full_attention"]), "4 of full_attention and sliding"),
+        ("deepseek_v3", dict(scoring_func="softmax"), "scoring_func='softmax'"),
+        ("deepseek_v3", dict(num_nextn_predict_layers=0), "model.layers.3.eh_proj.weight"),
+        ("deepseek_v3", dict(quantization_config=dict(quant_method="fp8")), "bfloat16 first"),
+        ("qwen3", dict(tie_word_embeddings=True), "lm_head.weight (tie_word_embeddings"),
+    ],
+)  # fmt: skip
+def test_what_changes_the_maths_is_refused(family, keys, words, tmp_path):
+    tensors = hf_tensors(family)
+    if family == "deepseek_v3":
+        tensors["model.layers.3.eh_proj.weight"] = np.ones(1, np.float32)
+    if family == "qwen3":
+        tensors["lm_head.weight"] = np.ones((V, D), np.float32)
+    assert words in problems(tmp_path, family, tensors, **keys)
+
+
+def test_weights_that_are_no_floats_or_not_finite_are_refused(tmp_path):
+    tensors = hf_tensors("llama")
+    tensors["model.norm.weight"] = np.ones(D, np.int8)
+    tensors["model.layers.0.mlp.up_proj.weight_scale_inv"] = np.ones(1, np.float32)
+    (tmp_path / "a").mkdir()
+    text = problems(tmp_path / "a", "llama", tensors)
+    assert "model.norm.weight (I8)" in text and "scales of quantized weights" in text
+    tensors = hf_tensors("llama")
+    tensors["model.norm.weight"][3] = np.nan
+    (tmp_path / "b").mkdir()
+    assert "hold a NaN or infinity: params/norm_D" in problems(tmp_path / "b", "llama", tensors)
+
+
+def test_nothing_outside_the_directory_and_no_pickle_is_read(tmp_path):
+    hf, out = hf_dir(tmp_path / "hf", "llama"), tmp_path / "runs" / "x"
+    (hf / "model.safetensors").rename(tmp_path / "model.safetensors")
+    index = hf / "model.safetensors.index.json"
+    index.write_text(json.dumps(dict(weight_map={"lm_head.weight": "../model.safetensors"})))
+    text = refusal("import", "--hf", hf, "--run", out)
+    assert text.startswith("3\nerror: ") and "'../model.safetensors', which is no plain" in text
+    index.unlink()
+    (hf / "pytorch_model.bin").write_bytes(b"pickle")
+    text = refusal("import", "--hf", hf, "--run", out)
+    assert text.startswith("3\nerror: ") and "only pytorch_model.bin, and such files can" in text
+    assert not out.exists()
+
+
+def test_nothing_that_exists_is_overwritten(tmp_path):
+    hf, out = hf_dir(tmp_path / "hf", "llama"), tmp_path / "runs" / "x"
+    done = run("scripts/convert_hf.py", "import", "--hf", hf, "--run", out)
+    assert done.returncode == 0, done.stderr
+    text = refusal("import", "--hf", hf, "--run", out)
+    assert text.startswith("2\nerror: ") and "choose another --run" in text
+    text = refusal("export", "--run", out, "--hf", hf)
+    assert text.startswith("2\nerror: ") and "choose another --hf" in text
+    done = run("scripts/convert_hf.py", "export", "--run", out, "--hf", tmp_path / "new")
+    assert done.returncode == 0 and "write: 100%" in done.stderr
+    text = refusal("export", "--run", out, "--hf", tmp_path / "newer", "--step", 5)
+    assert text.startswith("4\nerror: ") and "no checkpoint 5, only 0" in text
+
+
+def test_a_damaged_checkpoint_is_not_exported(tmp_path):
+    convert_hf.import_hf(hf_dir(tmp_path / "hf", "llama"), tmp_path / "runs" / "x")
+    meta = tmp_path / "runs/x/checkpoints/0/meta/metadata"
+    text = json.loads(meta.read_text())
+    text["leaves"]["params/norm_D"][2][0] ^= 1
+    text["checksum"] = utils.checksum(text)
+    meta.write_text(json.dumps(text))
+    with pytest.raises(UserError, match="damaged: norm_D is not as saved"):
+        convert_hf.export_hf(tmp_path / "runs" / "x", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+MLA = dict(attention="mla", q_rank=8, kv_rank=8, d_rope=8, d_value=8)
+
+
+@pytest.mark.parametrize(
+    "fields,words",
+    [
+        (dict(logit_softcap=30.0), "model.logit_softcap is 30.0, but a llama of"),
+        (
+            dict(activation="gelu"),
+            "model.activation is gelu, but a llama of transformers has swiglu",
+        ),
+        (dict(norm="layer"), "model.positions is rope, but a gpt2 of transformers has learned"),
+        (dict(qk_norm=True, mlp_bias=True), "model.mlp_bias is True, but a qwen3 of"),
+        (MLA | dict(pattern="dense,moe", n_experts=4, d_expert=8), "model.router is softmax"),
+        (dict(pattern="dense,dense_local", window=4), "model.layers is {'prefix': '', 'pattern'"),
+    ],
+)
+def test_models_that_transformers_lacks_are_not_exported(fields, words):
+    cfg = config.check(config.Config(model=Model(**fields)))
+    with pytest.raises(UserError) as e:
+        convert_hf.write_config(cfg, "float32", None)
+    assert e.value.code == config.DATA and words in str(e.value)
+
+
+PUBLISHED = ["gpt2_124m", "gpt2_1.5b", "llama3_8b", "llama3_70b", "qwen3_0.6b", "qwen3_30b_a3b"]
+
+
+@pytest.mark.parametrize("name", [*PUBLISHED, "deepseek_v3"])
+def test_presets_of_published_models_can_be_exported(name):
+    cfg = config.PRESETS[name]()
+    hf = convert_hf.write_config(cfg, "float32", None)
+    assert convert_hf.meaning(convert_hf.read_model(hf)) == convert_hf.meaning(cfg.model)
+    pieces = convert_hf.pieces(hf["model_type"], cfg)
+    assert sum(math.prod(piece.shape) for piece in pieces) == model.param_count(cfg)
+
+
+@pytest.mark.parametrize(
+    "kinds,prefix,pattern",
+    [
+        ("d d d", "", "dense"),
+        ("d m m m", "dense", "moe"),
+        ("d l d l", "", "dense,dense_local"),
+        ("d d d m d d d m", "", "dense*3,moe"),
+        ("d m l", "", "dense,moe,dense_local"),
+        ("l d d l d d", "", "dense_local,dense*2"),
+    ],
+)
+def test_the_shortest_pattern_is_found(kinds, prefix, pattern):
+    names = dict(d="dense", m="moe", l="dense_local")
+    found = convert_hf.shortest([names[kind] for kind in kinds.split()])
+    assert found == dict(prefix=prefix, pattern=pattern)

@@ -1,0 +1,277 @@
+"""Trifold's models are those of Hugging Face transformers: the same numbers from the same weights.
+
+goldens/ holds what transformers computed (make_goldens.py).  The tests marked `live` ask
+transformers itself, where it is installed: `make test-interop`.
+"""
+
+import json
+from functools import cache, partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import ROOT
+from jax import lax
+
+import config
+import model
+import train
+import utils
+from model import P
+from scripts import convert_hf
+
+GOLDENS = ROOT / "tests" / "goldens"
+FAMILIES = sorted(p.name for p in GOLDENS.iterdir())
+
+NEEDED = [name for name in ("torch", "transformers") if not find_spec(name)]
+live = pytest.mark.skipif(
+    bool(NEEDED), reason=f"{', '.join(NEEDED)} not installed: run make test-interop"
+)
+
+DTYPES = dict(F32=np.float32, BF16=jnp.bfloat16, I32=np.int32)
+
+
+def tensors(path: Path) -> dict:
+    """{name: array} of a safetensors file: the header's length, the header, the numbers."""
+    raw = path.read_bytes()
+    start = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:start])
+    header.pop("__metadata__", None)
+
+    def array(dtype, shape, data_offsets):
+        first, end = data_offsets
+        return np.frombuffer(raw[start + first : start + end], DTYPES[dtype]).reshape(shape)
+
+    return {name: array(**entry) for name, entry in header.items()}
+
+
+@cache
+def golden(family: str) -> dict:
+    return tensors(GOLDENS / family / "golden.safetensors")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request) -> str:
+    """pytest runs all tests of a family before those of the next one."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def imported(family, tmp_path_factory) -> Path:
+    """The run that the family's golden becomes."""
+    run = tmp_path_factory.mktemp(family) / "run"
+    convert_hf.import_hf(GOLDENS / family, run)
+    return run
+
+
+@pytest.fixture(scope="module")
+def record(request):
+    """record(what, family, got, want, at_most) compares, and keeps the largest difference for a
+    table in the end (with pytest -n 0)."""
+    seen, capture = {}, request.config.pluginmanager.get_plugin("capturemanager")
+
+    def compare(what, family, got, want, at_most):
+        assert np.shape(got) == np.shape(want)
+        error = float(np.abs(np.asarray(got, np.float64) - want).max())
+        row = seen.setdefault(family, {})
+        row[what] = max(error, row.get(what, 0))
+        assert error <= at_most, f"{what} of {family} differ by {error:.1e}"
+
+    yield compare
+    names = [what for row in seen.values() for what in row]
+    columns = sorted(set(names), key=names.index)
+    with capture.global_and_fixture_disabled():
+        print(f"\n{'largest difference':<18}", *columns, sep="  ")
+        for family, row in seen.items():
+            cells = [f"{row[c]:.1e}" if c in row else "" for c in columns]
+            cells = [cell.rjust(len(c)) for cell, c in zip(cells, columns, strict=True)]
+            print(f"{family:<18}", *cells, sep="  ")
+
+
+def load(run, mesh=(1, 2, 2)):
+    """(cfg, params) of a run on that mesh, which becomes the ambient one."""
+    flags = ["--train.seq_len", "48", "--train.dtype", "float32"]
+    cfg = utils.start_mesh(config.of_run(str(run), config.Mesh(*mesh), *flags), rows=2)
+    return cfg, train.load_params(utils.absolute(str(run)), cfg)
+
+
+@partial(jax.jit, static_argnames="cfg")
+def score(params, token_MBL, target_MBL, cfg):
+    """(logits, MBLV; negative log likelihood of the targets, MBL)."""
+    rows = P("pp", "dp", None)
+
+    @jax.shard_map(in_specs=(model.param_specs(cfg), rows, rows), out_specs=(P(*rows, "tp"), rows))
+    def per_device(params, token_MBL, target_MBL):
+        ends, index_BL = model.both_ends(params, cfg), jnp.arange(token_MBL.shape[-1])[None]
+        at = model.Span(index_BL, index_BL)
+        x_MBLD, _ = model.hidden(params, ends, token_MBL, lambda m: at, cfg)
+
+        def one(parts):
+            x_BLD, target_BL = parts
+            nll_BL, _ = model.cross_entropy(x_BLD, target_BL, ends, cfg)
+            return model.logits(lax.all_gather(x_BLD, "tp", axis=1, tiled=True), ends, cfg), nll_BL
+
+        return lax.map(one, (x_MBLD, target_MBL))
+
+    return per_device(params, token_MBL, target_MBL)
+
+
+def scores(params, token_RL, cfg):
+    """Of rows of tokens the logits, without the ids that only fill up the vocabulary, and the nll
+    of each next token."""
+    target_RL = np.pad(token_RL[:, 1:], ((0, 0), (0, 1)))
+    shape = cfg.mesh.pp, -1, token_RL.shape[1]
+    logit_MBLV, nll_MBL = score(params, token_RL.reshape(shape), target_RL.reshape(shape), cfg)
+    logit_RLV = np.asarray(logit_MBLV).reshape(*token_RL.shape, -1)[..., : cfg.model.vocab_size]
+    return logit_RLV, np.asarray(nll_MBL).reshape(token_RL.shape)[:, :-1]
+
+
+# ---- goldens
+
+
+MESHES = [(family, (1, 2, 2)) for family in FAMILIES]
+MESHES += [("llama", (1, 1, 1)), ("qwen3_moe", (2, 1, 2))]
+
+
+@pytest.mark.parametrize("family,mesh", MESHES, indirect=["family"], ids=str)
+def test_logits_and_loss_are_those_of_transformers(family, mesh, imported, record):
+    cfg, params = load(imported, mesh)
+    want = golden(family)
+    logit, nll = scores(params, want["tokens"], cfg)
+    assert logit.std() > 1  # or small differences would mean little
+    record("logits", family, logit[:, -want["logits"].shape[1] :], want["logits"], 1e-4)
+    record("nll", family, nll, want["nll"], 1e-4)
+    record("loss", family, nll.mean(), want["loss"], 1e-5)
+
+
+def test_decoding_has_the_logits_of_transformers(family, imported, record):
+    """40 tokens at once, and then one at a time."""
+    cfg, params = load(imported)
+    want, start = golden(family), 40
+    (n_rows, L), (_, pp, tp) = want["tokens"].shape, cfg.mesh.sizes
+    token_MBS = np.resize(want["tokens"], (pp, tp, L))  # each row in each microbatch
+    memory, got = None, []
+    for length in range(start, start + 5):
+        length_MB = np.full(token_MBS.shape[:2], length, np.int32)
+        n_new = 1 if memory else length
+        logit_MBV, memory = model.next_logits(params, memory, token_MBS, length_MB, n_new, cfg)
+        got.append(np.asarray(logit_MBV)[..., : cfg.model.vocab_size].reshape(pp, n_rows, 1, -1))
+    first = start - 1 - (L - want["logits"].shape[1])
+    wanted = want["logits"][:, first : first + len(got)]
+    for logit in np.concatenate(got, 2):
+        record("decoding", family, logit, wanted, 1e-4)
+
+
+def exported_tensors(folder: Path) -> dict:
+    """What all safetensors files of a folder hold, and that its index agrees."""
+    files = {p.name: tensors(p) for p in folder.glob("model*.safetensors")}
+    if len(files) > 1:
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        assert index["weight_map"] == {name: f for f, held in files.items() for name in held}
+    return {name: x for held in files.values() for name, x in held.items()}
+
+
+def hf_config(folder: Path) -> dict:
+    return json.loads((folder / "config.json").read_text())
+
+
+def test_what_is_imported_is_exported_again(family, imported, tmp_path):
+    """Bit for bit, in several files."""
+    convert_hf.export_hf(imported, tmp_path / "hf", dtype="bfloat16", shard_size=10_000)
+    got, want = exported_tensors(tmp_path / "hf"), exported_tensors(GOLDENS / family)
+    assert len([*(tmp_path / "hf").glob("model-*.safetensors")]) > 1
+    assert {name: x.shape for name, x in got.items()} == {n: x.shape for n, x in want.items()}
+    for name in want:
+        np.testing.assert_array_equal(got[name].astype(np.float32), want[name].astype(np.float32))
+    models = [convert_hf.read_model(hf_config(f)) for f in (tmp_path / "hf", GOLDENS / family)]
+    assert models[0] == models[1]
+
+
+def test_a_config_of_before_transformers_5_is_the_same_model(family):
+    """Most that are published have rope_theta and rope_scaling, and torch_dtype."""
+    new = hf_config(GOLDENS / family)
+    old = {name: x for name, x in new.items() if name not in ("rope_parameters", "dtype")}
+    if rope := dict(new.get("rope_parameters", {})):
+        old |= dict(rope_theta=rope.pop("rope_theta"), rope_scaling=rope)
+        if rope["rope_type"] == "default":
+            old |= dict(rope_scaling=None)
+        elif "deepseek" in family:
+            rope |= dict(type=rope.pop("rope_type"))
+    old |= dict(torch_dtype="bfloat16")
+    assert convert_hf.read_model(old) == convert_hf.read_model(new)
+
+
+# ---- transformers itself
+
+
+def transformers_logits(folder: Path, tokens):
+    """What AutoModelForCausalLM computes with the weights in folder, of which it uses all and lacks
+    none."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    network, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(info.values()), info
+    with torch.no_grad():
+        return network.eval()(torch.tensor(tokens, dtype=torch.long)).logits.numpy()
+
+
+@live
+def test_goldens_are_what_transformers_computes_today(family, tmp_path, record):
+    """And what make_goldens.py writes: neither has changed since they were made."""
+    import make_goldens
+
+    make_goldens.make(family, tmp_path)
+    made, files = tensors(tmp_path / "golden.safetensors"), ("config.json", "model.safetensors")
+    for f in files:
+        assert (tmp_path / f).read_bytes() == (GOLDENS / family / f).read_bytes()
+    np.testing.assert_array_equal(made["tokens"], golden(family)["tokens"])
+    for name in ("logits", "nll", "loss"):
+        record(f"{name} made anew", family, made[name], golden(family)[name], 1e-5)
+
+
+@live
+def test_transformers_computes_the_same_from_an_export(family, imported, tmp_path, record):
+    cfg, params = load(imported)
+    convert_hf.export_hf(imported, tmp_path)
+    tokens = golden(family)["tokens"]
+    want = transformers_logits(tmp_path, tokens)
+    record("exported", family, scores(params, tokens, cfg)[0], want, 1e-4)
+
+
+def scattered(params):
+    """The same, with gains that are not one and biases that are not zero."""
+
+    def bend(path, x):
+        name = jax.tree_util.keystr(path)
+        if "norm" not in name and "bias" not in name:
+            return x
+        noise = np.random.default_rng(len(name) + x.size).normal(size=x.shape)
+        return x + 0.3 * noise.astype(np.float32)
+
+    return jax.tree_util.tree_map_with_path(bend, params)
+
+
+@live
+def test_transformers_computes_the_same_from_our_own_model(family, imported, tmp_path, record):
+    """One that trifold has initialized and saved, exported in several files."""
+    run = tmp_path / "run"
+    cfg, _ = load(imported)
+    run.mkdir()
+    (run / "config.json").write_text((imported / "config.json").read_text())
+    state = train.init_state(cfg)
+    state = state._replace(params=scattered(state.params))
+    store = utils.Checkpoints(utils.absolute(str(run)), keep=1)
+    store.save(0, train.items(state))
+    store.close()
+    convert_hf.export_hf(run, tmp_path / "hf", shard_size=20_000)
+    cfg, params = load(run)
+    tokens = golden(family)["tokens"]
+    want = transformers_logits(tmp_path / "hf", tokens)
+    record("our own", family, scores(params, tokens, cfg)[0], want, 1e-4)
