@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import replace
+from importlib.metadata import version
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -15,13 +16,17 @@ sys.path.insert(0, str(ROOT))
 import config
 
 os.environ |= dict(JAX_PLATFORMS="cpu", WANDB_SILENT="true")
-os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"  # compiles in half the time
+# Both compile in half the time; jaxlib 0.12 aborts on the second, which it no longer has.
+os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
+if version("jaxlib") < "0.12":
+    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 # What one test compiled, the next one and its subprocesses load.
 CACHE = tempfile.TemporaryDirectory(prefix="trifold-tests-")
 os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE.name
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
 config.simulate_devices(config.Mesh(2, 2, 2))  # before jax is imported
 
+import jax
 import pytest
 
 import utils
@@ -35,6 +40,16 @@ def on_mesh(cfg: config.Config, mesh=(1, 1, 1), **sections) -> config.Config:
     sections = {name: replace(getattr(cfg, name), **fields) for name, fields in sections.items()}
     axes = dict(zip(utils.AXES, mesh, strict=True))
     return utils.start_mesh(replace(cfg, mesh=replace(cfg.mesh, **axes), **sections))
+
+
+@pytest.fixture(autouse=True)
+def few_programs():
+    """JAX keeps every compiled program, each a thousand memory maps, and crashes where Linux gives
+    no more of them (65,530 a process)."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and len(maps.read_text().splitlines()) > 20_000:
+        jax.clear_caches()
 
 
 @pytest.fixture(scope="session")
