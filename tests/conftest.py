@@ -16,9 +16,9 @@ sys.path.insert(0, str(ROOT))
 import config
 
 os.environ |= dict(JAX_PLATFORMS="cpu", WANDB_SILENT="true")
-# Both compile in half the time; jaxlib 0.12 aborts on the second, which it no longer has.
+# Both compile in half the time; jaxlib 0.11 aborts on the second, which it no longer has.
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
-if version("jaxlib") < "0.12":
+if version("jaxlib") < "0.11":
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 # What one test compiled, the next one and its subprocesses load.
 CACHE = tempfile.TemporaryDirectory(prefix="trifold-tests-")
