@@ -75,6 +75,14 @@ class Mesh:
     """Pipeline stages: the layers are split over them."""
     tp: int = 1
     """Tensor parallel: heads, d_ff, vocabulary and the sequence are split over it."""
+    fsdp: Literal["layer", "step", "none"] = "layer"
+    """How weights meet dp: each layer's gathered where it is used (ZeRO-3), all gathered once an
+    update (ZeRO-2: more memory, less traffic), or whole on each dp rank (plain data parallel)."""
+    schedule: Literal["gpipe", "1f1b", "interleaved"] = "gpipe"
+    """The pipeline's order: all forward, then all backward; each microbatch back as soon as it is
+    through, so that memory does not grow with their number; or so with virtual_stages."""
+    virtual_stages: int = 1
+    """interleaved: parts of the model on each stage; the bubble shrinks by as much."""
     experts: Literal["gather", "alltoall"] = "gather"
     """How a moe layer meets its experts: gather their weights over dp like all others, or send the
     tokens to the dp rank that holds them (expert parallelism)."""
@@ -243,10 +251,21 @@ class Train:
     """Tokens in each of them."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute dtype.  Parameters and optimizer state rest in float32."""
-    remat: Literal["none", "dots", "layer"] = "layer"
-    """What the backward pass recomputes: nothing, all but matmul outputs, or whole layers."""
+    remat: Literal["none", "dots", "attention", "layer", "offload"] = "layer"
+    """What the backward pass recomputes: nothing; all but matmuls; all but attention; whole layers;
+    or whole layers from inputs kept in host memory (accelerators only)."""
+    unroll: int = 1
+    """Layers in a step of the loop over them: more compile time, fewer copies."""
+    attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"
+    """The attention kernel: cuDNN's flash on NVIDIA, splash on TPU, XLA elsewhere and where those
+    lack something; or always the one named."""
+    loss_chunk: int = 4096
+    """Tokens a device scores at a time: their logits, and no others, are in memory."""
     dropout: float = 0.0
     """Chance that an element of the embedding or of a branch's output is dropped."""
+    profile: tuple[int, int] = (0, 0)
+    """First update and number of updates to trace into profile/ of the run directory, with a ledger
+    of where their time went; 0 0 is none."""
     z_loss: float = 0.0
     """Weight of the mean squared log-partition in the objective (PaLM, section 5; usual: 1e-4)."""
     balance_loss: float = 0.0
@@ -298,6 +317,8 @@ class Log:
     """online falls back to offline without a key; required exits instead."""
     wandb_project: str = "trifold"
     """The Weights & Biases project."""
+    hlo: bool = False
+    """Write the compiled program of the update to step.hlo.txt in the run directory."""
 
 
 # Booleans take a value (--model.qk_norm True), as config.json has it.
@@ -313,7 +334,7 @@ class Config:
     train: YesNo[Train] = Train()
     optim: Optim = Optim()
     checkpoint: Checkpoint = Checkpoint()
-    log: Log = Log()
+    log: YesNo[Log] = Log()
     fresh: tyro.conf.FlagCreatePairsOff[bool] = False
     """Start over in a run directory that holds a run: the old one is moved aside, never deleted."""
     eval_only: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -525,7 +546,8 @@ RANGES = {  # name: (low, high), both allowed
     "model.rope_low": (1e-6, 1e6),
     "model.rope_high": (1e-6, 1e6),
     **{f"train.{name}": (1, BIG) for name in (
-        "seq_len", "batch_size", "grad_accum", "steps", "sample_tokens")},
+        "seq_len", "batch_size", "grad_accum", "steps", "sample_tokens", "unroll", "loss_chunk")},
+    "mesh.virtual_stages": (1, BIG),
     **{f"train.{name}": (0, BIG) for name in ("microbatches", "eval_every", "sample_every")},
     "run.seed": (0, 2**32 - 1),
     "model.rope_theta": (1.0, 1e12),
@@ -608,6 +630,32 @@ def divide_problems(cfg: Config):
         near = max(1, round(t.batch_size / parts)) * parts
         fix = f"set --train.batch_size {near}"
         yield Problem(what, fix + (", or --train.microbatches 0" if t.microbatches else ""))
+
+
+def pipeline_problems(cfg: Config):
+    """What mesh.schedule asks of the mesh, and training of a stage's share of a sequence."""
+    mesh, t = cfg.mesh, cfg.train
+    _, pp, tp = (max(1, size) for size in mesh.sizes)
+    v, blocks = mesh.virtual_stages, n_blocks(cfg.model)
+    interleaved = mesh.schedule == "interleaved"
+    if interleaved and (v < 2 or mesh.pp == 1):
+        what = f"mesh.schedule=interleaved, but mesh.virtual_stages={v} and mesh.pp={mesh.pp}"
+        yield Problem(what, "set both to 2 or more, or take --mesh.schedule 1f1b")
+    elif v > 1 and not interleaved:
+        what = f"mesh.virtual_stages={v} has no effect: mesh.schedule={mesh.schedule}"
+        yield Problem(what, "set --mesh.schedule interleaved, or leave it out")
+    elif v > 1 and blocks % pp == 0 and blocks % (pp * v):
+        what = f"mesh.pp*mesh.virtual_stages = {pp}*{v} = {pp * v} must divide the {blocks}"
+        what += " layers" if blocks == cfg.model.n_layers else " blocks of layers"
+        some = divisors(blocks // pp)[1:]
+        fix = f"set --mesh.virtual_stages to {listed(some)}, or " if some else ""
+        yield Problem(what, fix + "take --mesh.schedule 1f1b")
+    if t.seq_len % tp == 0 and t.seq_len % (pp * tp):
+        what = f"mesh.pp*mesh.tp = {pp}*{tp} = {pp * tp} must divide train.seq_len={t.seq_len}"
+        yield Problem(what, f"set --train.seq_len {-(-t.seq_len // (pp * tp)) * pp * tp}")
+    if t.remat == "offload" and pp > 1:
+        what = f"train.remat=offload needs mesh.pp=1, and it is {pp}"
+        yield Problem(what, "take --train.remat layer")
 
 
 def pattern_problems(cfg: Config):
@@ -724,6 +772,11 @@ def other_problems(cfg: Config):
     if o.warmup_steps > t.steps:
         what = f"optim.warmup_steps={o.warmup_steps} must not exceed train.steps={t.steps}"
         yield Problem(what, f"set --optim.warmup_steps to {t.steps} or less")
+    first, n = t.profile
+    if t.profile != (0, 0) and not (0 < first < first + n <= t.steps + 1):
+        what = f"train.profile={first} {n}: no {n} updates from {first} on are within"
+        fix = "give the number of the first update and how many to trace, or 0 0"
+        yield Problem(f"{what} train.steps={t.steps}", fix)
     for name in ("run.dir", "data.train", "data.val"):
         path = value(cfg, name)
         if not path or "\0" in path or re.match(r"[a-z]+://[^/]*@", path):
@@ -750,7 +803,7 @@ def check(cfg: Config) -> Config:
     if pattern := [*pattern_problems(cfg)]:  # without it the rest of the model cannot be told
         found += pattern
     else:
-        found += [*divide_problems(cfg), *model_problems(cfg)]
+        found += [*divide_problems(cfg), *pipeline_problems(cfg), *model_problems(cfg)]
     found += other_problems(cfg)
     if found:
         raise UserError(USAGE, problems=found)
@@ -768,7 +821,10 @@ def resolve(cfg: Config, n_devices: int, rows: int | None = None) -> Config:
     cfg = replace(cfg, mesh=replace(cfg.mesh, dp=dp, pp=pp, tp=tp))
     if rows is not None:
         whole = max(1, rows // (dp * pp)) * dp * pp
-        cfg = replace(cfg, train=replace(cfg.train, batch_size=whole, grad_accum=1, microbatches=0))
+        no_training = dict(grad_accum=1, microbatches=0, remat="layer")
+        train = replace(cfg.train, batch_size=whole, **no_training)
+        mesh = replace(cfg.mesh, schedule="gpipe", virtual_stages=1)
+        cfg = replace(cfg, train=train, mesh=mesh)
     check(cfg)
     if not cfg.train.microbatches:
         rows = cfg.train.batch_size // (cfg.train.grad_accum * dp)
@@ -818,9 +874,12 @@ def file_flags(path: str) -> list[str]:
         flags = []
         for section in SECTIONS:
             for name, v in record.get(section, {}).items():
-                if not isinstance(v, (str, int, float, bool)):
+                if isinstance(v, list) and isinstance(value(Config(), f"{section}.{name}"), tuple):
+                    flags += [f"--{section}.{name}", *(f"{int(str(x))}" for x in v)]
+                elif isinstance(v, (str, int, float, bool)):
+                    flags.append(f"--{section}.{name}={v}")
+                else:
                     raise ValueError(f"{section}.{name} is {v!r}")
-                flags.append(f"--{section}.{name}={v}")
         return flags
     except FileNotFoundError:
         what = f"--config {path}: no such preset or file"

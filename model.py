@@ -15,10 +15,11 @@ letter that its PartitionSpec maps to a mesh axis is the local piece.  `grep lax
 """
 
 import math
+import re
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import groupby
 from typing import NamedTuple
 
@@ -26,15 +27,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from config import USAGE, Config, UserError, layer_kinds, listed, n_blocks
-from utils import AXES, leaf_table
+from utils import AXES, leaf_table, say
 
 # AMBL: tokens and targets; each stage embeds and scores its own microbatches.
 TOKENS = P(None, "pp", "dp", None)
+
+# Names of arrays for train.remat.
+WEIGHTS, INPUT = "gathered weights", "a layer's input"
 
 # ---- the parameter table
 
@@ -188,7 +193,13 @@ def param_table(cfg: Config) -> dict:
 
     prefix, block = layer_kinds(cfg.model.prefix), layer_kinds(cfg.model.pattern)
     table = dict(layers=stacks(block, n_blocks(cfg.model), "pp"), **ends_table(cfg))
-    return table | dict(prefix=stacks(prefix, 1, None)) if prefix else table
+    table |= dict(prefix=stacks(prefix, 1, None)) if prefix else {}
+
+    def whole(p: Param):
+        spec = P(*(None if axis == "dp" else axis for axis in p.spec))
+        return p if p.own else replace(p, spec=spec)
+
+    return jax.tree.map(whole, table) if cfg.mesh.fsdp == "none" else table
 
 
 def layer_places(cfg: Config) -> list[tuple[str, str, int]]:
@@ -252,21 +263,37 @@ def init_params(cfg: Config) -> dict:
     return jax.tree_util.tree_map_with_path(init, param_table(cfg))
 
 
-def unshard(w: dict, table: dict, cfg: Config) -> dict:
-    """FSDP: cast to the compute dtype and gather over dp just before use.
+def unshard(w: dict, table: dict, dtype) -> dict:
+    """FSDP: cast to the compute dtype and gather over dp.
 
     The transpose reduce-scatters the gradient.
     """
     alone = lax.axis_size("dp") == 1  # XLA would copy, on a CPU more than a decoding step computes
 
     def gather(x, p: Param):
-        if "dp" not in p.spec:
+        if not p.decay:  # a vector is whole on every rank, and stays float32
             return x
-        x = x if p.wide else x.astype(cfg.train.dtype)
-        whole = alone or p.own
-        return x if whole else lax.all_gather(x, "dp", axis=p.spec.index("dp"), tiled=True)
+        x = x if p.wide else checkpoint_name(x.astype(dtype), WEIGHTS)
+        if alone or p.own or "dp" not in p.spec:
+            return x
+        x = lax.all_gather(x, "dp", axis=p.spec.index("dp"), tiled=True)
+        return checkpoint_name(x, WEIGHTS)
 
-    return {name: gather(x, table[name]) for name, x in w.items()}
+    return jax.tree.map(gather, w, table)
+
+
+def ready(params, cfg: Config, dtype) -> dict:
+    """The weights as the layers take them, float32 or cast to dtype: gathered over dp, but those of
+    layers only if mesh.fsdp does not leave it to the layer.
+
+    They are typed as different on every device, so that a gradient is summed over the devices
+    once, in the transpose of this function.
+    """
+    table, late = param_table(cfg), {}
+    if cfg.mesh.fsdp == "layer":
+        late = {group: params[group] for group in ("layers", "prefix") if group in params}
+    early = {name: x for name, x in params.items() if name not in late}
+    return varying(late | unshard(early, {name: table[name] for name in early}, dtype))
 
 
 # ---- attention
@@ -387,14 +414,28 @@ def softcap(x, cap: float):
     return cap * jnp.tanh(x / cap) if cap else x
 
 
-def attend(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int):
-    """Causal softmax attention; scores over sqrt(width), and H / G query heads share a key head."""
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def einsum32(sums: str, x, w):
+    """jnp.einsum of two, float32; but a gradient is rounded to their dtype before it is multiplied
+    on, or bfloat16 would be trained at the speed of float32."""
+    return jnp.einsum(sums, x, w, preferred_element_type=jnp.float32)
+
+
+def einsum32_backward(sums, xw, g):
+    of_x, of_w, of_y = re.split(",|->", sums)
+    (x, w), g = xw, g.astype(xw[0].dtype)
+    return jnp.einsum(f"{of_y},{of_w}->{of_x}", g, w), jnp.einsum(f"{of_x},{of_y}->{of_w}", x, g)
+
+
+einsum32.defvjp(lambda sums, x, w: (einsum32(sums, x, w), (x, w)), einsum32_backward)
+
+
+def xla_attention(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int):
+    """All of `attend`, with the scores in memory."""
     B, L, H, K = q_BLHK.shape
     S, G = k_BSGK.shape[1:3]
     q_BLGRK = q_BLHK.reshape(B, L, G, H // G, K)
-    score_BGRLS = jnp.einsum(
-        "BLGRK,BSGK->BGRLS", q_BLGRK, k_BSGK, preferred_element_type=jnp.float32
-    )
+    score_BGRLS = einsum32("BLGRK,BSGK->BGRLS", q_BLGRK, k_BSGK)
     score_BGRLS *= width**-0.5 * yarn_magnitudes(cfg.model)[1]
     score_BGRLS = softcap(score_BGRLS, cfg.model.attn_softcap)
     ahead_BLS = at.index_BL[..., None] - jnp.arange(S)
@@ -404,6 +445,110 @@ def attend(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int):
     prob_BGRLS = jax.nn.softmax(jnp.where(seen_BLS[:, None, None], score_BGRLS, -1e30), -1)
     y_BLGRW = jnp.einsum("BGRLS,BSGW->BLGRW", prob_BGRLS.astype(q_BLHK.dtype), v_BSGW)
     return y_BLGRW.reshape(B, L, H, -1)
+
+
+def cudnn_attention(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int):
+    """cuDNN's flash attention; a value head narrower than a key head (mla) is filled up."""
+    K, W = q_BLHK.shape[-1], v_BSGW.shape[-1]
+    v_BSGK = jnp.pad(v_BSGW, ((0, 0),) * 3 + ((0, K - W),))
+    y_BLHK = jax.nn.dot_product_attention(
+        q_BLHK,
+        k_BSGK,
+        v_BSGK,
+        scale=width**-0.5 * yarn_magnitudes(cfg.model)[1],
+        is_causal=True,
+        local_window_size=(at.window - 1, 0) if at.window else None,
+        implementation="cudnn",
+    )
+    return y_BLHK[..., :W]
+
+
+def splash_attention(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int, interpret=False):
+    """JAX's flash attention for TPUs, which leaves out the blocks that no query sees."""
+    # A second of imports that no other platform needs.
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    L, H = q_BLHK.shape[1:3]
+    one = masks.LocalMask((L, L), (at.window - 1, 0), 0) if at.window else masks.CausalMask((L, L))
+    size = next(n for n in (1024, 512, 256, 128) if L % n == 0)
+    q = dict(block_q=size, block_q_dkv=size)
+    kv = dict(block_kv=size, block_kv_dkv=size)
+    at_once = dict.fromkeys(("block_kv_compute", "block_kv_dkv_compute"), min(size, 512))
+    scaled_BLHK = (q_BLHK * (width**-0.5 * yarn_magnitudes(cfg.model)[1])).astype(q_BLHK.dtype)
+    heads_first = [jnp.swapaxes(x, 1, 2) for x in (scaled_BLHK, k_BSGK, v_BSGW)]
+    if at.document_BL is not None:
+        heads_first.append(splash.SegmentIds(at.document_BL, at.document_BS))
+
+    class Shape(jax.ShapeDtypeStruct):
+        """The kernel's outputs differ from device to device as q does, which it does not say, and
+        shard_map asks."""
+
+        def __init__(self, shape, dtype):
+            super().__init__(shape, dtype, manual_axis_type=jax.typeof(q_BLHK).manual_axis_type)
+
+        @staticmethod
+        def like(x):
+            return Shape(x.shape, x.dtype)
+
+    class Jax:
+        ShapeDtypeStruct = Shape
+
+        def __getattr__(self, name):
+            return getattr(jax, name)
+
+    splash.jax = Jax()
+    kernel = splash.make_splash_mha_single_device(
+        masks.MultiHeadMask([one] * H),
+        block_sizes=splash.BlockSizes(**q, **kv, **at_once, use_fused_bwd_kernel=True),
+        attn_logits_soft_cap=cfg.model.attn_softcap or None,
+        interpret=interpret,
+    )
+    return jnp.swapaxes(jax.vmap(kernel)(*heads_first), 1, 2)
+
+
+def shortcoming(kernel: str, q_BLHK, at: Span, cfg: Config) -> str:
+    """Why the kernel cannot do this attention, or ""."""
+    platform = jax.sharding.get_abstract_mesh().abstract_device.platform
+    L, K, half = q_BLHK.shape[1], q_BLHK.shape[3], q_BLHK.dtype == jnp.bfloat16
+    home = dict(cudnn=("gpu", "cuda"), splash=("tpu",))[kernel]
+    lacks = {
+        f"runs on {home[0]}, and this is {platform}": platform not in home,
+        "is for whole rows, not for decoding": at.split == 0,
+    }
+    if kernel == "cudnn":
+        lacks |= {
+            "has no score softcap (model.attn_softcap)": cfg.model.attn_softcap,
+            "has no document mask (data.document_mask)": at.document_BL is not None,
+            "needs train.dtype=bfloat16": not half,
+            f"takes heads of a multiple of 8, up to 256, not {K}": K % 8 or K > 256,
+        }
+    else:
+        lacks |= {f"takes rows of a multiple of 128 tokens, not {L}": L % 128}
+    return next((why for why, so in lacks.items() if so), "")
+
+
+@cache
+def tell_once(text: str):
+    say(text)
+
+
+def attend(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int):
+    """Causal softmax attention by the kernel that train.attention and the platform name; scores
+    over sqrt(width), and H / G query heads share a key head.  Raises UserError USAGE."""
+    platform = jax.sharding.get_abstract_mesh().abstract_device.platform
+    best = dict(gpu="cudnn", cuda="cudnn", tpu="splash").get(platform, "xla")
+    kernel = best if cfg.train.attention == "auto" else cfg.train.attention
+    why = kernel != "xla" and shortcoming(kernel, q_BLHK, at, cfg)
+    if why and at.split == 1:
+        if kernel == cfg.train.attention:
+            raise UserError(USAGE, f"train.attention={kernel} {why}", "set --train.attention auto")
+        tell_once(f"attention: plain XLA, since {kernel} {why}")
+    kernels = dict(xla=xla_attention, cudnn=cudnn_attention, splash=splash_attention)
+    f = partial(kernels["xla" if why else kernel], at=at, cfg=cfg, width=width)
+    if cfg.train.remat == "attention":
+        f = jax.checkpoint(f, prevent_cse=False)
+    return f(q_BLHK, k_BSGK, v_BSGW)
 
 
 def remember(memory, new: dict, at: Span) -> dict:
@@ -716,7 +861,7 @@ def logits(x_BLD, ends, cfg):
     x_BLD = norm(x_BLD, ends, "norm", cfg)
     tied = cfg.model.tie_embeddings
     sums, w = ("BLD,VD->BLV", ends["embed_VD"]) if tied else ("BLD,DV->BLV", ends["unembed_DV"])
-    logit_BLV = jnp.einsum(sums, x_BLD, w, preferred_element_type=jnp.float32)
+    logit_BLV = einsum32(sums, x_BLD, w)
     V = logit_BLV.shape[-1]
     id_V = lax.axis_index("tp") * V + jnp.arange(V)
     logit_BLV = softcap(logit_BLV, cfg.model.logit_softcap)
@@ -724,9 +869,9 @@ def logits(x_BLD, ends, cfg):
 
 
 def cross_entropy(x_BLD, target_BL, ends, cfg):
-    """Negative log likelihood and log-partition of each token, in nats; no device holds a full row
-    of logits."""
-    logit_BLV = logits(lax.all_gather(x_BLD, "tp", axis=1, tiled=True), ends, cfg)
+    """Negative log likelihood and log-partition of each token, in nats, from all tp shards' x; no
+    device holds a full row of logits."""
+    logit_BLV = logits(x_BLD, ends, cfg)
     top_BL = lax.pmax(lax.stop_gradient(logit_BLV).max(-1), "tp")
     z_BL = jnp.log(lax.psum(jnp.exp(logit_BLV - top_BL[..., None]).sum(-1), "tp")) + top_BL
 
@@ -772,12 +917,26 @@ def pipeline(stage, x_MBLD, carry):
     return lax.scan(tick, start, jnp.arange(pp * slots + pp - 1))[0][2:]
 
 
-DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-REMAT = dict(
-    none=lambda layer: layer,
-    dots=partial(jax.checkpoint, policy=DOTS, prevent_cse=False),
-    layer=partial(jax.checkpoint, prevent_cse=False),
-)
+def remat(layer, cfg: Config):
+    """layer, but its backward pass recomputes what train.remat says.
+
+    Weights that the layer itself gathers are gathered again, not kept.
+    """
+    kept, policies = cfg.train.remat, jax.checkpoint_policies
+    if kept in ("none", "attention"):
+        if cfg.mesh.fsdp != "layer":
+            return layer
+        policy = policies.save_anything_except_these_names(WEIGHTS)
+    elif kept == "offload":
+        policy = policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=[INPUT],
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+    else:
+        policy = policies.dots_with_no_batch_dims_saveable if kept == "dots" else None
+    return jax.checkpoint(layer, policy=policy, prevent_cse=False)
 
 
 def varying(tree):
@@ -800,7 +959,7 @@ def runs(kinds: list[str]) -> list[tuple[str, int, int]]:
     return found
 
 
-def run_layers(x_BLD, kinds: list[str], params, memory, first, layer):
+def run_layers(x_BLD, kinds: list[str], params, memory, first, layer, unroll: int):
     """Repeat the block of `kinds` over params, {kind: its layers' weights, [N, ...]}.
 
     layer(kind, x, w, n, memory) -> (x, out) runs layer number n; numbers count from `first`.
@@ -824,7 +983,7 @@ def run_layers(x_BLD, kinds: list[str], params, memory, first, layer):
     def one_run(kind, x_BLD, parts, n, start, stop):
         w, own = jax.tree.map(lambda x: x[start:stop], parts)
         numbers = n + jnp.arange(stop - start)
-        return lax.scan(lambda x, wn: layer(kind, x, *wn), x_BLD, (w, numbers, own))
+        return lax.scan(lambda x, wn: layer(kind, x, *wn), x_BLD, (w, numbers, own), unroll=unroll)
 
     def one_block(x_BLD, parts):
         blocks, n = parts
@@ -844,7 +1003,8 @@ def run_layers(x_BLD, kinds: list[str], params, memory, first, layer):
         return x_BLD, outs
 
     blocks = {kind: split(kind, (params[kind], memory and memory[kind])) for kind in params}
-    x_BLD, outs = lax.scan(one_block, x_BLD, (blocks, first + len(kinds) * jnp.arange(times)))
+    numbers = first + len(kinds) * jnp.arange(times)
+    x_BLD, outs = lax.scan(one_block, x_BLD, (blocks, numbers), unroll=unroll)
     return x_BLD, {kind: join(kind, out) for kind, out in outs.items()}
 
 
@@ -853,92 +1013,454 @@ def n_rows(params) -> int:
     return sum(w["attn_norm_D"].shape[0] for w in params.values())
 
 
-def hidden(params, ends, token_MBL, span, cfg: Config, key=None, memory=None):
-    """(x_MBLD, kept): the residual stream after the last layer, for this device's microbatches.
+def fold(key, n):
+    return None if key is None else jax.random.fold_in(key, n)
 
-    span(m): the Span of microbatch m.  key: dropout's, for this step; None for evaluation.  kept
-    has "layers", and "prefix" where there is one, of the form of params: with memory what each
-    layer remembers now, [microbatch, N, ...]; in training the sums of moe layers' statistics.
+
+def stack(params, kinds: list[str], first, x_BLD, at: Span, cfg: Config, key=None, memory=None):
+    """x through some of the layers, numbered from `first`, and what comes out beside it in the form
+    of params: with memory, what each layer remembers now; in training, when there is a key, the
+    sums of moe layers' statistics."""
+
+    def layer(kind, x_BLD, w, n, memory):
+        if cfg.mesh.fsdp == "layer":
+            w = unshard(w, layer_table(cfg, kind), cfg.train.dtype)
+        return block(kind, checkpoint_name(x_BLD, INPUT), w, cfg, fold(key, n), at, memory)
+
+    def one(kind, *args):
+        return remat(partial(layer, kind), cfg)(*args)
+
+    x_BLD, outs = run_layers(x_BLD, kinds, params, memory, first, one, cfg.train.unroll)
+    return x_BLD, varying({kind: out[memory is None] for kind, out in outs.items()})
+
+
+def enter(params, token_BL, at: Span, cfg: Config, key=None, memory=None):
+    """The embedding, and the layers of the prefix: x_BLD, and what `stack` has beside it."""
+    x_BLD = embed(params["embed_VD"], token_BL, at.split)
+    if cfg.model.positions == "learned":
+        position_BL = jnp.broadcast_to(at.position_BL, token_BL.shape)
+        x_BLD += params["position_LD"][piece(position_BL, at.split)]
+    x_BLD = varying(dropout(x_BLD, fold(key, cfg.model.n_layers), at.row_B, cfg))
+    prefix = layer_kinds(cfg.model.prefix)
+    if not prefix:
+        return x_BLD, None
+    return stack(params["prefix"], prefix, 0, x_BLD, at, cfg, key, memory)
+
+
+def hidden(params, token_MBL, span, cfg: Config, memory=None):
+    """(x_MBLD, memory): the residual stream after the last layer, for this device's microbatches.
+
+    span(m): the Span of microbatch m.  memory: what the layers remember, "layers" and "prefix" of
+    the form of params, [microbatch, N, ...]; or None.
     """
     prefix, kinds = layer_kinds(cfg.model.prefix), layer_kinds(cfg.model.pattern)
-    slots, s = token_MBL.shape[0], lax.axis_index("pp")
+    slots, s, memory = token_MBL.shape[0], lax.axis_index("pp"), memory or {}
 
-    def fold(n):
-        return None if key is None else jax.random.fold_in(key, n)
-
-    def run(group, kinds, first, x_BLD, at, memory):
-        def layer(kind, x_BLD, w, n, memory):
-            w = unshard(w, layer_table(cfg, kind), cfg)
-            return block(kind, x_BLD, w, cfg, fold(n), at, memory)
-
-        def remat(kind, *args):
-            return REMAT[cfg.train.remat](partial(layer, kind))(*args)
-
-        x_BLD, outs = run_layers(x_BLD, kinds, params[group], memory, first, remat)
-        return x_BLD, varying({kind: out[memory is None] for kind, out in outs.items()})
-
-    def enter(parts):
-        token_BL, m, memory = parts
-        at = span(m)
-        x_BLD = embed(ends["embed_VD"], token_BL, at.split)
-        if cfg.model.positions == "learned":
-            position_BL = jnp.broadcast_to(at.position_BL, token_BL.shape)
-            x_BLD += ends["position_LD"][piece(position_BL, at.split)]
-        x_BLD = dropout(x_BLD, fold(cfg.model.n_layers), at.row_B, cfg)
-        return run("prefix", prefix, 0, x_BLD, at, memory) if prefix else (x_BLD, None)
+    def start(parts):
+        token_BL, m, own = parts
+        return enter(params, token_BL, span(m), cfg, memory=own)
 
     def stage(x_BLD, m, carry):
         first = len(prefix) + s * n_rows(params["layers"])
-        if memory is None:
-            x_BLD, stats = run("layers", kinds, first, x_BLD, span(m), None)
-            return x_BLD, jax.tree.map(jnp.add, carry, stats)
         own = jax.tree.map(lambda x: x[m], carry)
-        x_BLD, own = run("layers", kinds, first, x_BLD, span(m), own)
-        return x_BLD, jax.tree.map(lambda x, new: x.at[m].set(new), carry, own)
+        x_BLD, new = stack(params["layers"], kinds, first, x_BLD, span(m), cfg, memory=own)
+        if carry is None:
+            return x_BLD, None
+        return x_BLD, jax.tree.map(lambda x, new: x.at[m].set(new), carry, new)
 
-    def no_stats(kind, w):
-        n, E = w["attn_norm_D"].shape[0], cfg.model.n_experts
-        zeros = dict(load_E=jnp.zeros((n, E)), **{k: jnp.zeros(n) for k in MOE_SUMS})
-        return zeros if "moe" in kind and key is not None else None
-
-    before = memory or {"layers": {kind: no_stats(kind, w) for kind, w in params["layers"].items()}}
-    parts = token_MBL, s * slots + jnp.arange(slots), before.get("prefix")
-    x_MBLD, prefix_out = lax.map(enter, parts)
-    x_MBLD, layers_out = pipeline(stage, x_MBLD, varying(before["layers"]))
-    if memory is None:
-        prefix_out = jax.tree.map(lambda x: x.sum(0), prefix_out)
-    return x_MBLD, dict(layers=layers_out) | (dict(prefix=prefix_out) if prefix else {})
+    parts = token_MBL, s * slots + jnp.arange(slots), memory.get("prefix")
+    x_MBLD, prefix_memory = lax.map(start, parts)
+    x_MBLD, layers_memory = pipeline(stage, x_MBLD, memory.get("layers"))
+    return x_MBLD, dict(layers=layers_memory) | (dict(prefix=prefix_memory) if prefix else {})
 
 
-def both_ends(params, cfg: Config) -> dict:
-    """The weights of both ends, ready for use."""
-    table = ends_table(cfg)
-    return unshard({name: params[name] for name in table}, table, cfg)
+def span_of(token_MBL, m, cfg: Config, first_row=0) -> Span:
+    """The Span of whole rows, of microbatch m of them all.
 
-
-def token_nll(params, token_MBL, target_MBL, cfg: Config, key=None, first_row=0):
-    """Negative log likelihood and log-partition (nats) of this device's share of the tokens, MBL
-    each; and in training the statistics of moe layers, as `hidden` has them.
-
-    first_row: the first microbatch's first row in the global batch.
+    first_row: microbatch 0's first row in the global batch.
     """
     _, B, L = token_MBL.shape
-    dp, index_BL = lax.axis_size("dp"), jnp.arange(L)[None]
-    if cfg.data.document_mask:
-        all_MBL = lax.all_gather(token_MBL, "pp", axis=0, tiled=True)  # any stage may meet them
+    index_BL = jnp.arange(L)[None]
+    row_B = first_row + (m * lax.axis_size("dp") + lax.axis_index("dp")) * B + jnp.arange(B)
+    if not cfg.data.document_mask:
+        return Span(index_BL, index_BL, row_B=row_B)
+    document_BL, position_BL = documents(token_MBL[m], cfg.data.end_id)
+    return Span(index_BL, position_BL, document_BL, document_BL, row_B)
 
-    def span(m):
-        row_B = first_row + (m * dp + lax.axis_index("dp")) * B + jnp.arange(B)
-        if not cfg.data.document_mask:
-            return Span(index_BL, index_BL, row_B=row_B)
-        document_BL, position_BL = documents(all_MBL[m], cfg.data.end_id)
-        return Span(index_BL, position_BL, document_BL, document_BL, row_B)
 
-    ends = both_ends(params, cfg)
-    x_MBLD, stats = hidden(params, ends, token_MBL, span, cfg, key)
-    # Logits are the widest array: made anew, not kept.
-    score = jax.checkpoint(partial(cross_entropy, cfg=cfg))
-    return *lax.map(lambda xt: score(*xt, ends), (x_MBLD, target_MBL)), stats
+def in_chunks(x, cfg: Config):
+    """[tokens, ...] as [n, 1, tokens of a chunk, ...], of at most train.loss_chunk tokens each."""
+    size = x.shape[0]
+    n = next(n for n in range(-(-size // cfg.train.loss_chunk), size + 1) if size % n == 0)
+    return x.reshape(n, 1, size // n, *x.shape[1:])
+
+
+def token_nll(params, token_MBL, target_MBL, cfg: Config):
+    """Negative log likelihood (nats) of each token of this device's share, MBL; no gradient."""
+    params = ready(params, cfg, cfg.train.dtype)
+    all_MBL = lax.all_gather(token_MBL, "pp", axis=0, tiled=True)  # any stage may meet them
+    x_MBLD, _ = hidden(params, token_MBL, lambda m: span_of(all_MBL, m, cfg), cfg)
+
+    def score(parts):
+        x_BLD, target_BL = parts
+        x_BLD = lax.all_gather(x_BLD, "tp", axis=1, tiled=True)
+        x = in_chunks(x_BLD.reshape(-1, x_BLD.shape[-1]), cfg)
+        chunks = x, in_chunks(target_BL.reshape(-1), cfg)
+        nll, _ = lax.map(lambda chunk: cross_entropy(*chunk, params, cfg), chunks)
+        return nll.reshape(target_BL.shape)
+
+    return lax.map(score, (x_MBLD, target_MBL))
+
+
+# ---- training
+
+
+def head_names(cfg: Config) -> list[str]:
+    """The weights after the last layer."""
+    last = "embed_VD" if cfg.model.tie_embeddings else "unembed_DV"
+    return [last, *norm_table(cfg)]
+
+
+def score_and_gradient(head, y_BLD, target_BL, n_tokens, cfg: Config):
+    """(loss, gradient of head, gradient of y): a microbatch's share of the mean loss over n_tokens.
+
+    Only the last stage's y counts; all stages score a part of its sequence.  A chunk's logits live
+    until its gradient is made, so that none is kept or made twice.
+    """
+    s, last = lax.axis_index("pp"), lax.axis_size("pp") - 1
+
+    def share(y_BLD):
+        y_BLD = jnp.where(s == last, y_BLD, 0)
+        x_BLD = lax.psum_scatter(y_BLD, "pp", scatter_dimension=1, tiled=True)
+        return lax.all_gather(x_BLD, "tp", axis=1, tiled=True)
+
+    def objective(head, x_BLD, target_BL):
+        nll_BL, z_BL = cross_entropy(x_BLD, target_BL, head, cfg)
+        counted_BL = target_BL >= 0
+        loss = jnp.where(counted_BL, nll_BL, 0).sum() / n_tokens
+        z_loss = cfg.train.z_loss * jnp.where(counted_BL, z_BL**2, 0).sum() / n_tokens
+        return loss + z_loss, loss
+
+    def add(total, chunk):
+        gradient = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
+        (_, loss), (of_head, of_x) = gradient(head, *chunk)
+        return jax.tree.map(jnp.add, total, (loss, of_head)), of_x
+
+    x_BLD, back = jax.vjp(share, y_BLD)
+    B, L, D = x_BLD.shape
+    # What a stage has of a sequence is its part of each tp shard's part.
+    target_BL = target_BL.reshape(B, lax.axis_size("tp"), last + 1, -1)[:, :, s].reshape(B, L)
+    chunks = in_chunks(x_BLD.reshape(-1, D), cfg), in_chunks(target_BL.reshape(-1), cfg)
+    zero = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), head)
+    loss = lax.pcast(jnp.float32(0), ("dp", "pp"), to="varying")
+    (loss, of_head), of_x = lax.scan(add, (loss, zero), chunks)
+    return loss, of_head, back(of_x.reshape(B, L, D))[0]
+
+
+class Schedule(NamedTuple):
+    """Which stage works on what in which tick.
+
+    A stage has `parts` parts of the layers: part r of stage s is number r * pp + s.  Its work
+    number j is one microbatch through one part, in rounds of pp microbatches through all parts
+    (Narayanan et al. 2021, section 2.2).  Forward, stage s does j in tick s + j, when stage s - 1
+    has just sent it (part 0 of stage 0 begins anew, and the last stage's part r goes on to part
+    r + 1 of stage 0); backward, the same way back, in tick delay + (pp - 1 - s) + j.
+    """
+
+    pp: int
+    parts: int
+    microbatches: int
+    delay: int
+    """The tick of the first backward: after all forward in gpipe, else as soon as one is through,
+    which takes part_s * pp - 1 ticks."""
+
+    @property
+    def n(self) -> int:
+        return self.parts * self.microbatches
+
+    @property
+    def ticks(self) -> int:
+        return self.delay + self.pp - 1 + self.n
+
+    def place(self, j):
+        """(microbatch, part) of forward work j."""
+        turn, rest = j // (self.pp * self.parts), j % (self.pp * self.parts)
+        return turn * self.pp + rest % self.pp, rest // self.pp
+
+    def depth(self) -> int:
+        """Microbatches of a part that a stage keeps, at most, between forward and backward."""
+        j = np.arange(self.n)
+        m, r = self.place(j)
+        begin, end = np.zeros((2, self.parts, self.microbatches), int)
+        begin[r, m] = j
+        end[self.parts - 1 - r, m] = self.delay + self.pp - 1 + j
+        held = (begin[:, None, :] <= end[:, :, None]).sum(-1) - np.arange(self.microbatches)
+        return int(held.max())
+
+
+def schedule_of(cfg: Config, microbatches: int) -> Schedule:
+    pp, parts = cfg.mesh.pp, cfg.mesh.virtual_stages
+    one_through = parts * pp - 1
+    all_through = parts * microbatches + pp - 1
+    gpipe = cfg.mesh.schedule == "gpipe" and pp > 1
+    return Schedule(pp, parts, microbatches, all_through if gpipe else one_through)
+
+
+class Stage(NamedTuple):
+    """What `run_schedule` does with a microbatch; total is what all of them add up to."""
+
+    begin: Callable
+    """(x, m, total) -> (x, total): where the model begins; x is taken for its shape."""
+    forward: Callable
+    """(x, m, r, total) -> (y, saved, total): microbatch m through part r, and what backward needs.
+    """
+    score: Callable
+    """(y, m, total) -> (gradient of y, total): by all stages together, of what the last one has."""
+    backward: Callable
+    """(gradient of y, saved, m, r, total) -> (gradient of x, total)."""
+    finish: Callable
+    """(gradient of x, m, total) -> total: where the model begins."""
+
+
+def run_schedule(plan: Schedule, stage: Stage, x_BLD, saved, total):
+    """Run the work of a Schedule in one loop over its ticks; returns total.
+
+    x_BLD and saved are examples.  A stage with nothing to do skips the work (all of a dp or tp
+    group skip together, so collectives inside are safe).  Each kind of work is a branch of its own,
+    after the one before it: XLA's CPU runs independent collectives at once and mixes up those of
+    one group.
+    """
+    pp, s, depth = plan.pp, lax.axis_index("pp"), plan.depth()
+    onward = [(i, (i + 1) % pp) for i in range(pp)]
+    back = [(i, (i - 1) % pp) for i in range(pp)]
+    late = plan.delay >= plan.n  # the last stage's y waits for its score
+    ring = jax.tree.map(
+        lambda x: varying(jnp.zeros((plan.parts, depth, *x.shape), x.dtype)),
+        (saved, x_BLD if late else None),
+    )
+
+    def keep(ring, new, m, r, works):
+        if depth == 1:  # used at once
+            return jax.tree.map(lambda x: x[None, None], new)
+        at = r, m % depth
+        return jax.tree.map(lambda x, new: x.at[at].set(jnp.where(works, new, x[at])), ring, new)
+
+    def recall(ring, m, r):
+        return jax.tree.map(lambda x: x[0, 0] if depth == 1 else x[r, m % depth], ring)
+
+    def no_forward(x_BLD, m, r, total):
+        return x_BLD, jax.tree.map(jnp.zeros_like, saved), total
+
+    def no_score(y_BLD, m, total):
+        return jnp.zeros_like(y_BLD), total
+
+    def tick(state, t):
+        x_BLD, g_BLD, ring, total = state
+        j = t - s
+        works, (m, r) = (j >= 0) & (j < plan.n), plan.place(j)
+        opens = works & (s == 0) & (r == 0)
+        x_BLD, total = lax.cond(opens, stage.begin, lambda x, m, total: (x, total), x_BLD, m, total)
+        y_BLD, new, total = lax.cond(works, stage.forward, no_forward, x_BLD, m, r, total)
+        ring = keep(ring, (new, y_BLD if late else None), m, r, works)
+
+        j = t - plan.delay  # what comes back at the last stage
+        works, (m, r) = (j >= 0) & (j < plan.n), plan.place(j)
+        scored = recall(ring, m, r)[1] if late else y_BLD
+        of_y_BLD, total = lax.cond(works & (r == 0), stage.score, no_score, scored, m, total)
+
+        j = t - plan.delay - (pp - 1 - s)
+        works, (m, r) = (j >= 0) & (j < plan.n), plan.place(j)
+        g_BLD, r = jnp.where((s == pp - 1) & (r == 0), of_y_BLD, g_BLD), plan.parts - 1 - r
+        args = g_BLD, recall(ring, m, r)[0], m, r, total
+        g_BLD, total = lax.cond(works, stage.backward, lambda g, *a: (g, a[-1]), *args)
+        ends = works & (s == 0) & (r == 0)
+        total = lax.cond(ends, stage.finish, lambda g, m, total: total, g_BLD, m, total)
+        sent = lax.ppermute(y_BLD, "pp", onward), lax.ppermute(g_BLD, "pp", back)
+        return (*sent, ring if depth > 1 else (), total), None
+
+    zero_BLD = jnp.zeros_like(x_BLD)
+    start = zero_BLD, zero_BLD, ring if depth > 1 else (), total
+    return lax.scan(tick, start, jnp.arange(plan.ticks))[0][-1]
+
+
+def deal(layers, cfg: Config):
+    """Layers as they rest, [N, ...] in one piece a stage, as the parts of the interleaved schedule,
+    [parts, N / parts, ...]; pieces change stages, so that checkpoints know of no schedule."""
+    parts, pp, s = cfg.mesh.virtual_stages, cfg.mesh.pp, lax.axis_index("pp")
+    if parts == 1:
+        return layers
+    rounds = []  # {sender: (receiver, piece, part)}; in a round each sends and receives one at most
+    for n in range(parts * pp):
+        sender, receiver = n // parts, n % pp
+        fits = (r for r in rounds if sender not in r and receiver not in [x[0] for x in r.values()])
+        if (free := next(fits, None)) is None:
+            rounds.append(free := {})
+        free[sender] = receiver, n % parts, n // pp
+
+    def leaf(x):
+        x = x.reshape(parts, -1, *x.shape[1:])
+        out = jnp.zeros_like(x)
+        for r in rounds:
+            piece, part = np.zeros(pp, int), np.full(pp, parts)  # out of range: dropped
+            for sender, (receiver, n, to) in r.items():
+                piece[sender], part[receiver] = n, to
+            moves = [(sender, receiver) for sender, (receiver, *_) in r.items()]
+            moved = lax.ppermute(x[jnp.asarray(piece)[s]], "pp", moves)
+            out = out.at[jnp.asarray(part)[s]].set(moved, mode="drop")
+        return out
+
+    return jax.tree.map(leaf, layers)
+
+
+def dealt(params, cfg: Config, dtype) -> dict:
+    """`ready` weights, with the layers as mesh.schedule takes them."""
+    w = ready(params, cfg, dtype)
+    return w | dict(layers=deal(w["layers"], cfg))
+
+
+def collect(total, params, cfg: Config):
+    """(loss, gradient, statistics) of the global batch from this device's Total, as params rest."""
+    _, back = jax.vjp(partial(dealt, cfg=cfg, dtype=jnp.float32), params)
+    stats, layers = total.stats, total.stats["layers"]
+    if cfg.mesh.virtual_stages > 1:
+        rest = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), layers)
+        (layers,) = jax.linear_transpose(partial(deal, cfg=cfg), rest)(layers)
+    stats = stats | dict(layers=lax.psum(layers, ("dp", "tp")))
+    if "prefix" in stats:  # stage 0 has it
+        stats |= dict(prefix=lax.psum(stats["prefix"], ("dp", "pp", "tp")))
+    return lax.psum(total.loss, ("dp", "pp")), back(total.grads)[0], stats
+
+
+def no_sums(params, cfg: Config) -> dict:
+    """The sums of moe layers' statistics before any layer has run."""
+
+    def of(kind, w):
+        n, E = w["attn_norm_D"].shape[:-1], cfg.model.n_experts
+        zeros = dict(load_E=jnp.zeros((*n, E)), **{k: jnp.zeros(n) for k in MOE_SUMS})
+        return zeros if "moe" in kind else None
+
+    groups = {group: params[group] for group in ("layers", "prefix") if group in params}
+    return varying({g: {kind: of(kind, w) for kind, w in ws.items()} for g, ws in groups.items()})
+
+
+class Total(NamedTuple):
+    """What the microbatches of a step add up to."""
+
+    loss: jax.Array
+    """This device's share of the mean loss."""
+    grads: dict
+    """Float32, in the form of the ready weights."""
+    stats: dict
+    """The sums of moe layers' statistics."""
+
+
+def accumulate(total, new, r=None):
+    """total with new added, in float32; r: to its part r only."""
+    if r is None:
+        return jax.tree.map(lambda x, new: x + new.astype(x.dtype), total, new)
+    return jax.tree.map(lambda x, new: x.at[r].add(new.astype(x.dtype)), total, new)
+
+
+def balance_cotangent(stats, cfg: Config):
+    """The objective's gradient by the statistics of a microbatch: it has only the balance."""
+    share = cfg.train.balance_loss / cfg.train.batch_size
+
+    def of(x):
+        return {name: jnp.full_like(v, share if name == "balance" else 0) for name, v in x.items()}
+
+    return {kind: x and of(x) for kind, x in stats.items()}
+
+
+def packing(example):
+    """(pack, unpack) for what jax.vjp keeps of a function of (weights, x), from an example of it.
+
+    pack(back) is the arrays that differ from stage to stage, and so from work to work; the weights
+    are at hand, and the rest is constant.  unpack(arrays, weights) is back again.
+    """
+
+    def flat(back):
+        back.args_res[0] = None
+        return jax.tree.flatten(back)
+
+    constants, form = flat(example)
+    own = ["pp" in jax.typeof(x).manual_axis_type.varying for x in constants]
+
+    def pack(back):
+        return [varying(x) for x, own in zip(flat(back)[0], own, strict=True) if own]
+
+    def unpack(arrays, weights):
+        arrays = iter(arrays)
+        leaves = [next(arrays) if own else x for x, own in zip(constants, own, strict=True)]
+        back = jax.tree.unflatten(form, leaves)
+        back.args_res[0] = weights
+        return back
+
+    return pack, unpack
+
+
+def gradient(w, token_MBL, target_MBL, total: Total, key, first_row, n_tokens, cfg: Config):
+    """total, and the gradient of a slice's microbatches (all stages', of this dp rank) added.
+
+    w: `ready` weights, the layers dealt.  key: dropout's, for this step.  first_row: the slice's
+    first row in the global batch.  n_tokens: those counted in the global batch.
+    """
+    before, kinds = len(layer_kinds(cfg.model.prefix)), layer_kinds(cfg.model.pattern)
+    plan, s = schedule_of(cfg, token_MBL.shape[0]), lax.axis_index("pp")
+    head = {name: w[name] for name in head_names(cfg)}
+    first = {name: x for name, x in w.items() if name in ("embed_VD", "position_LD", "prefix")}
+
+    def part(r):
+        return None if plan.parts == 1 else r
+
+    def of_part(r):
+        return w["layers"] if plan.parts == 1 else jax.tree.map(lambda x: x[r], w["layers"])
+
+    def opening(m):
+        span = span_of(token_MBL, m, cfg, first_row)
+        return lambda first: enter(first, token_MBL[m], span, cfg, key)
+
+    def run(m, r):
+        span = span_of(token_MBL, m, cfg, first_row)
+        number = before + (r * plan.pp + s) * n_rows(of_part(r))
+        return lambda layers, x_BLD: stack(layers, kinds, number, x_BLD, span, cfg, key)
+
+    def add(total, **new):
+        """total with new gradients."""
+        grads = {name: accumulate(total.grads[name], x) for name, x in new.items()}
+        return total._replace(grads=total.grads | grads)
+
+    def begin(x_BLD, m, total):
+        x_BLD, new = opening(m)(first)
+        if new is not None:
+            prefix = accumulate(total.stats["prefix"], new)
+            total = total._replace(stats=total.stats | dict(prefix=prefix))
+        return x_BLD, total
+
+    def forward(x_BLD, m, r, total):
+        (y_BLD, new), back = jax.vjp(run(m, r), of_part(r), x_BLD)
+        layers = accumulate(total.stats["layers"], new, part(r))
+        return y_BLD, pack(back), total._replace(stats=total.stats | dict(layers=layers))
+
+    def score(y_BLD, m, total):
+        loss, of_head, of_y_BLD = score_and_gradient(head, y_BLD, target_MBL[m], n_tokens, cfg)
+        return of_y_BLD, add(total._replace(loss=total.loss + loss), **of_head)
+
+    def backward(g_BLD, kept, m, r, total):
+        of_w, g_BLD = unpack(kept, of_part(r))((g_BLD, balance_cotangent(stats, cfg)))
+        layers = accumulate(total.grads["layers"], of_w, part(r))
+        return g_BLD, total._replace(grads=total.grads | dict(layers=layers))
+
+    def finish(g_BLD, m, total):
+        (_, stats), back = jax.vjp(opening(m), first)
+        return add(total, **back((g_BLD, stats and balance_cotangent(stats, cfg)))[0])
+
+    B, L = token_MBL.shape[1:]
+    x_BLD = jnp.zeros((B, L // lax.axis_size("tp"), cfg.model.d_model), cfg.train.dtype)
+    x_BLD = varying(x_BLD)
+    (_, stats), example = jax.vjp(run(s, s), of_part(s), x_BLD)
+    pack, unpack = packing(example)
+    stage = Stage(begin, forward, score, backward, finish)
+    return run_schedule(plan, stage, x_BLD, pack(example), total)
 
 
 # ---- decoding
@@ -947,13 +1469,14 @@ def token_nll(params, token_MBL, target_MBL, cfg: Config, key=None, first_row=0)
 MEMORY = P("dp", "pp", "tp")
 
 
-def blank_memory(params, ends, cfg: Config, B: int, S: int) -> dict:
+def blank_memory(params, cfg: Config, B: int, S: int) -> dict:
     """Room for S tokens of B rows in each of pp microbatches, in every layer."""
 
     def entries(kind, weights):
         """Keys and values of one token a row."""
         table = layer_table(cfg, kind)
-        w = unshard(jax.tree.map(lambda x: x[0], weights), table, cfg)
+        w = jax.tree.map(lambda x: x[0], weights)
+        w = unshard(w, table, cfg.train.dtype) if cfg.mesh.fsdp == "layer" else w
         x_BLD = varying(
             jnp.zeros((B // lax.axis_size("tp"), 1, cfg.model.d_model), cfg.train.dtype)
         )
@@ -1004,14 +1527,14 @@ def next_logits(params, memory, token_MBS, length_MB, n_new: int, cfg: Config):
             position_BL = jnp.take_along_axis(position_BS, index_BL, 1)
             return Span(index_BL, position_BL, document_BL, document_BS, split=0)
 
-        ends, (_, B, S) = both_ends(params, cfg), token_MBS.shape
-        memory = jax.tree.map(lambda x: x[0, 0, 0], memory) or blank_memory(params, ends, cfg, B, S)
+        params, (_, B, S) = ready(params, cfg, cfg.train.dtype), token_MBS.shape
+        memory = jax.tree.map(lambda x: x[0, 0, 0], memory) or blank_memory(params, cfg, B, S)
         new_MBL = jnp.take_along_axis(token_MBS, index_MBL, 2)
-        x_MBLD, memory = hidden(params, ends, new_MBL, span, cfg, memory=memory)
+        x_MBLD, memory = hidden(params, new_MBL, span, cfg, memory)
         last_MB = piece(length_MB - 1 - first_MB, 1)
         x_MBD = jnp.take_along_axis(x_MBLD, last_MB[..., None, None], 2)[:, :, 0]
         x_MBD = lax.all_gather(x_MBD, "tp", axis=1, tiled=True)
-        return logits(x_MBD, ends, cfg), jax.tree.map(lambda x: x[None, None, None], memory)
+        return logits(x_MBD, params, cfg), jax.tree.map(lambda x: x[None, None, None], memory)
 
     return per_device(params, memory, token_MBS, length_MB)
 

@@ -146,37 +146,27 @@ def loss_and_grads(params, tokens_AMBL, targets_AMBL, key, cfg: Config):
     @jax.shard_map(in_specs=(specs, TOKENS, TOKENS, P()), out_specs=out_specs)
     def per_device(params, tokens_AMBL, targets_AMBL, key):
         n_tokens = lax.psum((targets_AMBL >= 0).sum(dtype=jnp.float32), ("dp", "pp"))
-        n_rows = cfg.train.batch_size // cfg.train.grad_accum
-
-        def objective(params, token_MBL, target_MBL, a):
-            nll, z, stats = model.token_nll(params, token_MBL, target_MBL, cfg, key, a * n_rows)
-            counted_MBL = target_MBL >= 0
-
-            def share(x):
-                return lax.psum(jnp.where(counted_MBL, x, 0).sum(), ("dp", "pp")) / n_tokens
-
-            loss = share(nll)
-            total = loss + cfg.train.z_loss * share(z**2)
-            if cfg.model.n_experts and cfg.train.balance_loss:
-                own = sum(
-                    s["balance"].sum() for kinds in stats.values() for s in kinds.values() if s
-                )
-                mean = lax.psum(own, ("dp", "pp", "tp")) / cfg.train.batch_size
-                total += cfg.train.balance_loss * mean
-            return total, (loss, stats)
+        tokens_AMBL, targets_AMBL = (
+            lax.all_gather(x, "pp", axis=1, tiled=True) for x in (tokens_AMBL, targets_AMBL)
+        )
+        if cfg.mesh.schedule != "gpipe":  # one slice: the pipeline fills and drains once
+            tokens_AMBL, targets_AMBL = (
+                x.reshape(1, -1, *x.shape[2:]) for x in (tokens_AMBL, targets_AMBL)
+            )
+        n_rows = cfg.train.batch_size // tokens_AMBL.shape[0]
+        w = model.dealt(params, cfg, cfg.train.dtype)
 
         def add(total, slice):
-            (_, (loss, stats)), grads = jax.value_and_grad(objective, has_aux=True)(params, *slice)
-            return jax.tree.map(jnp.add, total, (loss, grads)), stats
+            tokens_MBL, targets_MBL, a = slice
+            rows = tokens_MBL, targets_MBL, total, key, a * n_rows
+            return model.gradient(w, *rows, n_tokens, cfg), None
 
-        zero = (jnp.float32(0), jax.tree.map(jnp.zeros_like, params))
-        slices = (tokens_AMBL, targets_AMBL, jnp.arange(cfg.train.grad_accum))
-        (loss, grads), stats = lax.scan(add, zero, slices)
-        stats = jax.tree.map(lambda x: x.sum(0), stats)
-        stats["layers"] = lax.psum(stats["layers"], ("dp", "tp"))
-        if cfg.model.prefix:  # each stage has met some of the microbatches
-            stats["prefix"] = lax.psum(stats["prefix"], ("dp", "pp", "tp"))
-        return loss, grads, stats
+        grads = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), w)
+        loss = lax.pcast(jnp.float32(0), ("dp", "pp"), to="varying")
+        zero = model.Total(loss, grads, model.no_sums(w, cfg))
+        slices = (tokens_AMBL, targets_AMBL, jnp.arange(len(tokens_AMBL)))
+        total, _ = lax.scan(add, zero, slices)
+        return model.collect(total, params, cfg)
 
     return per_device(params, tokens_AMBL, targets_AMBL, key)
 
@@ -245,7 +235,7 @@ def eval_step(params, tokens_AMBL, targets_AMBL, cfg: Config):
     @jax.shard_map(in_specs=(specs, TOKENS, TOKENS), out_specs=(P(), P(), TOKENS))
     def per_device(params, tokens_AMBL, targets_AMBL):
         def score(slice):
-            return model.token_nll(params, *slice, cfg)[0]
+            return model.token_nll(params, *slice, cfg)
 
         nll_AMBL = lax.map(score, (tokens_AMBL, targets_AMBL))
         nll_AMBL = jnp.where(targets_AMBL >= 0, nll_AMBL, 0)
@@ -300,6 +290,7 @@ def main(cfg: Config) -> State | None:
         utils.on_lead(utils.write_record, run, cfg, train)
         log = utils.MetricsLog(run, cfg, start, model.flops_per_token(cfg))
         of_token = f", {n_active:,} active" if n_active < n_params else ""
+        profile = utils.Profile(run, cfg)
         utils.say(f"train: {train}\nval: {val}\nmodel: {n_params:,} parameters{of_token}")
 
         for step in range(start, t.steps + 1):
@@ -312,9 +303,15 @@ def main(cfg: Config) -> State | None:
                 log.aside(store.save, step, items(state))
             if last:
                 break
-            state, metrics = train_step(state, *train.batch(step), cfg)
-            log.update(step + 1, metrics)
+            with profile.update(step + 1, log):
+                with jax.profiler.TraceAnnotation(utils.DATA_WAIT):
+                    batch = train.batch(step)
+                state, metrics = train_step(state, *batch, cfg)
+                log.update(step + 1, metrics)
+            if step == start:
+                profile.keep_program(train_step, state, *batch, cfg)
         store.close()
+        profile.report()
         log.close()
     utils.farewell(log, step)
     return state

@@ -148,10 +148,152 @@ def test_mixed_blocks_with_capacity_and_documents_have_the_gradient_of_one_devic
 
 @pytest.mark.parametrize("fields", [
     dict(grad_accum=4), dict(grad_accum=2, microbatches=8), dict(microbatches=16),
-    dict(remat="none"), dict(remat="dots"),
+    dict(remat="none"), dict(remat="dots"), dict(remat="attention"), dict(unroll=4),
+    dict(loss_chunk=12),
 ], ids=str)  # fmt: skip
-def test_accumulation_microbatches_and_remat_do_not_change_the_gradient(fields):
+def test_what_only_trades_time_and_memory_does_not_change_the_gradient(fields):
     assert_same_gradient(gradient(PLAIN, (2, 2, 1), **fields), one_device_gradient(PLAIN))
+
+
+def test_inputs_of_layers_can_wait_in_host_memory():
+    got = gradient(PLAIN, (2, 1, 2), remat="offload")
+    assert_same_gradient(got, one_device_gradient(PLAIN))
+
+
+@pytest.mark.parametrize("cfg, mesh, how", [
+    (PLAIN, (1, 4, 1), dict(schedule="1f1b")),
+    (RICH, (2, 2, 2), dict(schedule="1f1b")),
+    (MIXED, (2, 2, 2), dict(schedule="1f1b")),
+    (MOE, (2, 2, 2), dict(schedule="1f1b", experts="alltoall", fsdp="step")),
+    (PLAIN, (1, 2, 1), dict(schedule="interleaved", virtual_stages=4)),
+    (RICH, (2, 2, 2), dict(schedule="interleaved", virtual_stages=2)),
+    (MOE, (1, 4, 2), dict(schedule="interleaved", virtual_stages=2)),
+    (RICH, (2, 2, 2), dict(fsdp="step")),
+    (MIXED, (4, 1, 2), dict(fsdp="step")),
+    (MOE, (2, 2, 2), dict(fsdp="none")),
+    (MOE, (4, 1, 2), dict(fsdp="none", experts="alltoall")),
+], ids=["plain", "rich", "mixed", "moe", "plain-4", "rich-2", "moe-2", "rich-step", "mixed-step",
+        "moe-none", "moe-none-alltoall"])  # fmt: skip
+def test_schedules_and_fsdp_do_not_change_the_gradient(cfg, mesh, how):
+    got = gradient(replace(cfg, mesh=config.Mesh(**how)), mesh)
+    assert_same_gradient(got, one_device_gradient(cfg))
+
+
+SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)]
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize("name, parts", SCHEDULES)
+def test_every_stage_does_each_microbatch_of_each_part_once_both_ways(name, parts, pp):
+    """And what it gets is what the stage before it, or after it, has made of that microbatch."""
+    M = 2 * pp
+    cfg = on_mesh(replace(PLAIN, mesh=config.Mesh(schedule=name, virtual_stages=parts)), (1, pp, 1),
+                  model=dict(n_layers=pp * parts), train=dict(seq_len=16))  # fmt: skip
+    plan = model.schedule_of(cfg, M)
+
+    @jax.jit
+    @jax.shard_map(in_specs=(), out_specs=(P("pp"), P("pp"), P("pp")))
+    def run():
+        s = model.varying(lax.axis_index("pp"))
+
+        def number(r):
+            """Of a part in the model."""
+            return r * pp + s
+
+        def begin(x, m, total):
+            return m * 1000.0 + model.varying(jnp.float32(0)), total
+
+        def forward(x, m, r, total):
+            done, back, good = total
+            good &= x == m * 1000 + number(r)
+            return m * 1000.0 + number(r) + 1, [x], (done.at[r, m].add(1), back, good)
+
+        def score(y, m, total):
+            done, back, good = total
+            good &= (s < pp - 1) | (y == m * 1000 + parts * pp)
+            return jnp.where(s == pp - 1, m * 1000.0 + parts * pp, -1), (done, back, good)
+
+        def backward(g, kept, m, r, total):
+            done, back, good = total
+            good &= g == m * 1000 + number(r) + 1
+            good &= kept[0] == m * 1000 + number(r)
+            return g - 1, (done, back.at[r, m].add(1), good)
+
+        def finish(g, m, total):
+            done, back, good = total
+            return done, back, good & (g == m * 1000)
+
+        count = jnp.zeros((parts, M), int)
+        start = model.varying((count, count, jnp.bool(True)))
+        x = model.varying(jnp.float32(0))
+        stage = model.Stage(begin, forward, score, backward, finish)
+        total = model.run_schedule(plan, stage, x, [x], start)
+        return jax.tree.map(lambda x: lax.pmin(x.astype(int), ("dp", "tp"))[None], total)
+
+    done, back, good = jax.device_get(run())
+    assert good.all() and (done == 1).all() and (back == 1).all()
+
+
+@pytest.mark.parametrize("name, parts", SCHEDULES)
+def test_the_bubble_is_that_of_the_formula(name, parts):
+    """Ticks in which any stage runs forward, and those in which any runs backward: between them lie
+    all waits, since a tick ends for all when it ends for one."""
+    pp, M = 4, 8
+    mesh = config.Mesh(1, pp, 1, schedule=name, virtual_stages=parts)
+    plan = model.schedule_of(replace(PLAIN, mesh=mesh), M)
+    t, s = np.mgrid[: plan.ticks, :pp]
+    for j in (t - s, t - plan.delay - (pp - 1 - s)):
+        works = (j >= 0) & (j < plan.n)
+        assert (works.sum(0) == parts * M).all()
+        busy = works.any(1).sum()
+        bubble = 1 - parts * M / busy
+        assert bubble == pytest.approx((pp - 1) / (parts * M + pp - 1))
+
+
+def test_memory_of_1f1b_does_not_grow_with_the_microbatches():
+    def abstract(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+    def memory(name, M):
+        cfg = replace(PLAIN, mesh=config.Mesh(schedule=name))
+        sizes = dict(seq_len=128, microbatches=M, batch_size=4 * M)
+        cfg = on_mesh(cfg, (1, 2, 1), model=dict(n_layers=4, vocab_size=128), train=sizes)
+        args = train.abstract_state(cfg), *jax.tree.map(abstract, batch(cfg)), cfg
+        return train.train_step.lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+    assert memory("1f1b", 32) < 1.02 * memory("1f1b", 8)  # the tokens themselves
+    assert memory("gpipe", 32) > 1.2 * memory("gpipe", 8)
+
+
+@pytest.mark.parametrize("fields", [
+    {}, dict(window=100), dict(documents=True), dict(softcap=2.0), dict(value_width=128),
+], ids=str)  # fmt: skip
+def test_splash_attention_is_the_plain_one(fields):
+    """Interpreted on a CPU, value and gradient."""
+    B, L, H, G, K, W = 2, 256, 4, 2, 128, fields.get("value_width", 64)
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=s), jnp.float32)
+               for s in ((B, L, H, K), (B, L, G, K), (B, L, G, W)))  # fmt: skip
+    index_BL = jnp.broadcast_to(jnp.arange(L), (B, L))
+    document_BL = index_BL // 90 if fields.get("documents") else None
+    at = model.Span(index_BL, index_BL, document_BL, document_BL, window=fields.get("window", 0))
+    cfg = replace(PLAIN, model=replace(PLAIN.model, attn_softcap=fields.get("softcap", 0.0)))
+
+    def results(attention, **kwargs):
+        def loss(q, k, v):
+            y_BLHW = attention(q, k, v, at, cfg, K, **kwargs)
+            return (y_BLHW * jnp.cos(jnp.arange(W))).sum(), y_BLHW
+
+        return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
+
+    got, want = results(model.splash_attention, interpret=True), results(model.xla_attention)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=2e-3), got, want)
+
+
+def test_a_kernel_that_cannot_is_refused_by_name():
+    cfg = on_mesh(PLAIN, train=dict(attention="cudnn"))
+    with pytest.raises(config.UserError, match="cudnn runs on gpu, and this is cpu.*\n.*auto"):
+        gradient(cfg, (1, 1, 1), attention="cudnn")
 
 
 def test_dropout_drops_each_element_by_itself_and_keeps_the_mean():
@@ -193,7 +335,7 @@ def test_dropout_differs_between_layers_branches_steps_and_seeds():
             state = train.init_state(at)._replace(step=jnp.int32(step))
             jax.block_until_ready(train.train_step(state, *batch(at), at))
     jax.effects_barrier()
-    assert len(seen) == len(set(seen)) == 3 * (1 + 2 * cfg.model.n_layers)
+    assert len(set(seen)) == 3 * (1 + 2 * cfg.model.n_layers)
 
 
 def test_dropout_drops_and_differs_between_steps():
@@ -281,7 +423,9 @@ def test_a_moe_layer_is_a_loop_over_tokens_and_their_experts(fields, capacity_fa
     def moe(x_BLD, w):
         index = jnp.arange(x_BLD.shape[1] * lax.axis_size("tp"))[None]
         span = model.Span(index, index)
-        y_BLD, stats = model.moe(x_BLD, model.unshard(w, table, cfg), cfg, span, training=True)
+        y_BLD, stats = model.moe(
+            x_BLD, model.unshard(w, table, jnp.float32), cfg, span, training=True
+        )
         return y_BLD, lax.psum(model.varying(stats), ("dp", "pp", "tp"))
 
     to32 = partial(jax.tree.map, lambda x: jnp.asarray(x, jnp.float32))

@@ -55,7 +55,11 @@ def final_weights(run: Path) -> dict:
 def flags(cfg: Config, *more) -> list[str]:
     """The command line that gives cfg."""
     sections = json.loads(config.to_json(cfg))
-    given = [f"--{s}.{k}={v}" for s, fields in sections.items() for k, v in fields.items()]
+    given = []
+    for section, values in sections.items():
+        for name, v in values.items():
+            flag = f"--{section}.{name}"
+            given += [flag, *map(str, v)] if isinstance(v, list) else [f"{flag}={v}"]
     return [*given, *map(str, more)]
 
 

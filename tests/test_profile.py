@@ -1,0 +1,273 @@
+"""The profile: collectives by mesh axis, a ledger whose rows add up, and what a run leaves."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import on_mesh
+from etils import epath
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import config
+import train
+import utils
+from config import USAGE, UserError
+
+# ---- which axes a collective joins
+
+
+def permuted(x, axis):
+    n = lax.axis_size(axis)
+    return lax.ppermute(x, axis, [(i, (i + 1) % n) for i in range(n)])
+
+
+COLLECTIVES = dict(
+    psum=lax.psum,
+    gather=lambda x, axes: lax.all_gather(x, axes, tiled=True),
+    scatter=lambda x, axes: lax.psum_scatter(x, axes, tiled=True),
+    permute=permuted,
+)
+
+
+@pytest.mark.parametrize("mesh", [(2, 2, 2), (4, 1, 2), (1, 2, 4)])
+@pytest.mark.parametrize("name, axes", [
+    ("psum", "dp"), ("psum", "pp"), ("psum", "tp"), ("psum", "dp+tp"), ("psum", "dp+pp+tp"),
+    ("gather", "dp"), ("scatter", "tp"), ("gather", "dp+pp"), ("permute", "pp"), ("permute", "tp"),
+])  # fmt: skip
+def test_a_compiled_collective_joins_the_axes_it_was_written_over(cfg, mesh, name, axes):
+    on_mesh(cfg, mesh)
+    over = tuple(axes.split("+"))
+    over = over if len(over) > 1 else over[0]
+
+    def per_device(x):
+        return COLLECTIVES[name](jnp.sin(x), over)
+
+    f = jax.shard_map(per_device, in_specs=P(utils.AXES), out_specs=P(utils.AXES), check_vma=False)
+    classes = utils.op_classes(jax.jit(f).lower(jnp.ones(64)).compile().as_text(), mesh)
+    wide = [axis for axis in axes.split("+") if dict(zip(utils.AXES, mesh, strict=True))[axis] > 1]
+    assert set(classes.values()) - {"compute", ""} == ({"+".join(wide)} if wide else set())
+
+
+@pytest.mark.parametrize("groups, axes", [
+    ("replica_groups={{0,1},{2,3},{4,5},{6,7}}", "tp"),
+    ("replica_groups={}", "dp+pp+tp"),
+    ("replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}", "compute"),
+    ("source_target_pairs={{0,2},{2,0},{1,3},{3,1}}", "pp"),
+    ("replica_groups=[4,2]<=[8]", "tp"),
+    ("replica_groups=[4,2]<=[2,4]T(1,0)", "dp"),
+    ("replica_groups=[4,2]<=[2,2,2]T(0,2,1)", "pp"),
+    ("replica_groups=mesh['dp'=2,'pp'=2,'tp'=2] {'dp','tp'}", "dp+tp"),
+    ("replica_groups=mesh['a'=2,'b'=2,'c'=2], device_ids=([2,4]T(1,0)) {'c'}", "dp"),
+    ("replica_groups=mesh['a'=4,'b'=2], device_ids=([8]) {'a'}", "dp+pp"),
+    ("replica_groups=mesh['a'=8] {'a':(2)2}", "unknown axes"),
+])  # fmt: skip
+def test_every_form_of_groups_is_read_or_said_to_be_unknown(groups, axes):
+    line = f"  %x.1 = (f32[8]{{0:T(256)}}, f32[]) all-reduce(%y), channel_id=1, {groups}, a={{}}"
+    assert utils.op_classes(line, (2, 2, 2)) == {"x.1": axes}
+
+
+# ---- the ledger
+
+HLO = """HloModule jit_train_step, is_scheduled=true
+%pieces (p: f32[8]) -> f32[16] {
+  ROOT %all-gather.9 = f32[16]{0} all-gather(%p), replica_groups={{0},{1}}, dimensions={0}
+}
+%gather (p: f32[8]) -> f32[16] {
+  ROOT %all-gather.1 = f32[16]{0} all-gather(%p), replica_groups=[1,2]<=[2], dimensions={0}
+}
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %fusion.1 = f32[8]{0} fusion(%p), kind=kLoop, calls=%f
+  %loop = f32[8]{0} while(%fusion.1), condition=%c, body=%b
+  %send = f32[8]{0} collective-permute(%loop), source_target_pairs={{0,1},{1,0}}
+  %all-gather-start = f32[8]{0} async-start(%send), calls=%gather
+  %all-gather-done = f32[8]{0} async-done(%all-gather-start)
+  ROOT %fusion.2 = f32[8]{0} fusion(%all-gather-done), kind=kLoop, calls=%f
+}
+"""
+A, B = (0, "jit_train_step"), (1, "jit_train_step")
+# (device, module), op, start, stop in ms: two updates from 100 to 200 on (1, 2, 1).
+OPS = [
+    (A, "fusion.0", 40, 90),  # before
+    (A, "fusion.1", 95, 110),  # A computes 10 in the window
+    (A, "loop", 100, 190),  # no work of its own
+    (A, "send", 110, 140),  # 10 of B's computing: bubble; then 20 both in it
+    (B, "fusion.1", 100, 120),
+    (B, "send", 120, 140),
+    (A, "all-gather-start", 140, 150),  # 10 alone in it
+    (A, "fusion.2", 145, 160),  # hides 5 of them, 15 of compute
+    (B, "fusion.2", 150, 160),  # B: 10 idle, 10 compute
+    ((0, "jit_eval_step"), "fusion.1", 160, 170),  # B is idle for 10
+]
+WANT = dict(
+    # ms of A and B together
+    compute=10 + 15 + 20 + 10,
+    bubble=10,
+    pp=20 + 20 + 5,
+    other=10,
+    idle=10 + 10,
+    data=20,  # 175 to 185, both
+    gap=40,
+)
+
+
+def profile_data(kind: str) -> SimpleNamespace:
+    """OPS in the form that a trace of a CPU, GPU or TPU has."""
+
+    def event(name, start, stop, **stats):
+        return SimpleNamespace(name=name, start_ns=start * 1e6, end_ns=stop * 1e6, stats=stats)
+
+    def line(name, *events):
+        return SimpleNamespace(name=name, events=events)
+
+    host = [event("update", 100, 150), event("update", 150, 200), event("data wait", 175, 185)]
+    host += [event("data wait", 105, 120)]  # behind work
+    planes = {"/host:CPU": [line("python", *host)]}
+    for n, ((device, module), op, start, stop) in enumerate(OPS):
+        stats = dict(hlo_op=op, hlo_module=module)
+        if kind == "CPU":
+            stats |= dict(device_ordinal=device, _p=n)
+            ops = [event(op, start, start + 1, **stats), event(f"end: {op}", stop, stop, _c=n)]
+            planes["/host:CPU"].append(line(f"thread {n % 3}", *ops))
+            continue
+        plane = planes.setdefault(f"/device:{kind}:{device}", [line("Steps", event("0", 0, 300))])
+        if kind == "GPU":
+            plane.append(line(f"Stream #{n % 3}", event("kernel", start, stop, **stats)))
+        else:
+            stats = {} if module == "jit_train_step" else dict(hlo_module=module)
+            plane.append(line("XLA Ops", event(f"%{op} = f32[8] op()", start, stop, **stats)))
+            plane.append(line("Async XLA Ops", event(f"%{op} = f32[8] op()", 0, 300)))
+    planes = [SimpleNamespace(name=name, lines=lines) for name, lines in planes.items()]
+    return SimpleNamespace(planes=planes)
+
+
+@pytest.mark.parametrize("kind", ["CPU", "GPU", "TPU"])
+def test_each_moment_of_a_device_is_in_one_row(kind):
+    rows = utils.ledger(profile_data(kind), HLO, (1, 2, 1))
+    names = dict(zip(WANT, rows, strict=True))
+    assert {name: rows[row] for name, row in names.items()} == pytest.approx(
+        {name: ms / 2 / 2 for name, ms in WANT.items()}  # devices, updates
+    )
+    assert names["pp"] == "collectives over pp" and names["gap"] == "host gap"
+    assert sum(rows.values()) == pytest.approx(50)
+
+
+def test_the_rows_of_any_trace_add_up_to_its_wall_time():
+    """Random ops, also outside of the updates and on top of each other; and compute is what a
+    merge of its intervals says."""
+    rng = np.random.default_rng(0)
+    data, merged = profile_data("GPU"), 0.0
+    for plane in data.planes[1:]:
+        plane.lines.clear()
+        done = 100e6
+        for start in np.sort(rng.uniform(0, 250e6, 3000)):
+            op = str(rng.choice(["fusion.1", "send", "all-gather-done", "loop"]))
+            stats, end = dict(hlo_op=op, hlo_module="jit_train_step"), start + rng.exponential(1e5)
+            event = SimpleNamespace(name=op, start_ns=start, end_ns=end, stats=stats)
+            plane.lines.append(SimpleNamespace(name="Stream #1", events=[event]))
+            if op == "fusion.1":
+                merged += max(0, min(end, 200e6) - max(start, done))
+                done = max(done, end)
+    rows = utils.ledger(data, HLO, (1, 2, 1))
+    assert sum(rows.values()) == pytest.approx(50) and min(rows.values()) >= 0
+    assert rows["compute"] == pytest.approx(merged / 1e6 / 2 / 2)
+
+
+def test_a_trace_without_a_device_gives_no_ledger():
+    data = profile_data("GPU")
+    assert utils.ledger(SimpleNamespace(planes=data.planes[:1]), HLO, (1, 2, 1)) == {}
+
+
+# ---- what a run leaves
+
+
+def test_a_run_leaves_trace_ledger_and_program_and_compiles_it_once(cfg, capsys):
+    compiled = []
+
+    def count(name, seconds, fun_name="", **_):
+        if name.endswith("backend_compile_duration") and "train_step" in fun_name:
+            compiled.append(fun_name)
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+    sections = dict(train=dict(steps=6, eval_batches=1, profile=(3, 2)), log=dict(hlo=True))
+    cfg = on_mesh(cfg, (2, 2, 2), **sections)
+    train.main(cfg)
+    jax.monitoring.unregister_event_duration_listener(count)
+    assert len(compiled) == 1
+
+    run = Path(cfg.run.dir) / cfg.run.name
+    assert (run / "step.hlo.txt").read_text().startswith("HloModule jit_train_step")
+    (trace,) = run.glob("profile/plugins/profile/*/*.xplane.pb")
+    text = (run / "profile" / "ledger.txt").read_text()
+    assert text in capsys.readouterr().out and text.startswith("updates 3 to 4")
+    ms = {row: float(x) for row, x in re.findall(r"^  (\S.*?) +([\d.]+) +[\d.]+%$", text, re.M)}
+    wall = ms.pop("all")
+    assert sum(ms.values()) == pytest.approx(wall, abs=0.01)
+    assert {f"collectives over {axis}" for axis in ("dp", "pp", "tp")} < set(ms)
+    assert ms["compute"] > 0 and ms["other programs"] == 0
+
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    timed = [row["step_time"] for row in lines if row["kind"] == "train" and row["step"] in (3, 4)]
+    assert wall * 2 == pytest.approx(sum(timed) * 1e3, rel=0.25)
+    data = jax.profiler.ProfileData.from_file(str(trace))
+    devices, marks = utils.read_trace(data)
+    assert len(devices) == 8 and len(marks["update"]) == len(marks["data wait"]) == 2
+
+
+class Log:
+    """A MetricsLog that only runs what is put aside."""
+
+    def aside(self, f):
+        f()
+
+    def flush(self):
+        pass
+
+
+def profiled(cfg, tmp_path, steps) -> tuple[utils.Profile, epath.Path]:
+    """A run of these updates, which do nothing."""
+    profile, log = utils.Profile(epath.Path(tmp_path), cfg), Log()
+    for step in steps:
+        with profile.update(step, log):
+            pass
+    profile.report()
+    return tmp_path / "profile"
+
+
+def test_a_resumed_run_leaves_past_updates_and_a_stopped_one_its_trace_alone(cfg, tmp_path):
+    cfg = replace(cfg, train=replace(cfg.train, profile=(2, 3)))
+    assert not profiled(cfg, tmp_path, range(3, 6)).exists()
+    stopped = profiled(cfg, tmp_path, range(1, 4))
+    assert [*stopped.glob("plugins/profile/*/*.xplane.pb")]
+    assert not (stopped / "ledger.txt").exists()
+
+
+@pytest.mark.parametrize("window", ["0 1", "3 0", "-1 2", "20 2", "1 21"])
+def test_updates_that_do_not_come_are_refused(window):
+    with pytest.raises(UserError) as error:
+        config.parse(["--config", "tiny", "--train.profile", *window.split()])
+    assert error.value.code == USAGE
+    (problem,) = error.value.problems
+    assert f"train.profile={window}" in problem.what and "train.steps=20" in problem.what
+
+
+@pytest.mark.parametrize("window", ["0 0", "1 20", "20 1"])
+def test_a_config_file_keeps_the_updates_to_profile(window, tmp_path):
+    cfg = config.parse(["--config", "tiny", "--train.profile", *window.split()])
+    (tmp_path / "config.json").write_text(config.to_json(cfg))
+    assert config.parse(["--config", str(tmp_path / "config.json")]) == cfg
+
+
+@pytest.mark.parametrize("value", [["--fresh"], [[1], 2], [None, 1], "1"])
+def test_a_config_file_smuggles_nothing_in_with_them(value, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(dict(train=dict(profile=value))))
+    with pytest.raises((UserError, SystemExit)) as error:
+        config.parse(["--config", str(path)])
+    assert error.value.code == USAGE
