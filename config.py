@@ -633,9 +633,8 @@ def divide_problems(cfg: Config):
 
 
 def pipeline_problems(cfg: Config):
-    """What mesh.schedule asks of the mesh, and training of a stage's share of a sequence."""
-    mesh, t = cfg.mesh, cfg.train
-    _, pp, tp = (max(1, size) for size in mesh.sizes)
+    """What mesh.schedule and train.remat ask of the pipeline."""
+    mesh, pp = cfg.mesh, max(1, cfg.mesh.pp)
     v, blocks = mesh.virtual_stages, n_blocks(cfg.model)
     interleaved = mesh.schedule == "interleaved"
     if interleaved and (v < 2 or mesh.pp == 1):
@@ -650,10 +649,7 @@ def pipeline_problems(cfg: Config):
         some = divisors(blocks // pp)[1:]
         fix = f"set --mesh.virtual_stages to {listed(some)}, or " if some else ""
         yield Problem(what, fix + "take --mesh.schedule 1f1b")
-    if t.seq_len % tp == 0 and t.seq_len % (pp * tp):
-        what = f"mesh.pp*mesh.tp = {pp}*{tp} = {pp * tp} must divide train.seq_len={t.seq_len}"
-        yield Problem(what, f"set --train.seq_len {-(-t.seq_len // (pp * tp)) * pp * tp}")
-    if t.remat == "offload" and pp > 1:
+    if cfg.train.remat == "offload" and pp > 1:
         what = f"train.remat=offload needs mesh.pp=1, and it is {pp}"
         yield Problem(what, "take --train.remat layer")
 

@@ -31,7 +31,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from jax import lax
-from jax.experimental import multihost_utils
+from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -151,8 +151,11 @@ def make_mesh(cfg: Config) -> jax.sharding.Mesh:
     if n < len(devices) and (devices[0].platform != "cpu" or jax.process_count() > 1):
         fix += "hide the others from JAX"
         raise UserError(config.USAGE, f"{product} = {n} would leave some idle: {found}", fix)
-    types = (AxisType.Auto,) * 3
-    return jax.make_mesh(cfg.mesh.sizes, AXES, axis_types=types, devices=devices[:n])
+    # Neighbours on the chips' own network, one of whose axes may have to serve two of ours.
+    placed = mesh_utils.create_device_mesh(
+        cfg.mesh.sizes, devices[:n], allow_split_physical_axes=True
+    )
+    return jax.sharding.Mesh(placed, AXES, axis_types=(AxisType.Auto,) * 3)
 
 
 def shardings(specs):

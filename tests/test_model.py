@@ -155,6 +155,15 @@ def test_what_only_trades_time_and_memory_does_not_change_the_gradient(fields):
     assert_same_gradient(gradient(PLAIN, (2, 2, 1), **fields), one_device_gradient(PLAIN))
 
 
+def test_stages_that_do_not_divide_the_sequence_share_its_scores():
+    cfg = replace(
+        PLAIN,
+        model=replace(PLAIN.model, n_layers=3),
+        train=replace(PLAIN.train, batch_size=12, seq_len=16),
+    )
+    assert_same_gradient(gradient(cfg, (1, 3, 2)), one_device_gradient(cfg))
+
+
 def test_inputs_of_layers_can_wait_in_host_memory():
     got = gradient(PLAIN, (2, 1, 2), remat="offload")
     assert_same_gradient(got, one_device_gradient(PLAIN))
@@ -423,9 +432,7 @@ def test_a_moe_layer_is_a_loop_over_tokens_and_their_experts(fields, capacity_fa
     def moe(x_BLD, w):
         index = jnp.arange(x_BLD.shape[1] * lax.axis_size("tp"))[None]
         span = model.Span(index, index)
-        y_BLD, stats = model.moe(
-            x_BLD, model.unshard(w, table, jnp.float32), cfg, span, training=True
-        )
+        y_BLD, stats = model.moe(x_BLD, model.unshard(w, table), cfg, span, training=True)
         return y_BLD, lax.psum(model.varying(stats), ("dp", "pp", "tp"))
 
     to32 = partial(jax.tree.map, lambda x: jnp.asarray(x, jnp.float32))

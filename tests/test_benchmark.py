@@ -1,0 +1,101 @@
+"""The benchmark: its plain model trains as ours does, so that the two can be compared; and what it
+reports."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from conftest import on_mesh, run
+
+import config
+import utils
+from scripts import benchmark
+
+TINY = config.tiny()
+LLAMA = replace(
+    TINY,
+    model=replace(TINY.model, vocab_size=500, qk_norm=True),
+    train=replace(TINY.train, batch_size=8, grad_accum=2, remat="dots"),
+)
+GPT2 = replace(
+    TINY,
+    model=replace(
+        TINY.model, n_kv_heads=16, norm="layer", norm_bias=True, attn_bias=True, mlp_bias=True,
+        activation="gelu_tanh", positions="learned", max_positions=20, tie_embeddings=True,
+    ),
+    train=replace(TINY.train, batch_size=8),
+)  # fmt: skip
+RELU2 = replace(GPT2, model=replace(GPT2.model, activation="relu2", tie_embeddings=False))
+MOE = replace(TINY, model=replace(TINY.model, pattern="moe", n_experts=4, d_expert=16))
+
+
+def rows(cfg):
+    shape = cfg.train.batch_size, cfg.train.seq_len + 1
+    return np.random.default_rng(0).integers(cfg.model.vocab_size, size=shape, dtype=np.int32)
+
+
+def losses(c: benchmark.Contestant) -> list[float]:
+    """Of the first updates; from the second on they depend on gradients and optimizer too."""
+    state, found = c.begin(), []
+    for _ in range(4):
+        state, metrics = c.step(state)
+        found.append(float(metrics["loss"]))
+    assert found[0] == c.loss
+    return found
+
+
+@pytest.mark.parametrize("preset", [LLAMA, GPT2, RELU2], ids=["llama", "gpt2", "relu2"])
+def test_the_plain_model_trains_as_ours_does(preset):
+    cfg = on_mesh(preset)
+    got, want = (losses(f(rows(cfg), cfg)) for f in (benchmark.plain, benchmark.trifold))
+    assert want[-1] < want[0] - 0.01
+    np.testing.assert_allclose(got, want, rtol=2e-6)
+
+
+def test_a_peer_that_lacks_what_the_config_has_is_left_out_with_the_reason():
+    cfg = on_mesh(MOE)
+    entered, left_out = benchmark.enter_peers(benchmark.PEERS, rows(cfg), cfg)
+    assert not entered and set(left_out) == set(benchmark.PEERS)
+    assert all("model.n_experts=4" in why for why in left_out.values())
+
+
+def test_rates_and_shares_follow_from_medians(monkeypatch):
+    """On a CPU of CPU seconds; PaLM's count has all keys, ours those that are seen."""
+    cfg = on_mesh(TINY)
+    m, L, n_tokens = cfg.model, cfg.train.seq_len, cfg.train.batch_size * cfg.train.seq_len
+    causal = benchmark.model.flops_per_token(cfg)
+    unseen = 12 * m.n_layers * m.n_heads * m.d_head * (L - (L + 1) / 2)
+    monkeypatch.setattr(utils, "peak_flops", lambda cfg: 1e9)
+    c = benchmark.Contestant("c", 1, None, None, 1.0, None, 6.0)
+    turns = [np.array(seconds) for seconds in ([5, 9], [4, 2], [1, 1])]
+    got = benchmark.row(c, turns, 1e8, cfg)
+    assert (got["step_seconds"], got["cpu_seconds"]) == (4, 2)
+    assert got["tokens_per_sec"] == n_tokens / 4 and got["rate"] == n_tokens / 2
+    want = dict(of_matmul=causal / 1e8, mfu=causal / 1e9, mfu_palm=(causal + unseen) / 1e9)
+    for name, share in want.items():
+        np.testing.assert_allclose(got[name], n_tokens / 2 * share, rtol=1e-12)
+
+
+def test_the_command_measures_on_any_mesh_and_writes_what_it_prints(tmp_path):
+    flags = ["--mesh.dp", 2, "--mesh.tp", 2, "--train.batch_size", 4, "--model.n_layers", 2]
+    out = tmp_path / "out.json"
+    own = ["--repeats", 2, "--steps", 1, "--peers", "plain", "--json", out]
+    done = run("scripts/benchmark.py", *own, "--config", "tiny", *flags)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(out.read_text())
+    ours, plain = result["rows"]
+    assert (ours["n_devices"], plain["n_devices"]) == (4, 1)
+    assert [len(r["turns"]) for r in result["rows"]] == [2, 2]
+    np.testing.assert_allclose(ours["first_loss"], plain["first_loss"], rtol=1e-5)
+    assert f"trifold / plain jit: {result['ratios']['plain jit']:.2f}" in done.stdout
+    assert result["run"]["mesh"]["tp"] == 2 and result["matmul_flops"] > 0
+
+
+@pytest.mark.parametrize(
+    "flags", [["--repeats", 0], ["--json", "nowhere/x.json"], ["--optim.b1", 5]], ids=str
+)
+def test_a_bad_request_is_two_lines(flags):
+    done = run("scripts/benchmark.py", "--config", "tiny", *flags)
+    assert done.returncode == config.USAGE and not done.stdout
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 2

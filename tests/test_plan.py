@@ -1,0 +1,230 @@
+"""The plan: what is counted in the step is what the formulas say, and what overflows is named."""
+
+import importlib.util
+import json
+import re
+import sys
+from dataclasses import replace
+from functools import partial
+from itertools import product
+
+import jax
+import jax.numpy as jnp
+import pytest
+from conftest import ROOT, run
+
+import config
+from config import USAGE
+
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import plan
+
+CHIP = plan.CHIPS["v5e"]
+TINY = replace(config.tiny(), train=replace(config.tiny().train, dtype="bfloat16"))
+
+
+def configured(mesh, cfg=TINY, **train) -> config.Config:
+    """cfg on a mesh of such sizes, or with such fields of it."""
+    mesh = mesh if isinstance(mesh, dict) else dict(zip(("dp", "pp", "tp"), mesh, strict=True))
+    cfg = replace(cfg, mesh=replace(cfg.mesh, **mesh), train=replace(cfg.train, **train))
+    return config.resolve(cfg, cfg.mesh.dp * cfg.mesh.pp * cfg.mesh.tp)
+
+
+def by_formula(cfg) -> tuple[dict, dict]:
+    """{(collective, axis): calls} and {..: bytes received} of a dense model under FSDP and
+    Megatron's sequence parallelism, the small sums left out."""
+    m, t, (dp, pp, tp) = cfg.model, cfg.train, cfg.mesh.sizes
+    D, F, H, G, K, V = m.d_model, m.d_ff, m.n_heads, m.n_kv_heads, m.d_head, m.vocab_rows
+    M = t.microbatches * t.grad_accum
+    n = M * m.n_layers // pp  # layers run
+    x = 2 * t.batch_size // dp // M * t.seq_len * D  # bytes of one microbatch's residual stream
+    weights, ends = 2 * (2 * D * (H + G) * K + 3 * D * F) // tp, 2 * 2 * D * V // tp
+    again = t.remat != "none"
+    ticks = plan.schedule(cfg).ticks * M // plan.schedule(cfg).microbatches
+    tokens = 4 * t.batch_size * t.seq_len // dp
+    found = {
+        ("all_gather", "dp"): (12 * n + 2, 2 * n * weights + ends),
+        # The gradient of the ends is summed in float32.
+        ("reduce_scatter", "dp"): (6 * n + 2, n * weights + 2 * ends),
+        # Two a layer, two for their gradients, two more for the weights'; then both ends.
+        ("all_gather", "tp"): (
+            (4 + 2 * again) * n + 2 * M,
+            (4 + 2 * again) * n * x + M * x * (1 + 1 / pp),
+        ),
+        ("reduce_scatter", "tp"): (
+            (4 + again) * n + 2 * M,
+            (4 + again) * n * x + M * x * (1 + 1 / pp),
+        ),
+        ("ppermute", "pp"): (2 * ticks, 2 * ticks * x // tp),
+        ("all_gather", "pp"): (2 + M, 2 * tokens + M * x // tp),
+        ("reduce_scatter", "pp"): (M, M * x // tp),
+    }
+    sizes = dict(dp=dp, pp=pp, tp=tp)
+    found = {k: x for k, x in found.items() if sizes[k[1]] > 1}
+    ring = {k: 1 if k[0] == "ppermute" else 1 - 1 / sizes[k[1]] for k in found}
+    return {k: n for k, (n, _) in found.items()}, {k: x * ring[k] for k, (_, x) in found.items()}
+
+
+# One of each axis alone, and mixtures; slices, policies and schedules change with them.
+CASES = [
+    ((1, 1, 1), dict(grad_accum=2)),
+    ((8, 1, 1), dict(grad_accum=2)),
+    ((1, 8, 1), dict(remat="none")),
+    ((1, 1, 8), dict()),
+    ((2, 2, 2), dict(remat="dots", grad_accum=2)),
+    ((2, 4, 1), dict(microbatches=8)),
+]
+
+
+@pytest.mark.parametrize("mesh, train", CASES, ids=str)
+def test_collectives_and_flops_of_the_step_are_those_of_the_formulas(mesh, train):
+    cfg = configured(mesh, **train)
+    m, t, (dp, pp, tp) = cfg.model, cfg.train, cfg.mesh.sizes
+    tally = plan.count(plan.trace(cfg, CHIP), cfg, CHIP)
+    calls, moved = by_formula(cfg)
+    small = [k for k in tally.calls if k[0] in ("psum_invariant", "pmax")]
+    assert dict(tally.calls) == calls | {k: tally.calls[k] for k in small}
+    assert dict(tally.moved) == pytest.approx(moved | {k: tally.moved[k] for k in small}, rel=1e-12)
+
+    D, F, H, G, K = m.d_model, m.d_ff, m.n_heads, m.n_kv_heads, m.d_head
+    matmuls, attention = 2 * D * (H + G) * K + 3 * D * F, 2 * t.seq_len * H * K
+    layer = 3 * (matmuls + attention)
+    layer += {"none": 0, "dots": attention, "layer": matmuls + attention - D * F}[t.remat]
+    flops = 2 * (m.n_layers * layer + 3 * D * m.vocab_rows)
+    assert tally.flops == pytest.approx(flops * t.batch_size * t.seq_len / (dp * pp * tp))
+
+
+def test_experts_count_what_a_token_meets():
+    """As many FLOPs as model.flops_per_token says, and attention's masked half, and the sum over a
+    token's experts."""
+    experts = dict(pattern="moe", n_experts=8, n_active=2, n_shared=1, d_expert=64)
+    cfg = replace(TINY, model=replace(TINY.model, vocab_size=512, **experts))
+    cfg = configured((1, 1, 1), cfg, remat="none")
+    m, t = cfg.model, cfg.train
+    masked = 12 * m.n_layers * m.n_heads * m.d_head * (t.seq_len - 1) / 2
+    mixing = 6 * m.n_layers * m.n_active * m.d_model
+    want = plan.model.flops_per_token(cfg) + masked + mixing
+    found = plan.count(plan.trace(cfg, CHIP), cfg, CHIP).flops / (t.batch_size * t.seq_len)
+    assert found == pytest.approx(want, rel=1e-6)
+
+
+def held(cfg) -> dict:
+    return plan.memory(plan.trace(cfg, CHIP), cfg)
+
+
+MATRIX = jax.ShapeDtypeStruct((32, 32), "float32")  # 4096 bytes
+
+
+def bytes_of(f) -> dict:
+    return plan.alive(jax.make_jaxpr(f)(MATRIX).jaxpr, set())
+
+
+def test_an_array_lives_from_its_matmul_to_its_last_reader_and_is_then_written_over():
+    def three(x):
+        a, b = x @ x, jnp.exp(x @ x.T)
+        return jnp.sin(a) @ b
+
+    def one(x):
+        return jax.lax.scan(lambda x, _: (x.at[0].set(1.0), None), x @ x, length=3)[0]
+
+    assert bytes_of(three)["workspace"] == 3 * 4096
+    assert bytes_of(lambda x: three(x) @ x)["workspace"] == 3 * 4096
+    assert bytes_of(one).total() == 4096
+
+
+def test_what_a_loop_stacks_for_its_gradient_is_an_activation():
+    def f(x, n):
+        return jax.lax.scan(lambda x, _: (jnp.sin(x @ x), None), x, length=n)[0].sum()
+
+    few, many = (bytes_of(jax.grad(partial(f, n=n))) for n in (4, 10))
+    assert many["activations"] - few["activations"] == 6 * 2 * 4096  # x and x @ x
+    assert many["workspace"] == few["workspace"]
+
+
+def test_memory_follows_the_config():
+    tiny = {remat: held(configured((1, 2, 1), remat=remat)) for remat in ("none", "dots", "layer")}
+    assert [tiny[k]["activations"] for k in tiny] == sorted(
+        (x["activations"] for x in tiny.values()), reverse=True
+    )
+    n_params = plan.model.param_count(TINY)  # 512 tokens, so none fill up
+    assert held(configured((8, 1, 1)))["moments"] == pytest.approx(8 * n_params / 8, rel=0.1)
+    more = {}
+    for schedule, microbatches in product(("gpipe", "1f1b"), (8, 32)):
+        cfg = configured(dict(dp=1, pp=4, tp=1, schedule=schedule), microbatches=microbatches)
+        more[schedule, microbatches] = held(cfg)["activations"] * microbatches  # of equal ones
+    assert more["1f1b", 32] == pytest.approx(more["1f1b", 8], rel=0.05)
+    assert more["gpipe", 32] > 3 * more["gpipe", 8]
+
+
+# ---- the command
+
+
+def answer(*args) -> tuple[int, str, str]:
+    done = run("scripts/plan.py", "--config", "tiny", "--train.dtype", "bfloat16", *args)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_json_is_one_object_and_says_what_the_table_says():
+    args = "--topology", "v5e:2x4", "--mesh.pp", 2, "--mesh.tp", 2
+    code, text, _ = answer(*args, "--json")
+    found = json.loads(text)
+    assert code == 0 and found["fits"] and found["mesh"] == dict(dp=2, pp=2, tp=2)
+    assert found["memory_total"] == sum(found["memory"].values())
+    assert found["best"]["step_time"] <= found["worst"]["step_time"]
+    code, table, _ = answer(*args)
+    calls = found["collectives"]["tp all_gather"]["calls"]
+    assert code == 0 and re.search(rf"^tp all_gather +{calls:,.0f} calls", table, re.M)
+
+
+OUT = [
+    (["--topology", "v5e:1", "--train.batch_size", 2**20], "workspace overflow"),
+    (["--topology", "v5e:1", "--model.d_ff", 2**22], "moments overflow"),
+    (["--topology", "v5:9"], "topology='v5:9'"),
+    (["--topology", "v5e:8", "--mesh.dp", 2], "= 2*1*1 = 2, but v5e:8 has 8 devices"),
+    (["--topology", "v5e:8", "--mesh.pp", 3], "mesh.pp=3 must divide model.n_layers=8"),
+]
+
+
+@pytest.mark.parametrize("args, why", OUT, ids=lambda x: x if isinstance(x, str) else "")
+def test_what_cannot_be_is_two_lines_and_exit_2(args, why):
+    code, _, error = answer(*args)
+    problem, fix = error.splitlines()[-2:]
+    assert code == USAGE and why in error and problem.startswith("error: "), error
+    assert fix.startswith("  fix: ")
+
+
+def test_search_ranks_what_is_legal_and_says_why_the_rest_is_out():
+    cfg = replace(TINY, train=replace(TINY.train, batch_size=1, remat="layer"))
+    found = plan.search(cfg, CHIP, 1)
+    times = [x["worst"]["step_time"] for x in found["plans"]]
+    assert times == sorted(times) and not found["out"]
+    assert {x["remat"] for x in found["plans"]} >= {"none", "dots", "layer"}
+
+    assert plan.search(cfg, CHIP._replace(memory=1000), 8)["out"]["weights overflow"]
+    out, heads = plan.search(cfg, CHIP, 64)["out"], "model.n_heads=16 and train.seq_len=16 and"
+    assert out[f"mesh.tp must divide {heads} model.n_kv_heads=8"] == 3
+    assert out["mesh.tp must divide model.n_kv_heads=8"] == 3
+    assert out["train.grad_accum*mesh.dp*mesh.pp must divide train.batch_size=1"] > 9
+
+
+TPU = importlib.util.find_spec("libtpu")
+
+
+@pytest.mark.skipif(TPU, reason="libtpu is installed")
+def test_without_libtpu_the_plan_says_how_to_get_it():
+    code, _, error = answer("--topology", "v5e:1", "--compile")
+    assert code == USAGE and "pip install 'jax[tpu]==" in error and error.count("\n") == 2
+
+
+@pytest.mark.skipif(not TPU, reason="needs libtpu, to compile for a TPU that is not there")
+def test_the_estimate_is_within_a_tenth_of_the_compilers():
+    sizes = dict(vocab_size=8192, d_model=1024, n_layers=8, n_heads=8, n_kv_heads=8, d_head=128)
+    args = [x for name, size in sizes.items() for x in (f"--model.{name}", size)]
+    args += ["--model.d_ff", 4096, "--train.seq_len", 1024, "--train.batch_size", 32]
+    mesh = ["--mesh.dp", 2, "--mesh.tp", 2, "--topology", "v5e:2x2"]
+    code, text, error = answer(*args, *mesh, "--compile", "--json")
+    assert code == 0, error
+    found = json.loads(text)
+    assert found["memory_total"] == pytest.approx(found["xla"]["memory"], rel=0.1)
+    assert 0.5 < found["xla"]["fusion_seconds"] / found["seconds"]["matmuls"] < 20
