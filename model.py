@@ -1178,7 +1178,7 @@ class Schedule(NamedTuple):
     microbatches: int
     delay: int
     """The tick of the first backward: after all forward in gpipe, else as soon as one is through,
-    which takes part_s * pp - 1 ticks."""
+    which takes parts * pp - 1 ticks."""
 
     @property
     def n(self) -> int:
@@ -1192,6 +1192,10 @@ class Schedule(NamedTuple):
         """(microbatch, part) of forward work j."""
         turn, rest = j // (self.pp * self.parts), j % (self.pp * self.parts)
         return turn * self.pp + rest % self.pp, rest // self.pp
+
+    def part(self, tree, r):
+        """Part r of layers, or of what is laid out like them."""
+        return tree if self.parts == 1 else jax.tree.map(lambda x: x[r], tree)
 
     def depth(self) -> int:
         """Microbatches of a part that a stage keeps, at most, between forward and backward."""
@@ -1412,14 +1416,9 @@ def gradient(w, token_MBL, target_MBL, total: Total, key, first_row, n_tokens, c
     """
     before, kinds = len(layer_kinds(cfg.model.prefix)), layer_kinds(cfg.model.pattern)
     plan, s = schedule_of(cfg, token_MBL.shape[0]), lax.axis_index("pp")
+    many = plan.parts > 1
     head = {name: w[name] for name in head_names(cfg)}
     first = {name: x for name, x in w.items() if name in ("embed_VD", "position_LD", "prefix")}
-
-    def of_part(r):
-        return w["layers"] if plan.parts == 1 else jax.tree.map(lambda x: x[r], w["layers"])
-
-    def part(r):
-        return None if plan.parts == 1 else r
 
     def opening(m):
         span = span_of(token_MBL, m, cfg, first_row)
@@ -1427,7 +1426,7 @@ def gradient(w, token_MBL, target_MBL, total: Total, key, first_row, n_tokens, c
 
     def run(m, r):
         span = span_of(token_MBL, m, cfg, first_row)
-        number = before + (r * plan.pp + s) * n_rows(of_part(r))
+        number = before + (r * plan.pp + s) * n_rows(plan.part(w["layers"], r))
         return lambda layers, x_BLD: stack(layers, kinds, number, x_BLD, span, cfg, key)
 
     def add(total, **new):
@@ -1442,8 +1441,8 @@ def gradient(w, token_MBL, target_MBL, total: Total, key, first_row, n_tokens, c
         return x_BLD, total
 
     def forward(x_BLD, m, r, total):
-        (y_BLD, new), back = jax.vjp(run(m, r), of_part(r), x_BLD)
-        layers = accumulate(total.stats["layers"], new, part(r))
+        (y_BLD, new), back = jax.vjp(run(m, r), plan.part(w["layers"], r), x_BLD)
+        layers = accumulate(total.stats["layers"], new, r if many else None)
         return y_BLD, pack(back), total._replace(stats=total.stats | dict(layers=layers))
 
     def score(y_BLD, m, total):
@@ -1451,18 +1450,18 @@ def gradient(w, token_MBL, target_MBL, total: Total, key, first_row, n_tokens, c
         return of_y_BLD, add(total._replace(loss=total.loss + loss), **of_head)
 
     def backward(g_BLD, kept, m, r, total):
-        of_w, g_BLD = unpack(kept, of_part(r))((g_BLD, balance_cotangent(stats, cfg)))
-        layers = accumulate(total.grads["layers"], of_w, part(r))
+        back = unpack(kept, plan.part(w["layers"], r))
+        of_w, g_BLD = back((g_BLD, balance_cotangent(stats, cfg)))
+        layers = accumulate(total.grads["layers"], of_w, r if many else None)
         return g_BLD, total._replace(grads=total.grads | dict(layers=layers))
 
     def finish(g_BLD, m, total):
         (_, stats), back = jax.vjp(opening(m), first)
         return add(total, **back((g_BLD, stats and balance_cotangent(stats, cfg)))[0])
 
-    B, L = token_MBL.shape[1:]
-    shape = B, L // lax.axis_size("tp"), cfg.model.d_model
-    x_BLD = varying(jnp.zeros(shape, cfg.train.dtype))
-    (_, stats), example = jax.vjp(run(s, s), of_part(s), x_BLD)
+    x_BLD = jax.eval_shape(lambda: opening(s)(first)[0])
+    x_BLD = varying(jnp.zeros(x_BLD.shape, x_BLD.dtype))
+    (_, stats), example = jax.vjp(run(s, s), plan.part(w["layers"], s), x_BLD)
     pack, unpack = packing(example)
     work = Stage(begin, forward, score, backward, finish)
     # With one stage there is always work; and host memory cannot come out of a branch.

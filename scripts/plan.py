@@ -237,22 +237,25 @@ def received(op: Op, n: int) -> float:
     return whole if op.name == "ppermute" else (1 + (op.name in TWICE)) * whole * (n - 1) / n
 
 
-def count(jaxpr, cfg: Config, chip: Chip, share: float = 1) -> Tally:
+def count(jaxpr, cfg: Config, chip: Chip, shares=()) -> Tally:
     """Everything in `jaxpr` as often as it runs on a device, of the first pipeline stage.
 
-    A cond counts as its dearer branch, `share` of the times that its surroundings run.
+    A cond counts as its dearer branch; shares: of the times that `jaxpr` runs those in which the
+    conds in it do work, one after the other.
     """
     total, sizes = Tally(), dict(zip(utils.AXES, cfg.mesh.sizes, strict=True))
-    plan = schedule(cfg)
+    plan, shares = schedule(cfg), iter(shares)
     for op in flat(jaxpr).ops:
-        if op.name == "cond":  # one inside another is where the model begins: in one of the parts
-            inside = [count(body, cfg, chip, 1 / plan.parts) for body, _ in bodies(op)]
+        if op.name == "cond":
+            inside = [count(body, cfg, chip) for body, _ in bodies(op)]
             dearest = max(inside, key=lambda x: x.seconds + x.moved.total() / chip.link)
-            together = dearest.received("pp") > 0  # stages that meet score a microbatch
-            total.add(dearest, share / plan.parts if together else share)
+            total.add(dearest, next(shares, 1))
         for body, times in bodies(op) if op.name != "cond" else ():
             ticks = op.name == "scan" and times == plan.ticks
-            total.add(count(body, cfg, chip, plan.n / times if ticks else 1), times)
+            # model.run_schedule: begin, forward, score, backward, finish
+            works, ends = plan.n / plan.ticks, plan.microbatches / plan.ticks
+            inside = (ends, works, ends, works, ends) if ticks else ()
+            total.add(count(body, cfg, chip, inside), times)
         if flops := flops_of(op, cfg):
             traffic = sum(size(x.aval) for x in [*op.eqn.invars, *op.eqn.outvars])
             total.flops += flops
@@ -334,7 +337,7 @@ def alive(jaxpr: Jaxpr, weights: set, held=(), own=()) -> Counter:
     """
     ops, args, results, avals = flat(jaxpr)
     last = {x: at for at, op in enumerate(ops) for x in op.ins} | dict.fromkeys(results, len(ops))
-    summed = {x for op in ops for x in op.ins if op.name == "add_any"}
+    addends = {x for op in ops for x in op.ins if op.name == "add_any"}
     needs = dict.fromkeys([None, *args], frozenset())  # the arrays behind each value
     arrays, inside, owned = [], [Counter() for _ in range(len(ops) + 1)], {args[i] for i in own}
 
@@ -347,7 +350,7 @@ def alive(jaxpr: Jaxpr, weights: set, held=(), own=()) -> Counter:
         # scattered into the other summand.
         piece = 8 * sum(size(avals[x]) for x in op.outs) <= sum(arrays[i].bytes for i in behind)
         kept = op.name in STORED or (op.name == "slice" and piece)
-        if not kept or (op.name == "scatter-add" and summed.issuperset(op.outs)):
+        if not kept or (op.name == "scatter-add" and addends.issuperset(op.outs)):
             needs |= dict.fromkeys(op.outs, behind)
             if may_reuse(op.ins[0] if op.ins else None, at) and len(op.ins) == 1:
                 owned |= {x for x in op.outs if size(avals[x]) == size(avals[op.ins[0]])}
@@ -355,10 +358,7 @@ def alive(jaxpr: Jaxpr, weights: set, held=(), own=()) -> Counter:
         for i in behind:
             arrays[i].end = at
         for body, _ in bodies(op):
-            here, mine = (
-                range(len(body.outvars)),
-                (),
-            )  # results there is room for, and free operands
+            here, mine = range(len(body.outvars)), ()  # results with room, and free operands
             if op.name == "scan":
                 first, n = carried(op)
                 here, mine = here[n:], range(first, first + n)
@@ -371,7 +371,8 @@ def alive(jaxpr: Jaxpr, weights: set, held=(), own=()) -> Counter:
             if may_reuse(into.get(x), at):
                 needs[x] = needs[into[x]]
             else:
-                grown = avals[x].dtype == "float32" and avals[x].shape in weights
+                summed = avals[x].dtype == "float32" or op.name == "scan"
+                grown = summed and avals[x].shape in weights
                 kind = "activations" if op.name == "scan" else "workspace"
                 needs[x] = frozenset([len(arrays)])
                 away = avals[x].memory_space == jax.memory.Space.Host  # train.remat=offload
@@ -395,16 +396,19 @@ def state(cfg: Config) -> dict:
     """Bytes of a device's weights, and of AdamW's two moments of them."""
     sizes = dict(zip(utils.AXES, cfg.mesh.sizes, strict=True))
     table = utils.leaf_table(model.param_table(cfg)).values()
-    weights = 4 * sum(math.prod(part(p, sizes)) for p in table)
-    return dict(weights=weights, moments=2 * weights)
+    master = 4 * sum(math.prod(part(p, sizes)) for p in table)
+    cast = sum(math.prod(part(p, sizes)) for p in table if p.decay and not p.wide)
+    copy = 2 * cast if cfg.train.dtype == "bfloat16" else 0
+    return dict(weights=master + copy, moments=2 * master)
 
 
 def memory(jaxpr: Jaxpr, cfg: Config) -> dict:
     """Bytes on a device by class, when most is alive.
 
-    gradients: float32 arrays with the shape of a device's share of a weight, gathered over dp or
-    not.  activations: the others that loops hand on, or stack for the backward pass.  workspace:
-    everything else, gathered weights too.
+    weights: the compute dtype's copy too.  gradients: arrays with the shape of a device's share of
+    a weight, gathered over dp or not, that are float32 or come from a loop.  activations: the
+    others that loops hand on, or stack for the backward pass.  workspace: everything else, gathered
+    weights too.
     """
     sizes = dict(zip(utils.AXES, cfg.mesh.sizes, strict=True))
     table = utils.leaf_table(model.param_table(cfg)).values()

@@ -105,14 +105,14 @@ def score(params, token_MBL, target_MBL, cfg):
 
     @jax.shard_map(in_specs=(model.param_specs(cfg), rows, rows), out_specs=(P(*rows, "tp"), rows))
     def per_device(params, token_MBL, target_MBL):
-        ends, index_BL = model.both_ends(params, cfg), jnp.arange(token_MBL.shape[-1])[None]
-        at = model.Span(index_BL, index_BL)
-        x_MBLD, _ = model.hidden(params, ends, token_MBL, lambda m: at, cfg)
+        w, index_BL = model.ready(params, cfg, cfg.train.dtype), jnp.arange(token_MBL.shape[-1])
+        at = model.Span(index_BL[None], index_BL[None])
+        x_MBLD, _ = model.hidden(w, token_MBL, lambda m: at, cfg)
 
         def one(parts):
             x_BLD, target_BL = parts
-            nll_BL, _ = model.cross_entropy(x_BLD, target_BL, ends, cfg)
-            return model.logits(lax.all_gather(x_BLD, "tp", axis=1, tiled=True), ends, cfg), nll_BL
+            x_BLD = lax.all_gather(x_BLD, "tp", axis=1, tiled=True)
+            return model.logits(x_BLD, w, cfg), model.cross_entropy(x_BLD, target_BL, w, cfg)[0]
 
         return lax.map(one, (x_MBLD, target_MBL))
 

@@ -134,6 +134,8 @@ def assert_same_gradient(got, want, tolerance=1e-5):
     ],
 )
 def test_every_mesh_has_the_gradient_of_one_device(cfg, mesh):
+    if cfg is MOE_ALLTOALL and mesh[0] == 1:
+        pytest.skip("experts stay with their dp rank, and there is one: the case mla+moe")
     gather = replace(cfg, mesh=config.Mesh())
     assert_same_gradient(gradient(cfg, mesh), one_device_gradient(gather))
 
