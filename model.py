@@ -1408,6 +1408,17 @@ def packing(example):
     return pack, unpack
 
 
+def branching(cfg: Config) -> Callable:
+    """lax.cond, or with one stage, which always has work, what takes the first branch.
+
+    On a CPU, branches still keep collectives in order; but host memory cannot come out of one.
+    """
+    cpu = jax.sharding.get_abstract_mesh().abstract_device.platform == "cpu"
+    if cfg.mesh.pp == 1 and (not cpu or cfg.train.remat == "offload"):
+        return lambda _, work, rest, *args: work(*args)
+    return lax.cond
+
+
 def gradient(w, token_MBL, target_MBL, total: Total, key, first_row, n_tokens, cfg: Config):
     """total, and the gradient of a slice's microbatches (all stages', of this dp rank) added.
 
@@ -1464,10 +1475,7 @@ def gradient(w, token_MBL, target_MBL, total: Total, key, first_row, n_tokens, c
     (_, stats), example = jax.vjp(run(s, s), plan.part(w["layers"], s), x_BLD)
     pack, unpack = packing(example)
     work = Stage(begin, forward, score, backward, finish)
-    # With one stage there is always work; and host memory cannot come out of a branch.
-    offload = cfg.train.remat == "offload"
-    branch = (lambda _, f, other, *args: f(*args)) if offload else lax.cond
-    return run_schedule(plan, work, x_BLD, pack(example), total, branch)
+    return run_schedule(plan, work, x_BLD, pack(example), total, branching(cfg))
 
 
 # ---- decoding

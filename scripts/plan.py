@@ -624,20 +624,22 @@ def hlo_cycles(text: str, cfg: Config) -> float:
         called = [x for line in lines[name] for x in re.findall(r"calls=%?([\w.-]+)", line)]
         return max([1, *inside, *map(trips, called)])
 
-    def cycles(name: str, n_ticks: int) -> float:
-        total = 0.0
+    def cycles(name: str, times: int) -> float:
+        total, plan = 0.0, schedule(cfg)
         for line in lines[name]:
             if found := re.search(r'"estimated_cycles":"(\d{1,15})"', line):
                 total += int(found[1])
             if found := re.search(r"while\(.*condition=%?([\w.-]+), body=%?([\w.-]+)", line):
                 n = trips(found[1])
                 total += n * cycles(found[2], n)
-            if found := re.search(r"conditional\(.*branch_computations=\{(.*?)\}", line):
-                share = min(1, cfg.train.microbatches / n_ticks)
-                branches = re.findall(r"[\w.-]+", found[1])
-                total += share * max(cycles(x, n_ticks) for x in branches)
+            if " conditional(" in line:
+                share = plan.n / plan.ticks if times == plan.ticks else 1
+                form = r"(?:true|false)_computation=%?([\w.-]+)|branch_computations=\{(.*?)\}"
+                names = " ".join(a or b for a, b in re.findall(form, line))
+                branches = re.findall(r"[\w.-]+", names)
+                total += share * max(cycles(x, times) for x in branches)
             if found := re.search(r" call\(.*to_apply=%?([\w.-]+)", line):
-                total += cycles(found[1], n_ticks)
+                total += cycles(found[1], times)
         return total
 
     return cycles(entry, 1)
