@@ -252,8 +252,8 @@ class Train:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute dtype.  Parameters and optimizer state rest in float32."""
     remat: Literal["none", "dots", "attention", "layer", "offload"] = "layer"
-    """What the backward pass recomputes: nothing; all but matmuls; all but attention; whole layers;
-    or whole layers from inputs kept in host memory (accelerators only)."""
+    """What the backward pass recomputes: nothing; all but matmuls; only attention; whole layers; or
+    whole layers from inputs kept in host memory (with mesh.pp 1)."""
     unroll: int = 1
     """Layers in a step of the loop over them: more compile time, fewer copies."""
     attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"
@@ -940,6 +940,7 @@ def of_run(run: str, mesh: Mesh, *flags: str) -> Config:
     # A batch that fits; resolve() makes it the script's own.
     rows = str(max(1, mesh.dp) * max(1, mesh.pp))
     batch = ["--train.batch_size", rows, "--train.grad_accum", "1", "--train.microbatches", "0"]
+    batch += ["--train.remat", "layer", "--train.attention", "auto"]  # of the trainer's platform
     alone = ["--run.coordinator=", "--run.num_processes", "0", "--run.process_id=-1"]
     cfg = parse(["--config", f"{run.rstrip('/')}/config.json", *sizes, *batch, *alone, *flags])
     simulate_devices(mesh)

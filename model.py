@@ -8,10 +8,10 @@ Dimension key (a suffix on every array's name spells its logical shape):
   J  queries' latent   I  keys' and values' latent   T  rotary key dim   W  value dim  (mla)
   E  experts   X  experts of a token   U  pairs of token and expert   Z  an expert's slots
 
-Mesh axes: dp (batch; weights rest sharded over it), pp (layers; microbatches before and after
-them), tp (heads, d_ff, vocab, and the sequence wherever an array is x_BLD).  Inside shard_map a
-letter that its PartitionSpec maps to a mesh axis is the local piece.  `grep lax.p` and
-`grep lax.all_` list all communication.
+Mesh axes: dp (batch; weights rest sharded over it), pp (layers; tokens rest by microbatch, and are
+scored by parts of the sequence), tp (heads, d_ff, vocab, and the sequence wherever an array is
+x_BLD).  Inside shard_map a letter that its PartitionSpec maps to a mesh axis is the local piece.
+`grep lax.p` and `grep lax.all_` list all communication.
 """
 
 import math
@@ -35,7 +35,7 @@ from jax.sharding import PartitionSpec as P
 from config import USAGE, Config, UserError, layer_kinds, listed, n_blocks
 from utils import AXES, leaf_table, warn
 
-# AMBL: tokens and targets; each stage embeds and scores its own microbatches.
+# AMBL: tokens and targets as they rest; in evaluation a stage embeds and scores its own.
 TOKENS = P(None, "pp", "dp", None)
 
 INPUT = "a layer's input"  # its name for train.remat
@@ -505,7 +505,7 @@ def splash_attention(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int, interpre
     return jnp.swapaxes(jax.vmap(kernel)(*heads_first), 1, 2)
 
 
-def shortcoming(kernel: str, q_BLHK, at: Span, cfg: Config) -> str:
+def shortcoming(kernel: str, q_BLHK, v_BSGW, at: Span, cfg: Config) -> str:
     """Why the kernel cannot do this attention, or ""."""
     platform = jax.sharding.get_abstract_mesh().abstract_device.platform
     L, K, half = q_BLHK.shape[1], q_BLHK.shape[3], q_BLHK.dtype == jnp.bfloat16
@@ -515,11 +515,16 @@ def shortcoming(kernel: str, q_BLHK, at: Span, cfg: Config) -> str:
         "is for whole rows, not for decoding": at.split == 0,
     }
     if kernel == "cudnn":
+        found = str(getattr(jax.devices()[0], "compute_capability", "9.0"))  # a plan's is Hopper
+        capability = float(found) if re.fullmatch(r"\d+\.\d+", found) else 0.0  # AMD's is a name
+        widest = 256 if capability >= 9 else 128
         lacks |= {
+            "needs an NVIDIA GPU of compute capability 8.0": capability < 8,
+            "takes no value head wider than a key head": v_BSGW.shape[-1] > K,
             "has no score softcap (model.attn_softcap)": cfg.model.attn_softcap,
             "has no document mask (data.document_mask)": at.document_BL is not None,
             "needs train.dtype=bfloat16": not half,
-            f"takes heads of a multiple of 8, up to 256, not {K}": K % 8 or K > 256,
+            f"takes heads of a multiple of 8, up to {widest}, not {K}": K % 8 or widest < K,
         }
     else:
         lacks |= {f"takes rows of a multiple of 128 tokens, not {L}": L % 128}
@@ -537,7 +542,7 @@ def attend(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int):
     platform = jax.sharding.get_abstract_mesh().abstract_device.platform
     best = dict(gpu="cudnn", cuda="cudnn", tpu="splash").get(platform, "xla")
     kernel = best if cfg.train.attention == "auto" else cfg.train.attention
-    why = kernel != "xla" and shortcoming(kernel, q_BLHK, at, cfg)
+    why = kernel != "xla" and shortcoming(kernel, q_BLHK, v_BSGW, at, cfg)
     if why and at.split == 1:
         if kernel == cfg.train.attention:
             raise UserError(USAGE, f"train.attention={kernel} {why}", "set --train.attention auto")
@@ -885,7 +890,7 @@ def cross_entropy(x_BLD, target_BL, ends, cfg):
 
 
 def pipeline(stage, x_MBLD, carry):
-    """GPipe with rotating microbatches: n = pp * slots of them pass pp stages in n + pp - 1 ticks.
+    """Forward only: n = pp * slots microbatches pass pp stages in n + pp - 1 ticks.
 
     Stage s starts with its own slots' microbatches, m = s * slots and on, and ends with the same
     ones finished.  In tick t it runs stage(x, m, carry) on microbatch m = t - s and hands the
@@ -1091,11 +1096,12 @@ def span_of(token_MBL, m, cfg: Config, first_row=0) -> Span:
     return Span(index_BL, position_BL, document_BL, document_BL, row_B)
 
 
-def in_chunks(x, cfg: Config):
-    """[tokens, ...] as [n, 1, tokens of a chunk, ...], of at most train.loss_chunk tokens each."""
-    size = x.shape[0]
-    n = next(n for n in range(-(-size // cfg.train.loss_chunk), size + 1) if size % n == 0)
-    return x.reshape(n, 1, size // n, *x.shape[1:])
+def in_chunks(x, cfg: Config, fill=0):
+    """[tokens, ...] as [n, 1, tokens of a chunk, ...], at most train.loss_chunk each, filled up."""
+    n = -(-x.shape[0] // cfg.train.loss_chunk)
+    size = -(-x.shape[0] // n)
+    x = jnp.pad(x, ((0, n * size - x.shape[0]), *((0, 0),) * (x.ndim - 1)), constant_values=fill)
+    return x.reshape(n, 1, size, *x.shape[1:])
 
 
 def token_nll(params, token_MBL, target_MBL, cfg: Config):
@@ -1108,9 +1114,9 @@ def token_nll(params, token_MBL, target_MBL, cfg: Config):
         x_BLD, target_BL = parts
         x_BLD = lax.all_gather(x_BLD, "tp", axis=1, tiled=True)
         x = in_chunks(x_BLD.reshape(-1, x_BLD.shape[-1]), cfg)
-        chunks = x, in_chunks(target_BL.reshape(-1), cfg)
+        chunks = x, in_chunks(target_BL.reshape(-1), cfg, fill=-1)
         nll, _ = lax.map(lambda chunk: cross_entropy(*chunk, params, cfg), chunks)
-        return nll.reshape(target_BL.shape)
+        return nll.reshape(-1)[: target_BL.size].reshape(target_BL.shape)
 
     return lax.map(score, (x_MBLD, target_MBL))
 
@@ -1156,11 +1162,12 @@ def score_and_gradient(head, y_BLD, target_BL, n_tokens, cfg: Config):
     target_BL = target_BL.reshape(B, tp, -1)
     target_BL = jnp.pad(target_BL, ((0, 0), (0, 0), (0, fill)), constant_values=-1)
     target_BL = target_BL.reshape(B, tp, pp, -1)[:, :, s].reshape(B, L)
-    chunks = in_chunks(x_BLD.reshape(-1, D), cfg), in_chunks(target_BL.reshape(-1), cfg)
+    chunks = in_chunks(x_BLD.reshape(-1, D), cfg), in_chunks(target_BL.reshape(-1), cfg, fill=-1)
     zero = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), head)
     loss = lax.pcast(jnp.float32(0), ("dp", "pp"), to="varying")
     (loss, of_head), of_x = lax.scan(add, (loss, zero), chunks)
-    return loss, of_head, back(of_x.reshape(B, L, D))[0]
+    of_x = of_x.reshape(-1, D)[: B * L].reshape(B, L, D)
+    return loss, of_head, back(of_x)[0]
 
 
 class Schedule(NamedTuple):

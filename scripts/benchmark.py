@@ -234,6 +234,8 @@ def transformers(row_BL, cfg: Config) -> Contestant:
     if missing := [name for name in ("torch", "transformers") if not find_spec(name)]:
         what = f"{' and '.join(missing)} not installed"
         raise UserError(config.USAGE, what, "pip install torch transformers")
+    if platform() not in ("cpu", "gpu"):
+        raise UserError(config.USAGE, f"is not measured on {platform()}", "leave it out")
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -14,12 +14,13 @@ import re
 import sys
 import time
 from collections import Counter
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple, get_args, get_type_hints
+from unittest import mock
 
 import tyro
 
@@ -429,13 +430,21 @@ def abstract_step(cfg: Config) -> tuple:
     return jax.eval_shape(partial(train.make_state, cfg)), token_AMBL, token_AMBL
 
 
+def as_hopper(chip: Chip):
+    """JAX asks the GPU that is present what its cuDNN can do; a plan's is not present."""
+    if chip.kind.startswith("TPU"):
+        return nullcontext()
+    answers = dict(check_cudnn_version=lambda: 91500, check_compute_capability=lambda _: True)
+    return mock.patch.multiple("jax._src.cudnn.fused_attention_stablehlo", **answers)
+
+
 def trace(cfg: Config, chip: Chip) -> Jaxpr:
     """train.train_step on cfg's mesh, which needs no devices, without what it does not use."""
     device = AbstractDevice(chip.kind, None, "tpu" if chip.kind.startswith("TPU") else "gpu")
     axes = dict(axis_types=(AxisType.Auto,) * 3, abstract_device=device)
     mesh = AbstractMesh(cfg.mesh.sizes, utils.AXES, **axes)
     # What the model remarks is not the answer.
-    with jax.sharding.use_abstract_mesh(mesh), redirect_stdout(sys.stderr):
+    with jax.sharding.use_abstract_mesh(mesh), redirect_stdout(sys.stderr), as_hopper(chip):
         jaxpr = jax.make_jaxpr(partial(train.train_step, cfg=cfg))(*abstract_step(cfg)).jaxpr
     return dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
 
@@ -450,7 +459,7 @@ def plan(cfg: Config, chip: Chip) -> dict:
     jaxpr, pipeline = trace(cfg, chip), schedule(cfg)
     done, held = count(jaxpr, cfg, chip), memory(jaxpr, cfg)
     idle = (pipeline.pp - 1) / pipeline.n  # Narayanan et al. 2021, section 2.2
-    update = 28 / 4 * held["weights"] / chip.hbm  # AdamW reads p, m, v, g and writes p, m, v
+    update = 28 / 8 * held["moments"] / chip.hbm  # AdamW reads p, m, v, g and writes p, m, v
     seconds = dict(matmuls=done.seconds, idle=idle * done.seconds, update=update)
     link = {axis: done.received(axis) / chip.link for axis in utils.AXES}
     compute, tokens = sum(seconds.values()), t.batch_size * t.seq_len
@@ -591,7 +600,9 @@ def compile_step(cfg: Config, name: str, devices: list) -> dict:
 
     begin = time.monotonic()
     try:
-        done = train.train_step.lower(*jax.tree.map(place, shapes, homes), cfg).compile()
+        with as_hopper(chip):
+            lowered = train.train_step.lower(*jax.tree.map(place, shapes, homes), cfg)
+        done = lowered.compile()
     except jax.errors.JaxRuntimeError as e:
         if "RESOURCE_EXHAUSTED" not in str(e):
             raise
@@ -655,7 +666,7 @@ def choices(cfg: Config, n: int):
         for pp in config.divisors(n // dp):
             sizes = dict(dp=dp, pp=pp, tp=n // dp // pp)
             one = replace(cfg, mesh=replace(cfg.mesh, **sizes))
-            one = replace(one, train=replace(one.train, microbatches=0))
+            one = replace(one, train=replace(one.train, microbatches=0, remat="layer"))
             try:
                 config.check(one)
             except UserError as e:
@@ -663,7 +674,7 @@ def choices(cfg: Config, n: int):
                 continue
             rows = cfg.train.batch_size // (cfg.train.grad_accum * dp)
             for microbatches in (m for m in config.divisors(rows) if m % pp == 0):
-                for remat in policies:
+                for remat in (r for r in policies if r != "offload" or pp == 1):
                     fields = dict(microbatches=microbatches, remat=remat)
                     yield replace(one, train=replace(one.train, **fields)), None
 

@@ -48,7 +48,7 @@ def few_programs():
     no more of them (65,530 a process)."""
     yield
     maps = Path("/proc/self/maps")
-    if maps.exists() and len(maps.read_text().splitlines()) > 20_000:
+    if maps.exists() and len(maps.read_text().splitlines()) > 40_000:
         jax.clear_caches()
 
 

@@ -140,12 +140,11 @@ def test_every_mesh_has_the_gradient_of_one_device(cfg, mesh):
     assert_same_gradient(gradient(cfg, mesh), one_device_gradient(gather))
 
 
-@pytest.mark.parametrize("mesh, experts", [((4, 1, 2), "alltoall"), ((2, 2, 2), "gather")], ids=str)
-def test_mixed_blocks_with_capacity_and_documents_have_the_gradient_of_one_device(mesh, experts):
+def test_mixed_blocks_with_capacity_and_documents_have_the_gradient_of_one_device():
     want = one_device_gradient(MIXED)
     assert want[2]["layers"]["moe_local"]["dropped"].min() > 0
-    cfg = replace(MIXED, mesh=config.Mesh(experts=experts))
-    assert_same_gradient(gradient(cfg, mesh), want)
+    cfg = replace(MIXED, mesh=config.Mesh(experts="alltoall"))
+    assert_same_gradient(gradient(cfg, (4, 1, 2)), want)
 
 
 @pytest.mark.parametrize("fields", [
@@ -179,12 +178,10 @@ def test_inputs_of_layers_can_wait_in_host_memory():
     (PLAIN, (1, 2, 1), dict(schedule="interleaved", virtual_stages=4)),
     (RICH, (2, 2, 2), dict(schedule="interleaved", virtual_stages=2)),
     (MOE, (1, 4, 2), dict(schedule="interleaved", virtual_stages=2)),
-    (RICH, (2, 2, 2), dict(fsdp="step")),
     (MIXED, (4, 1, 2), dict(fsdp="step")),
-    (MOE, (2, 2, 2), dict(fsdp="none")),
     (MOE, (4, 1, 2), dict(fsdp="none", experts="alltoall")),
-], ids=["plain", "rich", "mixed", "moe", "plain-4", "rich-2", "moe-2", "rich-step", "mixed-step",
-        "moe-none", "moe-none-alltoall"])  # fmt: skip
+], ids=["plain", "rich", "mixed", "moe", "plain-4", "rich-2", "moe-2", "mixed-step",
+        "moe-none"])  # fmt: skip
 def test_schedules_and_fsdp_do_not_change_the_gradient(cfg, mesh, how):
     got = gradient(replace(cfg, mesh=config.Mesh(**how)), mesh)
     assert_same_gradient(got, one_device_gradient(cfg))

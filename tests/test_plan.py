@@ -184,6 +184,11 @@ def test_json_is_one_object_and_says_what_the_table_says():
     assert code == 0 and re.search(rf"^tp all_gather +{calls:,.0f} calls", table, re.M)
 
 
+def test_a_plan_for_gpus_needs_none_to_take_their_kernel():
+    code, _, error = answer("--topology", "h200:1", "--model.d_head", 8)
+    assert code == 0 and "plain XLA" not in error, error
+
+
 OUT = [
     (["--topology", "v5e:1", "--train.batch_size", 2**20], "workspace overflow"),
     (["--topology", "v5e:1", "--model.d_ff", 2**21], "moments overflow"),
