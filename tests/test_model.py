@@ -343,6 +343,7 @@ def test_dropout_differs_between_layers_branches_steps_and_seeds():
             state = train.init_state(at)._replace(step=jnp.int32(step))
             jax.block_until_ready(train.train_step(state, *batch(at), at))
     jax.effects_barrier()
+    # Each key is met more than once: the backward pass makes the embedding anew.
     assert len(set(seen)) == 3 * (1 + 2 * cfg.model.n_layers)
 
 

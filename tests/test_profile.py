@@ -49,7 +49,7 @@ def test_a_compiled_collective_joins_the_axes_it_was_written_over(cfg, mesh, nam
     def per_device(x):
         return COLLECTIVES[name](jnp.sin(x), over)
 
-    f = jax.shard_map(per_device, in_specs=P(utils.AXES), out_specs=P(utils.AXES), check_vma=False)
+    f = jax.shard_map(per_device, in_specs=P(utils.AXES), out_specs=P(utils.AXES))
     classes = utils.op_classes(jax.jit(f).lower(jnp.ones(64)).compile().as_text(), mesh)
     wide = [axis for axis in axes.split("+") if dict(zip(utils.AXES, mesh, strict=True))[axis] > 1]
     assert set(classes.values()) - {"compute", ""} == ({"+".join(wide)} if wide else set())
