@@ -9,6 +9,7 @@ import config
 if __name__ == "__main__":
     CFG = config.start()
 
+import time
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -87,14 +88,30 @@ def items(state: State) -> dict:
     return dict(params=state.params, rest=dict(step=state.step, opt=state.opt))
 
 
-def abstract_state(cfg: Config) -> State:
-    """State without its numbers: shapes, dtypes and where each leaf rests on the ambient mesh."""
-    homes, shapes = utils.shardings(state_specs(cfg)), jax.eval_shape(partial(make_state, cfg))
+def step_shapes(cfg: Config) -> tuple:
+    """Of what train_step takes, but for cfg, the shapes and dtypes."""
+    t = cfg.train
+    rows = t.batch_size // (t.grad_accum * t.microbatches)
+    tokens_AMBL = jax.ShapeDtypeStruct((t.grad_accum, t.microbatches, rows, t.seq_len), jnp.int32)
+    return jax.eval_shape(partial(make_state, cfg)), tokens_AMBL, tokens_AMBL
+
+
+def step_specs(cfg: Config) -> tuple:
+    return state_specs(cfg), TOKENS, TOKENS
+
+
+def placed(shapes, specs):
+    """The shapes, each with where it rests on the ambient mesh."""
 
     def leaf(x, home):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=home)
 
-    return jax.tree.map(leaf, shapes, homes)
+    return jax.tree.map(leaf, shapes, utils.shardings(specs))
+
+
+def abstract_state(cfg: Config) -> State:
+    """State without its numbers."""
+    return placed(step_shapes(cfg)[0], state_specs(cfg))
 
 
 def restore_or_init(run, train: Dataset, cfg: Config) -> tuple[utils.Checkpoints, State]:
@@ -273,8 +290,49 @@ def sample(params, step: int, cfg: Config, data: Dataset) -> dict:
     return dict(step=step, text=data.decode(rows[0][1:]))
 
 
+def compile_step(cfg: Config):
+    """The program of train_step on the ambient mesh; says what it needs."""
+    begin = time.monotonic()
+    utils.say("compiling the update")
+    program = utils.compiled(train_step, *placed(step_shapes(cfg), step_specs(cfg)), cfg)
+    took, size = utils.duration(time.monotonic() - begin), program.memory_analysis()
+    utils.say(f"compiled in {took}: {size.peak_memory_in_bytes / 2**30:,.2f} GiB on a device")
+    return program
+
+
+def take_updates(run, store, state: State, train: Dataset, val: Dataset, stop, cfg: Config):
+    """Train to the last step, or to the update at which `stop` is set, evaluating and saving on the
+    way; the State then, and the log."""
+    start = int(state.step)
+    # Before the first checkpoint: it may be that this cannot be compiled, or has no room.
+    program = compile_step(cfg) if start < cfg.train.steps else None
+    utils.on_lead(utils.write_record, run, cfg, train)
+    profile = utils.Profile(run, program, cfg)
+    log = utils.MetricsLog(run, cfg, start, model.flops_per_token(cfg))
+    for step in range(start, cfg.train.steps + 1):
+        if due(step, cfg.train.eval_every, cfg) and step not in log.eval:
+            log.evaluation(step, log.aside(evaluate, state.params, val, step, cfg, stop))
+        samples = cfg.train.sample_every and due(step, cfg.train.sample_every, cfg)
+        if samples and step not in log.samples:
+            log.sample(log.aside(sample, state.params, step, cfg, train))
+        last = step == cfg.train.steps or bool(stop)
+        if step == 0 or last or due(step, cfg.checkpoint.every, cfg):
+            log.aside(store.save, step, items(state))
+        if last:
+            break
+        with profile.update(step + 1, log):
+            with jax.profiler.TraceAnnotation(utils.DATA_WAIT):
+                batch = train.batch(step)
+            state, metrics = program(state, *batch)
+            log.update(step + 1, metrics)
+    store.close()
+    profile.report()
+    log.close()
+    return state, log
+
+
 def main(cfg: Config) -> State | None:
-    """Make or resume a run; train it to its last step, evaluating and saving on the way."""
+    """Make or resume a run and train it, or only evaluate it."""
     stop = utils.Stop()
     cfg = utils.start_mesh(cfg)
     n_params, n_active = model.param_count(cfg), model.param_count(cfg, active=True)
@@ -284,36 +342,13 @@ def main(cfg: Config) -> State | None:
     val = Dataset(cfg, "val")
     with utils.open_run(cfg, train) as run:
         store, state = restore_or_init(run, train, cfg)
-        t, start = cfg.train, int(state.step)
         if cfg.eval_only:
-            return utils.say_eval(start, evaluate(state.params, val, start, cfg, stop))
-        utils.on_lead(utils.write_record, run, cfg, train)
-        log = utils.MetricsLog(run, cfg, start, model.flops_per_token(cfg))
+            step = int(state.step)
+            return utils.say_eval(step, evaluate(state.params, val, step, cfg, stop))
         of_token = f", {n_active:,} active" if n_active < n_params else ""
-        profile = utils.Profile(run, cfg)
         utils.say(f"train: {train}\nval: {val}\nmodel: {n_params:,} parameters{of_token}")
-
-        for step in range(start, t.steps + 1):
-            if due(step, t.eval_every, cfg) and step not in log.eval:
-                log.evaluation(step, log.aside(evaluate, state.params, val, step, cfg, stop))
-            if t.sample_every and due(step, t.sample_every, cfg) and step not in log.samples:
-                log.sample(log.aside(sample, state.params, step, cfg, train))
-            last = step == t.steps or bool(stop)
-            if step == 0 or last or due(step, cfg.checkpoint.every, cfg):
-                log.aside(store.save, step, items(state))
-            if last:
-                break
-            with profile.update(step + 1, log):
-                with jax.profiler.TraceAnnotation(utils.DATA_WAIT):
-                    batch = train.batch(step)
-                state, metrics = train_step(state, *batch, cfg)
-                log.update(step + 1, metrics)
-            if step == start:
-                profile.keep_program(train_step, state, *batch, cfg)
-        store.close()
-        profile.report()
-        log.close()
-    utils.farewell(log, step)
+        state, log = take_updates(run, store, state, train, val, stop, cfg)
+    utils.farewell(log, int(state.step))
     return state
 
 

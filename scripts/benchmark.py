@@ -199,7 +199,7 @@ def alone(f, *args):
 
 def compiled(name: str, n_devices: int, step, begin, batch, cfg: Config) -> Contestant:
     state, start = begin(), time.perf_counter()
-    program = step.lower(state, *batch, cfg=cfg).compile()
+    program = utils.compiled(step, state, *batch, cfg)
     seconds, use = time.perf_counter() - start, program.memory_analysis()
     memory = use.argument_size_in_bytes + use.temp_size_in_bytes
     memory += use.output_size_in_bytes - use.alias_size_in_bytes  # what is donated becomes output

@@ -94,7 +94,6 @@ if __name__ == "__main__":  # before jax is imported, see train.py
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import topologies
 from jax.experimental.mesh_utils import create_device_mesh
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
@@ -422,14 +421,6 @@ def memory(jaxpr: Jaxpr, cfg: Config) -> dict:
 # ---- the plan
 
 
-def abstract_step(cfg: Config) -> tuple:
-    """The arguments of train.train_step but for cfg: shapes, without placement."""
-    t = cfg.train
-    rows = t.batch_size // (t.grad_accum * t.microbatches)
-    token_AMBL = jax.ShapeDtypeStruct((t.grad_accum, t.microbatches, rows, t.seq_len), np.int32)
-    return jax.eval_shape(partial(train.make_state, cfg)), token_AMBL, token_AMBL
-
-
 def as_hopper(chip: Chip):
     """JAX asks the GPU that is present what its cuDNN can do; a plan's is not present."""
     if chip.kind.startswith("TPU"):
@@ -445,7 +436,7 @@ def trace(cfg: Config, chip: Chip) -> Jaxpr:
     mesh = AbstractMesh(cfg.mesh.sizes, utils.AXES, **axes)
     # What the model remarks is not the answer.
     with jax.sharding.use_abstract_mesh(mesh), redirect_stdout(sys.stderr), as_hopper(chip):
-        jaxpr = jax.make_jaxpr(partial(train.train_step, cfg=cfg))(*abstract_step(cfg)).jaxpr
+        jaxpr = jax.make_jaxpr(partial(train.train_step, cfg=cfg))(*train.step_shapes(cfg)).jaxpr
     return dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
 
 
@@ -589,20 +580,14 @@ def compile_step(cfg: Config, name: str, devices: list) -> dict:
     """What XLA says of train.train_step on a topology's devices: seconds to compile, bytes on each,
     and on TPUs the seconds of its fusions.  Raises UserError USAGE where it does not fit."""
     chip, types = topology(name)[0], (AxisType.Auto,) * 3
-    specs, shapes = train.state_specs(cfg), abstract_step(cfg)  # before JAX meets such devices
+    shapes, specs = train.step_shapes(cfg), train.step_specs(cfg)  # before JAX meets such devices
     # An axis of the mesh may be a part of one of the torus.
     devices = create_device_mesh(cfg.mesh.sizes, devices, allow_split_physical_axes=True)
     jax.set_mesh(Mesh(devices, utils.AXES, axis_types=types))
-    homes = utils.shardings((specs, model.TOKENS, model.TOKENS))
-
-    def place(x, home):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=home)
-
     begin = time.monotonic()
     try:
         with as_hopper(chip):
-            lowered = train.train_step.lower(*jax.tree.map(place, shapes, homes), cfg)
-        done = lowered.compile()
+            done = utils.compiled(train.train_step, *train.placed(shapes, specs), cfg)
     except jax.errors.JaxRuntimeError as e:
         if "RESOURCE_EXHAUSTED" not in str(e):
             raise

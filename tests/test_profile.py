@@ -232,7 +232,7 @@ class Log:
 
 def profiled(cfg, tmp_path, steps) -> tuple[utils.Profile, epath.Path]:
     """A run of these updates, which do nothing."""
-    profile, log = utils.Profile(epath.Path(tmp_path), cfg), Log()
+    profile, log = utils.Profile(epath.Path(tmp_path), None, cfg), Log()
     for step in steps:
         with profile.update(step, log):
             pass

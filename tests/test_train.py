@@ -241,6 +241,13 @@ def test_a_finished_run_run_again_does_nothing(base, whole):
 # ---- what a run refuses
 
 
+def test_what_cannot_be_compiled_has_written_no_checkpoint(base):
+    cfg, run = named(base, "refused", train=dict(attention="splash"))
+    with pytest.raises(UserError, match="train.attention=splash runs on tpu, and this is cpu"):
+        train.main(cfg)
+    assert not [*run.glob("checkpoints/*")]
+
+
 def test_a_run_directory_has_one_live_run(base):
     cfg, run = named(base, "busy", train=dict(steps=100_000), optim=dict(warmup_steps=5))
     first = start(cfg)

@@ -381,6 +381,27 @@ def test_a_mesh_too_large_or_too_small_names_both_numbers(monkeypatch):
         on_mesh(config.tiny(), (2, 1, 3))
 
 
+def test_only_options_that_xla_knows_are_set(monkeypatch):
+    """As an XLA flag an unknown one would end the process."""
+    on_mesh(config.tiny(), (2, 2, 2))
+    known, mesh = dict(xla_cpu_prefer_vector_width=128), jax.sharding.get_mesh()
+    of_cpu, of_gpu = known | dict(xla_no_such_option=True), dict(xla_gpu_autotune_level=0)
+    monkeypatch.setattr(utils, "OVERLAP", dict(cpu=of_cpu, gpu=of_gpu))
+    assert utils.xla_options(mesh) == known
+    assert utils.compiled(jax.jit(jnp.sin), jnp.float32(0))(jnp.float32(0)) == 0
+    monkeypatch.setattr(utils, "OVERLAP", dict(cpu=dict(xla_cpu_prefer_vector_width="wide")))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_cpu_prefer_vector_width"):
+        utils.xla_options(mesh)
+
+
+def test_too_little_memory_is_two_lines_and_exit_2():
+    main = "lambda cfg: jax.numpy.zeros(1 << 45).block_until_ready()"
+    code = f"import config, jax, utils; utils.run_main({main}, config.tiny())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == USAGE and done.stderr.count("\n") == 2, done.stderr
+    assert "memory is too small" in done.stderr and "140737488355328 bytes" in done.stderr
+
+
 def test_a_peak_is_known_or_null(monkeypatch):
     cfg = on_mesh(config.PRESETS["gpt2_124m"](), (1, 1, 1))
     assert utils.peak_flops(cfg) is None
