@@ -40,20 +40,36 @@ def configured(mesh, cfg=TINY, **train) -> config.Config:
 
 def by_formula(cfg) -> tuple[dict, dict]:
     """{(collective, axis): calls} and {..: bytes received} of a dense model under FSDP and
-    Megatron's sequence parallelism, the small sums left out."""
+    Megatron's sequence parallelism, the small sums over pp and tp left out."""
     m, t, (dp, pp, tp) = cfg.model, cfg.train, cfg.mesh.sizes
     D, F, H, G, K, V = m.d_model, m.d_ff, m.n_heads, m.n_kv_heads, m.d_head, m.vocab_rows
     M = t.microbatches * t.grad_accum
     n = M * m.n_layers // pp  # layers run
     x = 2 * t.batch_size // dp // M * t.seq_len * D  # bytes of one microbatch's residual stream
     weights, ends = 2 * (2 * D * (H + G) * K + 3 * D * F) // tp, 2 * 2 * D * V // tp
+    stage, gains = weights * m.n_layers // pp, 4 * 2 * D * m.n_layers // pp
     again = t.remat != "none"
     ticks = plan.schedule(cfg).ticks * M // plan.schedule(cfg).microbatches
     tokens = 4 * t.batch_size * t.seq_len // dp
+    # Gathers in bfloat16; sums of what is gathered once are of float32, as is the ends' always.
+    gathers, scatters, sums = {
+        "layer": ((12 * n + 2, 2 * n * weights + ends), (6 * n + 2, n * weights + 2 * ends), 0),
+        "step": ((8, stage + ends), (8, 2 * (stage + ends)), 0),
+        "none": ((0, 0), (0, 0), 8),
+    }[cfg.mesh.fsdp]
+    # An interleaved schedule deals its pieces of 6 matrices and 2 gains to their stages, and
+    # collects the gradients in float32.
+    at_rest = stage // dp if cfg.mesh.fsdp == "layer" else stage
+    pieces = 16 * cfg.mesh.virtual_stages if cfg.mesh.virtual_stages > 1 else 0
+    dealt = (at_rest + gains) + (2 * at_rest + gains) if pieces else 0
     found = {
-        ("all_gather", "dp"): (12 * n + 2, 2 * n * weights + ends),
-        # The gradient of the ends is summed in float32.
-        ("reduce_scatter", "dp"): (6 * n + 2, n * weights + 2 * ends),
+        ("all_gather", "dp"): gathers,
+        ("reduce_scatter", "dp"): scatters,
+        # 3 gains, the loss and its tokens; without FSDP all weights too.  A sum is two rings.
+        ("psum_invariant", "dp"): (
+            5 + sums,
+            2 * (gains + 4 * D + 8 + bool(sums) * 2 * (stage + ends)),
+        ),
         # Two a layer, two for their gradients, two more for the weights'; then both ends.
         ("all_gather", "tp"): (
             (4 + 2 * again) * n + 2 * M,
@@ -63,34 +79,39 @@ def by_formula(cfg) -> tuple[dict, dict]:
             (4 + again) * n + 2 * M,
             (4 + again) * n * x + M * x * (1 + 1 / pp),
         ),
-        ("ppermute", "pp"): (2 * ticks, 2 * ticks * x // tp),
+        ("ppermute", "pp"): (2 * ticks + pieces, 2 * ticks * x // tp + dealt),
         ("all_gather", "pp"): (2 + M, 2 * tokens + M * x // tp),
         ("reduce_scatter", "pp"): (M, M * x // tp),
     }
     sizes = dict(dp=dp, pp=pp, tp=tp)
-    found = {k: x for k, x in found.items() if sizes[k[1]] > 1}
+    found = {k: x for k, x in found.items() if sizes[k[1]] > 1 and x[0]}
     ring = {k: 1 if k[0] == "ppermute" else 1 - 1 / sizes[k[1]] for k in found}
     return {k: n for k, (n, _) in found.items()}, {k: x * ring[k] for k, (_, x) in found.items()}
 
 
-# One of each axis alone, and mixtures; slices, policies and schedules change with them.
+# One of each axis alone, and mixtures; slices, policies, schedules and FSDP change with them.
 CASES = [
-    ((1, 1, 1), dict(grad_accum=2)),
-    ((8, 1, 1), dict(grad_accum=2)),
-    ((1, 8, 1), dict(remat="none")),
-    ((1, 1, 8), dict()),
-    ((2, 2, 2), dict(remat="dots", grad_accum=2)),
-    ((2, 4, 1), dict(microbatches=8)),
+    (dict(), dict(grad_accum=2)),
+    (dict(dp=8), dict(grad_accum=2)),
+    (dict(pp=8), dict(remat="none")),
+    (dict(tp=8), dict()),
+    (dict(dp=2, pp=2, tp=2), dict(remat="dots", grad_accum=2)),
+    (dict(dp=2, pp=4), dict(microbatches=8)),
+    (dict(dp=2, pp=2, tp=2, fsdp="step", schedule="1f1b"), dict(grad_accum=2)),
+    (dict(dp=4, tp=2, fsdp="none"), dict(grad_accum=2)),
+    (dict(dp=2, pp=2, tp=2, schedule="interleaved", virtual_stages=2), dict(grad_accum=2)),
+    (dict(dp=2, pp=4, schedule="interleaved", virtual_stages=2, fsdp="step"), dict()),
 ]
 
 
 @pytest.mark.parametrize("mesh, train", CASES, ids=str)
 def test_collectives_and_flops_of_the_step_are_those_of_the_formulas(mesh, train):
-    cfg = configured(mesh, **train)
+    cfg = configured(dict(dp=1, pp=1, tp=1) | mesh, **train)
     m, t, (dp, pp, tp) = cfg.model, cfg.train, cfg.mesh.sizes
     tally = plan.count(plan.trace(cfg, CHIP), cfg, CHIP)
     calls, moved = by_formula(cfg)
-    small = [k for k in tally.calls if k[0] in ("psum_invariant", "pmax")]
+    sums = ("psum_invariant", "pp"), ("psum_invariant", "tp"), ("pmax", "tp")
+    small = [k for k in tally.calls if k in sums]
     assert dict(tally.calls) == calls | {k: tally.calls[k] for k in small}
     assert dict(tally.moved) == pytest.approx(moved | {k: tally.moved[k] for k in small}, rel=1e-12)
 
@@ -102,12 +123,35 @@ def test_collectives_and_flops_of_the_step_are_those_of_the_formulas(mesh, train
     assert tally.flops == pytest.approx(flops * t.batch_size * t.seq_len / (dp * pp * tp))
 
 
+EXPERTS = dict(pattern="moe", n_experts=8, n_active=2, n_shared=1, d_expert=64)
+MOE = replace(TINY, model=replace(TINY.model, vocab_size=512, **EXPERTS))
+
+
+@pytest.mark.parametrize("capacity_factor", [0.0, 1.0])
+def test_tokens_go_to_their_experts_and_back_as_the_formula_says(capacity_factor):
+    """In each layer there and back; again for what is recomputed, and for the gradients.  Without
+    a capacity an id goes with each pair, and there is room for all to go to one rank."""
+    cfg = configured(
+        dict(dp=4, pp=1, tp=2, experts="alltoall"), MOE, capacity_factor=capacity_factor
+    )
+    m, t, dp = cfg.model, cfg.train, cfg.mesh.dp
+    n = t.microbatches * t.grad_accum * m.n_layers
+    tokens = t.batch_size // dp // t.microbatches // t.grad_accum * t.seq_len
+    if capacity_factor:
+        rows, ids = tokens * m.n_active, 0
+    else:
+        rows = dp * tokens * min(m.n_active, m.n_experts // dp)
+        ids = rows
+    tally = plan.count(plan.trace(cfg, CHIP), cfg, CHIP)
+    there = 1 - 1 / dp
+    assert tally.calls["all_to_all", "dp"] == (8 if ids else 6) * n
+    assert tally.moved["all_to_all", "dp"] == n * there * (6 * rows * 2 * m.d_model + 2 * 4 * ids)
+
+
 def test_experts_count_what_a_token_meets():
     """As many FLOPs as model.flops_per_token says, and attention's masked half, and the sum over a
     token's experts."""
-    experts = dict(pattern="moe", n_experts=8, n_active=2, n_shared=1, d_expert=64)
-    cfg = replace(TINY, model=replace(TINY.model, vocab_size=512, **experts))
-    cfg = configured((1, 1, 1), cfg, remat="none")
+    cfg = configured((1, 1, 1), MOE, remat="none")
     m, t = cfg.model, cfg.train
     masked = 12 * m.n_layers * m.n_heads * m.d_head * (t.seq_len - 1) / 2
     mixing = 6 * m.n_layers * m.n_active * m.d_model
