@@ -2,11 +2,12 @@
 
 Dimension key (a suffix on every array's name spells its logical shape):
   A  accumulation slices   M  pipeline microbatches    K  head dim
-  B  sequences             L  sequence length (S: keys' length)
+  B  sequences             L  sequence length (S: keys' length; places for pairs)
   D  d_model   F  d_ff, d_expert   V  vocab rows   N  layers   C  gate and up, or only up
   H  query heads   G  key and value heads   R  query heads per key head
   J  queries' latent   I  keys' and values' latent   T  rotary key dim   W  value dim  (mla)
-  E  experts   X  experts of a token   U  pairs of token and expert   Z  an expert's slots
+  E  experts   X  experts of a token   U  pairs of token and expert
+  Z  an expert's slots, or rows of a block, of which run_experts has N
 
 Mesh axes: dp (batch; weights rest sharded over it), pp (layers; tokens rest by microbatch, and are
 scored by parts of the sequence), tp (heads, d_ff, vocab, and the sequence wherever an array is
@@ -724,16 +725,72 @@ def queue(to_U, n: int):
     return jnp.zeros_like(to_U).at[order_U].set(place_U)
 
 
+def inverse(place_U, n: int):
+    """Who has each of n places; U, which is nobody, where it is free.  A place >= n is none."""
+    U = place_U.size
+    return jnp.full(n, U).at[place_U].set(jnp.arange(U), mode="drop")
+
+
+@jax.custom_vjp
+def moved(x_UD, from_S, to_U):
+    """x_UD[from_S], or 0 where that is nobody; to_U, the way back, makes its gradient a gather too,
+    where XLA would scatter."""
+    return x_UD.at[from_S].get(mode="fill", fill_value=0)
+
+
+def moved_backward(kept, g_SD):
+    return moved(g_SD, *kept), None, None
+
+
+moved.defvjp(lambda x, from_S, to_U: (moved(x, from_S, to_U), (to_U, from_S)), moved_backward)
+
+
+@jax.custom_vjp
+def block_matmul(x_NZD, w_EDF, expert_N):
+    """Each block of rows times its expert's matrix.
+
+    One after the other: lax.ragged_dot multiplies with all E experts on CPUs and GPUs, and on TPUs
+    for the gradient of w (XLA's programs of jax 0.10.2).
+    """
+    return lax.map(lambda block: block[0] @ w_EDF[block[1]], (x_NZD, expert_N))
+
+
+def block_matmul_backward(kept, g_NZF):
+    x_NZD, w_EDF, expert_N = kept
+
+    def one(of_w_EDF, block):
+        x_ZD, g_ZF, expert = block
+        of_w_DF = jnp.einsum("ZD,ZF->DF", x_ZD, g_ZF, preferred_element_type=jnp.float32)
+        return of_w_EDF.at[expert].add(of_w_DF), g_ZF @ w_EDF[expert].T
+
+    zero_EDF = jnp.zeros_like(w_EDF, jnp.float32)
+    of_w_EDF, of_x_NZD = lax.scan(one, zero_EDF, (x_NZD, g_NZF, expert_N))
+    return of_x_NZD, of_w_EDF.astype(w_EDF.dtype), None
+
+
+block_matmul.defvjp(lambda *args: (block_matmul(*args), args), block_matmul_backward)
+
+
 def run_experts(x_UD, expert_U, w, cfg):
-    """Each row through the expert of its number; rows of a number that is no expert give 0."""
-    E, D, C, F = w["in_EDCF"].shape
-    order_U = jnp.argsort(expert_U)
-    size_E = jnp.bincount(expert_U, length=E + 1)[:E].astype(jnp.int32)
-    h_UF = lax.ragged_dot(x_UD[order_U], w["in_EDCF"].reshape(E, D, C * F), size_E)
-    h_UF = activate(h_UF.reshape(-1, C, F), 1, cfg)
-    y_UD = lax.ragged_dot(h_UF, w["out_EFD"], size_E)
-    y_UD = jnp.where((expert_U[order_U] < E)[:, None], y_UD, 0)
-    return jnp.zeros_like(y_UD).at[order_U].set(y_UD)
+    """Each row through the expert of its number; rows of a number that is no expert give 0.
+
+    Rows are put in blocks of one expert each, with a block that is not full for each at most.
+    """
+    (E, D, C, F), U = w["in_EDCF"].shape, expert_U.size
+    Z = max(8, min(1024, U // (4 * E)))  # so that at most a fifth of the rows is filling
+    Z = Z - Z % (128 if Z > 128 else 8)
+    N = min(U // Z + E, U)
+    blocks_E = -(-jnp.bincount(expert_U, length=E + 1)[:E] // Z)
+    ends_E = jnp.cumsum(blocks_E)
+    first_E = jnp.append(ends_E - blocks_E, N)  # those that are no expert's have none
+    to_U = first_E[expert_U] * Z + queue(expert_U, E + 1)
+    from_S = inverse(to_U, N * Z)
+    expert_N = jnp.minimum(jnp.searchsorted(ends_E, jnp.arange(N), side="right"), E - 1)
+    x_NZD = moved(x_UD, from_S, to_U).reshape(N, Z, D)
+    h_NZF = block_matmul(x_NZD, w["in_EDCF"].reshape(E, D, C * F), expert_N)
+    h_NZF = activate(h_NZF.reshape(N, Z, C, F), 2, cfg)
+    y_NZD = block_matmul(h_NZF, w["out_EFD"], expert_N)
+    return moved(y_NZD.reshape(-1, D), to_U, from_S)
 
 
 def dropless(x_BLD, expert_BLX, w, cfg):
@@ -748,15 +805,16 @@ def dropless(x_BLD, expert_BLX, w, cfg):
         y_UD = run_experts(x_UD, expert_U, w, cfg)
     else:
         dp, E = lax.axis_size("dp"), w["in_EDCF"].shape[0]
-        rank_U = expert_U // E
-        at = rank_U, queue(rank_U, dp)
-        room = (dp, expert_U.size // X * min(X, E))
-        sent_D = jnp.zeros((*room, D), x_UD.dtype).at[at].set(x_UD)
-        sent = jnp.full(room, E, expert_U.dtype).at[at].set(expert_U % E)
-        sent_D = lax.all_to_all(sent_D, "dp", 0, 0, tiled=True)
-        sent = lax.all_to_all(sent, "dp", 0, 0, tiled=True)
-        y_UD = run_experts(sent_D.reshape(-1, D), sent.reshape(-1), w, cfg)
-        y_UD = lax.all_to_all(y_UD.reshape(*room, D), "dp", 0, 0, tiled=True)[at]
+        rank_U, room = expert_U // E, expert_U.size // X * min(X, E)
+        to_U = rank_U * room + queue(rank_U, dp)
+        from_S = inverse(to_U, dp * room)
+        x_SD = moved(x_UD, from_S, to_U).reshape(dp, room, D)
+        expert_S = (expert_U % E).at[from_S].get(mode="fill", fill_value=E).reshape(dp, room)
+        x_SD = lax.all_to_all(x_SD, "dp", 0, 0, tiled=True)
+        expert_S = lax.all_to_all(expert_S, "dp", 0, 0, tiled=True)
+        y_SD = run_experts(x_SD.reshape(-1, D), expert_S.reshape(-1), w, cfg)
+        y_SD = lax.all_to_all(y_SD.reshape(dp, room, D), "dp", 0, 0, tiled=True)
+        y_UD = moved(y_SD.reshape(-1, D), to_U, from_S)
     return y_UD.reshape(*expert_BLX.shape, D), jnp.ones(expert_BLX.shape, bool)
 
 
@@ -772,18 +830,18 @@ def with_capacity(x_BLD, expert_BLX, w, cfg):
     expert_BU, row_B1 = expert_BLX.reshape(B, -1), jnp.arange(B)[:, None]
     place_BU = jax.vmap(partial(queue, n=E))(expert_BU)
     kept_BU = place_BU < Z
-    slot_BU = jnp.where(kept_BU, expert_BU * Z + place_BU, E * Z)
-    slots_D = jnp.zeros((B, E * Z + 1, D), x_BLD.dtype)
-    slots_D = slots_D.at[row_B1, slot_BU].set(jnp.repeat(x_BLD, X, axis=1))
-    x_BEZD = slots_D[:, :-1].reshape(B, E, Z, D)
+    to_U = jnp.where(kept_BU, (row_B1 * E + expert_BU) * Z + place_BU, B * E * Z).reshape(-1)
+    from_S = inverse(to_U, B * E * Z)
+    x_UD = jnp.repeat(x_BLD.reshape(-1, D), X, axis=0)
+    x_BEZD = moved(x_UD, from_S, to_U).reshape(B, E, Z, D)
     if cfg.mesh.experts == "alltoall":
         x_BEZD = lax.all_to_all(x_BEZD, "dp", split_axis=1, concat_axis=0, tiled=True)
     h_BEZCF = jnp.einsum("BEZD,EDCF->BEZCF", x_BEZD, w["in_EDCF"])
     y_BEZD = jnp.einsum("BEZF,EFD->BEZD", activate(h_BEZCF, 3, cfg), w["out_EFD"])
     if cfg.mesh.experts == "alltoall":
         y_BEZD = lax.all_to_all(y_BEZD, "dp", split_axis=0, concat_axis=1, tiled=True)
-    y_BUD = jnp.pad(y_BEZD.reshape(B, E * Z, D), ((0, 0), (0, 1), (0, 0)))[row_B1, slot_BU]
-    return y_BUD.reshape(B, L, X, D), kept_BU.reshape(B, L, X)
+    y_UD = moved(y_BEZD.reshape(-1, D), to_U, from_S)
+    return y_UD.reshape(B, L, X, D), kept_BU.reshape(B, L, X)
 
 
 def moe(x_BLD, w, cfg, at: Span, training: bool):
@@ -850,12 +908,28 @@ def block(kind, x_BLD, w, cfg, key, at: Span, memory):
 # ---- the ends
 
 
+@jax.custom_vjp
+def lookup(table_VD, row_BL):
+    """table_VD[row_BL], but rows' gradients are summed in float32: a bfloat16 sum no longer grows
+    when it is 256 times what comes to it, which a frequent token's soon is."""
+    return table_VD[row_BL]
+
+
+def lookup_backward(kept, g_BLD):
+    table_VD, row_BL = kept
+    sum_VD = jnp.zeros_like(table_VD, jnp.float32).at[row_BL].add(g_BLD.astype(jnp.float32))
+    return sum_VD.astype(table_VD.dtype), None
+
+
+lookup.defvjp(lambda table_VD, row_BL: (table_VD[row_BL], (table_VD, row_BL)), lookup_backward)
+
+
 def embed(embed_VD, token_BL, split: int):
     """Vocab-parallel lookup: each tp shard answers for its own rows; the sum leaves each a piece of
     the sequence (split 1) or of the rows (0)."""
     row_BL = token_BL - lax.axis_index("tp") * embed_VD.shape[0]
     mine_BL = (row_BL >= 0) & (row_BL < embed_VD.shape[0])
-    x_BLD = jnp.where(mine_BL[..., None], embed_VD[jnp.where(mine_BL, row_BL, 0)], 0)
+    x_BLD = jnp.where(mine_BL[..., None], lookup(embed_VD, jnp.where(mine_BL, row_BL, 0)), 0)
     return lax.psum_scatter(x_BLD, "tp", scatter_dimension=split, tiled=True)
 
 
@@ -880,10 +954,10 @@ def cross_entropy(x_BLD, target_BL, ends, cfg):
     z_BL = jnp.log(lax.psum(jnp.exp(logit_BLV - top_BL[..., None]).sum(-1), "tp")) + top_BL
 
     V = logit_BLV.shape[-1]
-    col_BL = target_BL - lax.axis_index("tp") * V
-    mine_BL = (col_BL >= 0) & (col_BL < V)
-    hit_BL = jnp.take_along_axis(logit_BLV, jnp.where(mine_BL, col_BL, 0)[..., None], -1)[..., 0]
-    return z_BL - lax.psum(jnp.where(mine_BL, hit_BL, 0), "tp"), z_BL
+    col_BL = target_BL - lax.axis_index("tp") * V  # of another shard: none of these
+    # Not picked by index, whose gradient would be scattered into another array of that size.
+    hit_BL = jnp.where(col_BL[..., None] == jnp.arange(V), logit_BLV, 0).sum(-1)
+    return z_BL - lax.psum(hit_BL, "tp"), z_BL
 
 
 # ---- the whole model
@@ -1047,7 +1121,7 @@ def enter(params, token_BL, at: Span, cfg: Config, key=None, memory=None):
     x_BLD = embed(params["embed_VD"], token_BL, at.split)
     if cfg.model.positions == "learned":
         position_BL = jnp.broadcast_to(at.position_BL, token_BL.shape)
-        x_BLD += params["position_LD"][piece(position_BL, at.split)]
+        x_BLD += lookup(params["position_LD"], piece(position_BL, at.split))
     x_BLD = varying(dropout(x_BLD, fold(key, cfg.model.n_layers), at.row_B, cfg))
     prefix = layer_kinds(cfg.model.prefix)
     if not prefix:

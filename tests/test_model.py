@@ -791,3 +791,9 @@ def test_a_replicated_norm_is_one_value_on_every_device():
     assert len(copies) == 8
     for copy in copies:
         np.testing.assert_array_equal(copy, copies[0])
+
+
+def test_a_frequent_tokens_gradient_survives_bfloat16():
+    rows = jnp.zeros((1, 4096), int)
+    of_table = jax.grad(lambda table: model.lookup(table, rows).astype(jnp.float32).sum())
+    assert (of_table(jnp.zeros((4, 8), jnp.bfloat16))[0] == 4096).all()
