@@ -6,7 +6,7 @@ Dimension key (a suffix on every array's name spells its logical shape):
   D  d_model   F  d_ff, d_expert   V  vocab rows   N  layers   C  gate and up, or only up
   H  query heads   G  key and value heads   R  query heads per key head
   J  queries' latent   I  keys' and values' latent   T  rotary key dim   W  value dim  (mla)
-  E  experts   X  experts of a token   U  pairs of token and expert
+  E  experts   X  experts of a token   U  pairs of token and expert   Q  tokens of all sequences
   Z  an expert's slots, or rows of a block, of which run_experts has N
 
 Mesh axes: dp (batch; weights rest sharded over it), pp (layers; tokens rest by microbatch, and are
@@ -731,18 +731,26 @@ def inverse(place_U, n: int):
     return jnp.full(n, U).at[place_U].set(jnp.arange(U), mode="drop")
 
 
-@jax.custom_vjp
-def moved(x_UD, from_S, to_U):
-    """x_UD[from_S], or 0 where that is nobody; to_U, the way back, makes its gradient a gather too,
-    where XLA would scatter."""
-    return x_UD.at[from_S].get(mode="fill", fill_value=0)
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def moved(x_QD, from_S, to_U, copies: int = 1):
+    """x_QD[from_S // copies], and anything where from_S is nobody.
+
+    to_U is the way back: with it the gradient is a gather too, where XLA would scatter.  Nobody's
+    has a gradient of 0, so whatever is made of nobody's must not be read.
+    """
+    return x_QD.at[from_S // copies].get(mode="clip")
 
 
-def moved_backward(kept, g_SD):
-    return moved(g_SD, *kept), None, None
+def moved_forward(x_QD, from_S, to_U, copies):
+    return moved(x_QD, from_S, to_U, copies), to_U
 
 
-moved.defvjp(lambda x, from_S, to_U: (moved(x, from_S, to_U), (to_U, from_S)), moved_backward)
+def moved_backward(copies, to_U, g_SD):
+    g_UD = g_SD.at[to_U].get(mode="fill", fill_value=0)
+    return g_UD.reshape(-1, copies, g_UD.shape[-1]).sum(1), None, None
+
+
+moved.defvjp(moved_forward, moved_backward)
 
 
 @jax.custom_vjp
@@ -771,22 +779,28 @@ def block_matmul_backward(kept, g_NZF):
 block_matmul.defvjp(lambda *args: (block_matmul(*args), args), block_matmul_backward)
 
 
-def run_experts(x_UD, expert_U, w, cfg):
-    """Each row through the expert of its number; rows of a number that is no expert give 0.
+def blocks(U: int, E: int) -> tuple[int, int]:
+    """(N, Z): N blocks of Z rows hold U rows, however they are spread over E experts, when a block
+    is of one expert.  With many rows an expert at most a fifth is filling."""
+    Z = max(8, min(1024, U // (4 * E)))
+    Z -= Z % (128 if Z > 128 else 8)  # as matmul units have it
+    return min(U // Z + E, U), Z
 
-    Rows are put in blocks of one expert each, with a block that is not full for each at most.
+
+def run_experts(x_QD, expert_U, w, cfg):
+    """y_UD: each row through its U / Q experts; anything for a number that is no expert.
+
+    Rows are put in blocks of one expert each; only its last one is not full.
     """
     (E, D, C, F), U = w["in_EDCF"].shape, expert_U.size
-    Z = max(8, min(1024, U // (4 * E)))  # so that at most a fifth of the rows is filling
-    Z = Z - Z % (128 if Z > 128 else 8)
-    N = min(U // Z + E, U)
+    N, Z = blocks(U, E)
     blocks_E = -(-jnp.bincount(expert_U, length=E + 1)[:E] // Z)
     ends_E = jnp.cumsum(blocks_E)
     first_E = jnp.append(ends_E - blocks_E, N)  # those that are no expert's have none
     to_U = first_E[expert_U] * Z + queue(expert_U, E + 1)
     from_S = inverse(to_U, N * Z)
     expert_N = jnp.minimum(jnp.searchsorted(ends_E, jnp.arange(N), side="right"), E - 1)
-    x_NZD = moved(x_UD, from_S, to_U).reshape(N, Z, D)
+    x_NZD = moved(x_QD, from_S, to_U, U // len(x_QD)).reshape(N, Z, D)
     h_NZF = block_matmul(x_NZD, w["in_EDCF"].reshape(E, D, C * F), expert_N)
     h_NZF = activate(h_NZF.reshape(N, Z, C, F), 2, cfg)
     y_NZD = block_matmul(h_NZF, w["out_EFD"], expert_N)
@@ -799,16 +813,15 @@ def dropless(x_BLD, expert_BLX, w, cfg):
     Where experts stay with their dp rank, the pairs of a rank are sent there.  As all may go to
     one rank, there is room for that: dp times the even share in memory, for none dropped.
     """
-    D, X = x_BLD.shape[-1], expert_BLX.shape[-1]
-    x_UD, expert_U = jnp.repeat(x_BLD.reshape(-1, D), X, axis=0), expert_BLX.reshape(-1)
+    (*_, D), X, expert_U = x_BLD.shape, expert_BLX.shape[-1], expert_BLX.reshape(-1)
     if cfg.mesh.experts == "gather":
-        y_UD = run_experts(x_UD, expert_U, w, cfg)
+        y_UD = run_experts(x_BLD.reshape(-1, D), expert_U, w, cfg)
     else:
         dp, E = lax.axis_size("dp"), w["in_EDCF"].shape[0]
         rank_U, room = expert_U // E, expert_U.size // X * min(X, E)
         to_U = rank_U * room + queue(rank_U, dp)
         from_S = inverse(to_U, dp * room)
-        x_SD = moved(x_UD, from_S, to_U).reshape(dp, room, D)
+        x_SD = moved(x_BLD.reshape(-1, D), from_S, to_U, X).reshape(dp, room, D)
         expert_S = (expert_U % E).at[from_S].get(mode="fill", fill_value=E).reshape(dp, room)
         x_SD = lax.all_to_all(x_SD, "dp", 0, 0, tiled=True)
         expert_S = lax.all_to_all(expert_S, "dp", 0, 0, tiled=True)
@@ -832,8 +845,7 @@ def with_capacity(x_BLD, expert_BLX, w, cfg):
     kept_BU = place_BU < Z
     to_U = jnp.where(kept_BU, (row_B1 * E + expert_BU) * Z + place_BU, B * E * Z).reshape(-1)
     from_S = inverse(to_U, B * E * Z)
-    x_UD = jnp.repeat(x_BLD.reshape(-1, D), X, axis=0)
-    x_BEZD = moved(x_UD, from_S, to_U).reshape(B, E, Z, D)
+    x_BEZD = moved(x_BLD.reshape(-1, D), from_S, to_U, X).reshape(B, E, Z, D)
     if cfg.mesh.experts == "alltoall":
         x_BEZD = lax.all_to_all(x_BEZD, "dp", split_axis=1, concat_axis=0, tiled=True)
     h_BEZCF = jnp.einsum("BEZD,EDCF->BEZCF", x_BEZD, w["in_EDCF"])
@@ -1395,9 +1407,10 @@ def deal(layers, cfg: Config):
             piece, part = np.zeros(pp, int), np.full(pp, parts)  # out of range: dropped
             for sender, (receiver, n, to) in r.items():
                 piece[sender], part[receiver] = n, to
-            moves = [(sender, receiver) for sender, (receiver, *_) in r.items()]
-            moved = lax.ppermute(x[jnp.asarray(piece)[s]], "pp", moves)
-            out = out.at[jnp.asarray(part)[s]].set(moved, mode="drop")
+            sent, moves = x[jnp.asarray(piece)[s]], [(a, b) for a, (b, *_) in r.items()]
+            if any(a != b for a, b in moves):
+                sent = lax.ppermute(sent, "pp", moves)
+            out = out.at[jnp.asarray(part)[s]].set(sent, mode="drop")
         return out
 
     return jax.tree.map(leaf, layers)

@@ -14,6 +14,7 @@ import re
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -197,11 +198,11 @@ class Tally:
     def received(self, axis: str) -> float:
         return sum(n for (_, its), n in self.moved.items() if its == axis)
 
-    def add(self, other: "Tally", times: float):
-        self.flops += times * other.flops
-        self.seconds += times * other.seconds
+    def add(self, other: "Tally", n: float):
+        self.flops += n * other.flops
+        self.seconds += n * other.seconds
         for mine, its in ((self.calls, other.calls), (self.moved, other.moved)):
-            mine.update({name: times * n for name, n in its.items()})
+            mine.update(times(its, n))
 
 
 def flops_of(op: Op, cfg: Config) -> float:
@@ -237,25 +238,22 @@ def received(op: Op, n: int) -> float:
     return whole if op.name == "ppermute" else (1 + (op.name in TWICE)) * whole * (n - 1) / n
 
 
-def count(jaxpr, cfg: Config, chip: Chip, shares=()) -> Tally:
+def count(jaxpr, cfg: Config, chip: Chip, at_work=()) -> Tally:
     """Everything in `jaxpr` as often as it runs on a device, of the first pipeline stage.
 
-    A cond counts as its dearer branch; shares: of the times that `jaxpr` runs those in which the
+    A cond counts as its dearer branch; at_work: of the times that `jaxpr` runs those in which the
     conds in it do work, one after the other.
     """
     total, sizes = Tally(), dict(zip(utils.AXES, cfg.mesh.sizes, strict=True))
-    plan, shares = schedule(cfg), iter(shares)
+    plan, at_work = schedule(cfg), iter(at_work)
     for op in flat(jaxpr).ops:
         if op.name == "cond":
             inside = [count(body, cfg, chip) for body, _ in bodies(op)]
             dearest = max(inside, key=lambda x: x.seconds + x.moved.total() / chip.link)
-            total.add(dearest, next(shares, 1))
-        for body, times in bodies(op) if op.name != "cond" else ():
-            ticks = op.name == "scan" and times == plan.ticks
-            # model.run_schedule: begin, forward, score, backward, finish
-            works, ends = plan.n / plan.ticks, plan.microbatches / plan.ticks
-            inside = (ends, works, ends, works, ends) if ticks else ()
-            total.add(count(body, cfg, chip, inside), times)
+            total.add(dearest, next(at_work, 1))
+        for body, n in bodies(op) if op.name != "cond" else ():
+            ticks = op.name == "scan" and n == plan.ticks
+            total.add(count(body, cfg, chip, shares(plan) if ticks else ()), n)
         if flops := flops_of(op, cfg):
             traffic = sum(size(x.aval) for x in [*op.eqn.invars, *op.eqn.outvars])
             total.flops += flops
@@ -273,6 +271,17 @@ def schedule(cfg: Config) -> model.Schedule:
     """That of a pipeline's run; of gpipe there is one for each accumulation slice."""
     slices = 1 if cfg.mesh.schedule == "gpipe" else cfg.train.grad_accum
     return model.schedule_of(cfg, slices * cfg.train.microbatches)
+
+
+def shares(plan: model.Schedule) -> tuple:
+    """Of the ticks those in which a stage begins, goes forward, scores, goes back and finishes, as
+    model.run_schedule has them one after the other."""
+    works, ends = plan.n / plan.ticks, plan.microbatches / plan.ticks
+    return ends, works, ends, works, ends
+
+
+def times(counter: Counter, n: float) -> Counter:
+    return Counter({name: n * x for name, x in counter.items()})
 
 
 def peak(chip: Chip) -> float:
@@ -605,40 +614,49 @@ def compile_step(cfg: Config, name: str, devices: list) -> dict:
 
 
 def hlo_cycles(text: str, cfg: Config) -> float:
-    """XLA's estimated cycles of all fusions of a TPU program, as often as they run.
+    """XLA's estimated cycles of all fusions of a TPU program, as often as they run; Pallas kernels
+    have no estimate."""
+
+    def cycles(line):
+        found = re.search(r'"estimated_cycles":"(\d{1,15})"', line)
+        return Counter(cycles=int(found[1])) if found else Counter()
+
+    return hlo_total(text, cfg, cycles)["cycles"]
+
+
+def hlo_total(text: str, cfg: Config, worth: Callable) -> Counter:
+    """worth(line), a Counter, of all lines of a compiled program, as often as they run.
 
     A loop runs as often as the number says that its condition compares with; a conditional counts
-    as its dearer branch, in the share of the ticks around it that `count` takes.  Pallas kernels
-    have no estimate.
+    as its dearer branch, in the share of the ticks around it that `count` takes.
     """
     parts = re.split(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{$", text, flags=re.M)
     lines = dict(zip(parts[1::2], map(str.splitlines, parts[2::2]), strict=True))
-    entry = re.search(r"^ENTRY %?([\w.-]+)", text, re.M)[1]
+    entry, plan = re.search(r"^ENTRY %?([\w.-]+)", text, re.M)[1], schedule(cfg)
 
     def trips(name: str) -> int:
         inside = [int(n) for line in lines[name] for n in re.findall(r"constant\((\d+)\)", line)]
         called = [x for line in lines[name] for x in re.findall(r"calls=%?([\w.-]+)", line)]
         return max([1, *inside, *map(trips, called)])
 
-    def cycles(name: str, times: int) -> float:
-        total, plan = 0.0, schedule(cfg)
+    def total(name: str, ticks: bool) -> Counter:
+        at_work = iter(shares(plan) if ticks else ())
+        sums = Counter()
         for line in lines[name]:
-            if found := re.search(r'"estimated_cycles":"(\d{1,15})"', line):
-                total += int(found[1])
+            sums.update(worth(line))
             if found := re.search(r"while\(.*condition=%?([\w.-]+), body=%?([\w.-]+)", line):
                 n = trips(found[1])
-                total += n * cycles(found[2], n)
+                sums.update(times(total(found[2], n == plan.ticks), n))
             if " conditional(" in line:
-                share = plan.n / plan.ticks if times == plan.ticks else 1
                 form = r"(?:true|false)_computation=%?([\w.-]+)|branch_computations=\{(.*?)\}"
                 names = " ".join(a or b for a, b in re.findall(form, line))
-                branches = re.findall(r"[\w.-]+", names)
-                total += share * max(cycles(x, times) for x in branches)
+                inside = [total(x, False) for x in re.findall(r"[\w.-]+", names)]
+                sums.update(times(max(inside, key=Counter.total), next(at_work, 1)))
             if found := re.search(r" call\(.*to_apply=%?([\w.-]+)", line):
-                total += cycles(found[1], times)
-        return total
+                sums.update(total(found[1], ticks))
+        return sums
 
-    return cycles(entry, 1)
+    return total(entry, False)
 
 
 # ---- search

@@ -797,3 +797,13 @@ def test_a_frequent_tokens_gradient_survives_bfloat16():
     rows = jnp.zeros((1, 4096), int)
     of_table = jax.grad(lambda table: model.lookup(table, rows).astype(jnp.float32).sum())
     assert (of_table(jnp.zeros((4, 8), jnp.bfloat16))[0] == 4096).all()
+
+
+def test_blocks_hold_any_routing():
+    rng = np.random.default_rng(0)
+    for U, E in [(1, 8), (7, 2), (64, 8), (4096, 16), (65536, 16), (524288, 128)]:
+        N, Z = model.blocks(U, E)
+        for skew in (0.1, 1, 100):
+            rows_E = rng.multinomial(U, rng.dirichlet([skew] * E))
+            assert (-(-rows_E // Z)).sum() <= N
+        assert U < 64 * E or (N * Z - U) / (N * Z) <= 0.2

@@ -2,8 +2,10 @@
 
 import importlib.util
 import json
+import math
 import re
 import sys
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -15,6 +17,7 @@ import pytest
 from conftest import ROOT, run
 
 import config
+import utils
 from config import USAGE
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -58,10 +61,11 @@ def by_formula(cfg) -> tuple[dict, dict]:
         "none": ((0, 0), (0, 0), 8),
     }[cfg.mesh.fsdp]
     # An interleaved schedule deals its pieces of 6 matrices and 2 gains to their stages, and
-    # collects the gradients in float32.
+    # collects the gradients in float32; of two stages with two pieces each keeps one.
+    parts = cfg.mesh.virtual_stages
+    sent = 0 if parts == 1 else parts - (pp == parts == 2)
     at_rest = stage // dp if cfg.mesh.fsdp == "layer" else stage
-    pieces = 16 * cfg.mesh.virtual_stages if cfg.mesh.virtual_stages > 1 else 0
-    dealt = (at_rest + gains) + (2 * at_rest + gains) if pieces else 0
+    pieces, dealt = 16 * sent, (3 * at_rest + 2 * gains) * sent // parts
     found = {
         ("all_gather", "dp"): gathers,
         ("reduce_scatter", "dp"): scatters,
@@ -123,6 +127,42 @@ def test_collectives_and_flops_of_the_step_are_those_of_the_formulas(mesh, train
     assert tally.flops == pytest.approx(flops * t.batch_size * t.seq_len / (dp * pp * tp))
 
 
+ITEM = dict(f32=4, bf16=2, s32=4, pred=1)
+NAMES = {
+    "all-gather": "all_gather",
+    "reduce-scatter": "reduce_scatter",
+    "collective-permute": "ppermute",
+}
+
+
+def by_program(line: str, sizes) -> Counter:
+    """Calls and bytes received of a compiled program's line, as the formulas name them."""
+    found, op = Counter(), "|".join(NAMES)
+    if match := re.search(rf" = (.*?) ({op})(?:-start)?\(", line):
+        (axis,) = utils.joined_axes(line, sizes) or [""]
+        n = dict(zip(utils.AXES, sizes, strict=True)).get(axis, 1)
+        dtype, shape = re.match(r"(\w+)\[([\d,]*)\]", match[1]).groups()
+        part = ITEM[dtype] * math.prod(int(x) for x in shape.split(",") if x)
+        whole = part * n if match[2] == "reduce-scatter" else part
+        received = part if match[2] == "collective-permute" else whole * (n - 1) / n
+        found.update({(NAMES[match[2]], axis, "calls"): 1, (NAMES[match[2]], axis): received})
+    return found
+
+
+@pytest.mark.parametrize("mesh, train", [CASES[i] for i in (4, 6, 9)], ids=str)
+def test_xla_compiles_just_the_collectives_that_are_counted(mesh, train):
+    """In float32: on a CPU XLA has no others."""
+    cfg = configured(dict(dp=1, pp=1, tp=1) | mesh, TINY, dtype="float32", **train)
+    tally = plan.count(plan.trace(cfg, CHIP), cfg, CHIP)
+    want = {(*k, "calls"): n for k, n in tally.calls.items() if k[0] in NAMES.values()}
+    want |= {k: n for k, n in tally.moved.items() if k[0] in NAMES.values()}
+    cfg = utils.start_mesh(cfg)
+    args = plan.train.placed(plan.train.step_shapes(cfg), plan.train.step_specs(cfg))
+    text = utils.compiled(plan.train.train_step, *args, cfg).as_text()
+    got = plan.hlo_total(text, cfg, partial(by_program, sizes=cfg.mesh.sizes))
+    assert {k: n for k, n in got.items() if k[1]} == pytest.approx(want, rel=1e-12)
+
+
 EXPERTS = dict(pattern="moe", n_experts=8, n_active=2, n_shared=1, d_expert=64)
 MOE = replace(TINY, model=replace(TINY.model, vocab_size=512, **EXPERTS))
 
@@ -149,13 +189,16 @@ def test_tokens_go_to_their_experts_and_back_as_the_formula_says(capacity_factor
 
 
 def test_experts_count_what_a_token_meets():
-    """As many FLOPs as model.flops_per_token says, and attention's masked half, and the sum over a
-    token's experts."""
+    """As many FLOPs as model.flops_per_token says, and attention's masked half, what fills up the
+    experts' blocks, and the sum over a token's experts."""
     cfg = configured((1, 1, 1), MOE, remat="none")
     m, t = cfg.model, cfg.train
     masked = 12 * m.n_layers * m.n_heads * m.d_head * (t.seq_len - 1) / 2
     mixing = 6 * m.n_layers * m.n_active * m.d_model
-    want = plan.model.flops_per_token(cfg) + masked + mixing
+    pairs = t.batch_size // t.grad_accum // t.microbatches * t.seq_len * m.n_active
+    rows = math.prod(plan.model.blocks(pairs, m.n_experts)) / pairs
+    filling = (rows - 1) * 6 * m.n_layers * m.n_active * 3 * m.d_model * m.d_expert
+    want = plan.model.flops_per_token(cfg) + masked + filling + mixing
     found = plan.count(plan.trace(cfg, CHIP), cfg, CHIP).flops / (t.batch_size * t.seq_len)
     assert found == pytest.approx(want, rel=1e-6)
 

@@ -386,10 +386,10 @@ def test_only_options_that_xla_knows_are_set(monkeypatch):
     on_mesh(config.tiny(), (2, 2, 2))
     known, mesh = dict(xla_cpu_prefer_vector_width=128), jax.sharding.get_mesh()
     of_cpu, of_gpu = known | dict(xla_no_such_option=True), dict(xla_gpu_autotune_level=0)
-    monkeypatch.setattr(utils, "OVERLAP", dict(cpu=of_cpu, gpu=of_gpu))
+    monkeypatch.setattr(utils, "XLA_OPTIONS", dict(cpu=of_cpu, gpu=of_gpu))
     assert utils.xla_options(mesh) == known
     assert utils.compiled(jax.jit(jnp.sin), jnp.float32(0))(jnp.float32(0)) == 0
-    monkeypatch.setattr(utils, "OVERLAP", dict(cpu=dict(xla_cpu_prefer_vector_width="wide")))
+    monkeypatch.setattr(utils, "XLA_OPTIONS", dict(cpu=dict(xla_cpu_prefer_vector_width="wide")))
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_cpu_prefer_vector_width"):
         utils.xla_options(mesh)
 
