@@ -246,10 +246,10 @@ def leave(error: UserError | None):
 
 # ---- compiling
 
-# Options by platform or kind of device, where XLA's defaults are worse.  Found by compiling llama_1b
-# with mesh.dp=8: an H200 sends in this turn of a loop for the next one; matmuls that may use more of
-# a v5p's fast memory take 12 % fewer cycles by XLA's count, and half as long again to compile; a
-# v6e's SparseCores hide 17 of 20 collectives, where none was.
+# Options by platform or kind of device, where XLA's defaults are worse.  Found by compiling
+# llama_1b with mesh.dp=8: an H200 sends in this turn of a loop for the next one; matmuls that may
+# use more of a v5p's fast memory take 12 % fewer cycles by XLA's count, and half as long again to
+# compile; a v6e's SparseCores hide 17 of 20 collectives, where none was.
 XLA_OPTIONS = {
     "gpu": dict(
         xla_gpu_enable_latency_hiding_scheduler=True,
