@@ -946,8 +946,8 @@ def embed(embed_VD, token_BL, split: int):
 
 
 def logits(x_BLD, ends, cfg):
-    """This tp shard's columns of the logits, float32; ids from vocab_size on are impossible."""
-    x_BLD = norm(x_BLD, ends, "norm", cfg)
+    """This tp shard's columns of the logits, float32, of all tp shards' x after the last norm; ids
+    from vocab_size on are impossible."""
     tied = cfg.model.tie_embeddings
     sums, w = ("BLD,VD->BLV", ends["embed_VD"]) if tied else ("BLD,DV->BLV", ends["unembed_DV"])
     logit_BLV = einsum32(sums, x_BLD, w)
@@ -959,8 +959,8 @@ def logits(x_BLD, ends, cfg):
 
 
 def cross_entropy(x_BLD, target_BL, ends, cfg):
-    """Negative log likelihood and log-partition of each token, in nats, from all tp shards' x; no
-    device holds a full row of logits."""
+    """Negative log likelihood and log-partition of each token, in nats, from all tp shards' x after
+    the last norm; no device holds a full row of logits."""
     logit_BLV = logits(x_BLD, ends, cfg)
     top_BL = lax.pmax(lax.stop_gradient(logit_BLV).max(-1), "tp")
     z_BL = jnp.log(lax.psum(jnp.exp(logit_BLV - top_BL[..., None]).sum(-1), "tp")) + top_BL
@@ -1198,6 +1198,7 @@ def token_nll(params, token_MBL, target_MBL, cfg: Config):
 
     def score(parts):
         x_BLD, target_BL = parts
+        x_BLD = norm(x_BLD, params, "norm", cfg)
         x_BLD = lax.all_gather(x_BLD, "tp", axis=1, tiled=True)
         x = in_chunks(x_BLD.reshape(-1, x_BLD.shape[-1]), cfg)
         chunks = x, in_chunks(target_BL.reshape(-1), cfg, fill=-1)
@@ -1225,14 +1226,14 @@ def score_and_gradient(head, y_BLD, target_BL, n_tokens, cfg: Config):
     s, pp, tp = lax.axis_index("pp"), lax.axis_size("pp"), lax.axis_size("tp")
     fill = -y_BLD.shape[1] % pp
 
-    def share(y_BLD):
-        """This stage's part of each tp shard's part of the sequence, filled up."""
+    def share(gains, y_BLD):
+        """This stage's part of each tp shard's part of the sequence, filled up and normed."""
         y_BLD = jnp.pad(jnp.where(s == pp - 1, y_BLD, 0), ((0, 0), (0, fill), (0, 0)))
         x_BLD = lax.psum_scatter(y_BLD, "pp", scatter_dimension=1, tiled=True)
-        return lax.all_gather(x_BLD, "tp", axis=1, tiled=True)
+        return lax.all_gather(norm(x_BLD, gains, "norm", cfg), "tp", axis=1, tiled=True)
 
-    def objective(head, x_BLD, target_BL):
-        nll_BL, z_BL = cross_entropy(x_BLD, target_BL, head, cfg)
+    def objective(last, x_BLD, target_BL):
+        nll_BL, z_BL = cross_entropy(x_BLD, target_BL, last, cfg)
         counted_BL = target_BL >= 0
         loss = jnp.where(counted_BL, nll_BL, 0).sum() / n_tokens
         z_loss = cfg.train.z_loss * jnp.where(counted_BL, z_BL**2, 0).sum() / n_tokens
@@ -1240,20 +1241,22 @@ def score_and_gradient(head, y_BLD, target_BL, n_tokens, cfg: Config):
 
     def add(total, chunk):
         gradient = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
-        (_, loss), (of_head, of_x) = gradient(head, *chunk)
-        return jax.tree.map(jnp.add, total, (loss, of_head)), of_x
+        (_, loss), (of_last, of_x) = gradient(last, *chunk)
+        return jax.tree.map(jnp.add, total, (loss, of_last)), of_x
 
-    x_BLD, back = jax.vjp(share, y_BLD)
+    gains = {name: head[name] for name in norm_table(cfg)}
+    last = {name: x for name, x in head.items() if name not in gains}
+    x_BLD, back = jax.vjp(share, gains, y_BLD)
     B, L, D = x_BLD.shape
     target_BL = target_BL.reshape(B, tp, -1)
     target_BL = jnp.pad(target_BL, ((0, 0), (0, 0), (0, fill)), constant_values=-1)
     target_BL = target_BL.reshape(B, tp, pp, -1)[:, :, s].reshape(B, L)
     chunks = in_chunks(x_BLD.reshape(-1, D), cfg), in_chunks(target_BL.reshape(-1), cfg, fill=-1)
-    zero = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), head)
+    zero = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), last)
     loss = lax.pcast(jnp.float32(0), ("dp", "pp"), to="varying")
-    (loss, of_head), of_x = lax.scan(add, (loss, zero), chunks)
-    of_x = of_x.reshape(-1, D)[: B * L].reshape(B, L, D)
-    return loss, of_head, back(of_x)[0]
+    (loss, of_last), of_x = lax.scan(add, (loss, zero), chunks)
+    of_gains, of_y_BLD = back(of_x.reshape(-1, D)[: B * L].reshape(B, L, D))
+    return loss, of_last | of_gains, of_y_BLD
 
 
 class Schedule(NamedTuple):
@@ -1642,6 +1645,7 @@ def next_logits(params, memory, token_MBS, length_MB, n_new: int, cfg: Config):
         x_MBLD, memory = hidden(params, new_MBL, span, cfg, memory)
         last_MB = piece(length_MB - 1 - first_MB, 1)
         x_MBD = jnp.take_along_axis(x_MBLD, last_MB[..., None, None], 2)[:, :, 0]
+        x_MBD = norm(x_MBD, params, "norm", cfg)
         x_MBD = lax.all_gather(x_MBD, "tp", axis=1, tiled=True)
         return logits(x_MBD, params, cfg), jax.tree.map(lambda x: x[None, None, None], memory)
 
