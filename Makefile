@@ -1,5 +1,5 @@
 # make demo: a small language model, from nothing to text.   make test: the whole suite.   make lint: ruff.
-# make test-interop: its models against Hugging Face transformers.
+# make test-interop: its models against Hugging Face transformers, its plans against TPUs' compiler.
 # PYTHON is any Python from 3.11 on; everything is installed into .venv.
 
 PYTHON ?= python3
@@ -23,7 +23,7 @@ demo: .venv/installed
 test: .venv/installed
 	$(BIN)/python -m pytest
 
-# Against transformers, which nothing else needs: in an environment of its own.
+# Against transformers and libtpu, which nothing else needs: in an environment of its own.
 .venv-interop/installed: tests/requirements-interop.txt requirements.txt
 	$(PYTHON) -m venv .venv-interop
 	.venv-interop/bin/pip install --disable-pip-version-check -r tests/requirements-interop.txt
@@ -32,6 +32,7 @@ test: .venv/installed
 test-interop: export JAX_PLATFORMS := cpu
 test-interop: .venv-interop/installed
 	.venv-interop/bin/python -m pytest -n 0 tests/test_interop.py
+	.venv-interop/bin/python -m pytest -n 0 tests/test_plan.py -k compilers
 
 lint: .venv/installed
 	$(BIN)/ruff check .

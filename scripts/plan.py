@@ -609,6 +609,7 @@ def compile_step(cfg: Config, name: str, devices: list) -> dict:
         memory=used.peak_memory_in_bytes,
         arguments=used.argument_size_in_bytes,
         temporary=used.temp_size_in_bytes,
+        options=utils.xla_options(jax.sharding.get_mesh()),
         fusion_seconds=cycles and cycles / chip.clock,
     )
 

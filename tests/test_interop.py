@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, on_mesh
 from jax import lax
 
 import config
@@ -21,7 +21,7 @@ import model
 import train
 import utils
 from model import P
-from scripts import convert_hf
+from scripts import benchmark, convert_hf
 
 GOLDENS = ROOT / "tests" / "goldens"
 FAMILIES = sorted(p.name for p in GOLDENS.iterdir())
@@ -111,7 +111,7 @@ def score(params, token_MBL, target_MBL, cfg):
 
         def one(parts):
             x_BLD, target_BL = parts
-            x_BLD = lax.all_gather(x_BLD, "tp", axis=1, tiled=True)
+            x_BLD = lax.all_gather(model.norm(x_BLD, w, "norm", cfg), "tp", axis=1, tiled=True)
             return model.logits(x_BLD, w, cfg), model.cross_entropy(x_BLD, target_BL, w, cfg)[0]
 
         return lax.map(one, (x_MBLD, target_MBL))
@@ -275,3 +275,14 @@ def test_transformers_computes_the_same_from_our_own_model(family, imported, tmp
     tokens = golden(family)["tokens"]
     want = transformers_logits(tmp_path / "hf", tokens)
     record("our own", family, scores(params, tokens, cfg)[0], want, 1e-4)
+
+
+@live
+def test_transformers_takes_part_in_the_benchmark():
+    cfg = on_mesh(config.tiny())
+    shape = cfg.train.batch_size, cfg.train.seq_len + 1
+    row_BL = np.random.default_rng(0).integers(cfg.model.vocab_size, size=shape, dtype=np.int32)
+    (peer,), left_out = benchmark.enter_peers(("transformers",), row_BL, cfg)
+    assert not left_out and peer.loss == pytest.approx(np.log(cfg.model.vocab_size), rel=0.1)
+    wall, cpu = benchmark.turn(peer, 2)
+    assert wall > 0 and cpu > 0
