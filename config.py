@@ -85,7 +85,8 @@ class Mesh:
     """interleaved: parts of the model on each stage; the bubble shrinks by as much."""
     experts: Literal["gather", "alltoall"] = "gather"
     """How a moe layer meets its experts: gather their weights over dp like all others, or send the
-    tokens to the dp rank that holds them (expert parallelism)."""
+    tokens to the dp rank that holds them (expert parallelism; without train.capacity_factor there
+    is room for all of them to come to one, in memory and in time)."""
 
     @property
     def sizes(self) -> tuple[int, int, int]:

@@ -2,12 +2,12 @@
 
 Dimension key (a suffix on every array's name spells its logical shape):
   A  accumulation slices   M  pipeline microbatches    K  head dim
-  B  sequences             L  sequence length (S: keys' length; places for pairs)
+  B  sequences             L  sequence length (S: keys' length)
   D  d_model   F  d_ff, d_expert   V  vocab rows   N  layers   C  gate and up, or only up
   H  query heads   G  key and value heads   R  query heads per key head
   J  queries' latent   I  keys' and values' latent   T  rotary key dim   W  value dim  (mla)
   E  experts   X  experts of a token   U  pairs of token and expert   Q  tokens of all sequences
-  Z  an expert's slots, or rows of a block, of which run_experts has N
+  O  places for pairs   Z  an expert's slots, rows of a tile   Y  tiles
 
 Mesh axes: dp (batch; weights rest sharded over it), pp (layers; tokens rest by microbatch, and are
 scored by parts of the sequence), tp (heads, d_ff, vocab, and the sequence wherever an array is
@@ -732,21 +732,21 @@ def inverse(place_U, n: int):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
-def moved(x_QD, from_S, to_U, copies: int = 1):
-    """x_QD[from_S // copies], and anything where from_S is nobody.
+def moved(x_QD, from_O, to_U, copies: int = 1):
+    """x_QD[from_O // copies], and anything where from_O is nobody.
 
     to_U is the way back: with it the gradient is a gather too, where XLA would scatter.  Nobody's
     has a gradient of 0, so whatever is made of nobody's must not be read.
     """
-    return x_QD.at[from_S // copies].get(mode="clip")
+    return x_QD.at[from_O // copies].get(mode="clip")
 
 
-def moved_forward(x_QD, from_S, to_U, copies):
-    return moved(x_QD, from_S, to_U, copies), to_U
+def moved_forward(x_QD, from_O, to_U, copies):
+    return moved(x_QD, from_O, to_U, copies), to_U
 
 
-def moved_backward(copies, to_U, g_SD):
-    g_UD = g_SD.at[to_U].get(mode="fill", fill_value=0)
+def moved_backward(copies, to_U, g_OD):
+    g_UD = g_OD.at[to_U].get(mode="fill", fill_value=0)
     return g_UD.reshape(-1, copies, g_UD.shape[-1]).sum(1), None, None
 
 
@@ -754,34 +754,36 @@ moved.defvjp(moved_forward, moved_backward)
 
 
 @jax.custom_vjp
-def block_matmul(x_NZD, w_EDF, expert_N):
-    """Each block of rows times its expert's matrix.
+def tile_matmul(x_YZD, w, expert_Y):
+    """Each tile of rows times its expert's matrix, of w [E, D, ..]: [Y, Z, all of the ..].
 
     One after the other: lax.ragged_dot multiplies with all E experts on CPUs and GPUs, and on TPUs
     for the gradient of w (XLA's programs of jax 0.10.2).
     """
-    return lax.map(lambda block: block[0] @ w_EDF[block[1]], (x_NZD, expert_N))
+    w_EDF = w.reshape(*w.shape[:2], -1)
+    return lax.map(lambda tile: tile[0] @ w_EDF[tile[1]], (x_YZD, expert_Y))
 
 
-def block_matmul_backward(kept, g_NZF):
-    x_NZD, w_EDF, expert_N = kept
+def tile_matmul_backward(kept, g_YZF):
+    x_YZD, w, expert_Y = kept
+    w_EDF = w.reshape(*w.shape[:2], -1)
 
-    def one(of_w_EDF, block):
-        x_ZD, g_ZF, expert = block
+    def one(of_w_EDF, tile):
+        x_ZD, g_ZF, expert = tile
         of_w_DF = jnp.einsum("ZD,ZF->DF", x_ZD, g_ZF, preferred_element_type=jnp.float32)
         return of_w_EDF.at[expert].add(of_w_DF), g_ZF @ w_EDF[expert].T
 
     zero_EDF = jnp.zeros_like(w_EDF, jnp.float32)
-    of_w_EDF, of_x_NZD = lax.scan(one, zero_EDF, (x_NZD, g_NZF, expert_N))
-    return of_x_NZD, of_w_EDF.astype(w_EDF.dtype), None
+    of_w_EDF, of_x_YZD = lax.scan(one, zero_EDF, (x_YZD, g_YZF, expert_Y))
+    return of_x_YZD, of_w_EDF.astype(w.dtype).reshape(w.shape), None
 
 
-block_matmul.defvjp(lambda *args: (block_matmul(*args), args), block_matmul_backward)
+tile_matmul.defvjp(lambda *args: (tile_matmul(*args), args), tile_matmul_backward)
 
 
-def blocks(U: int, E: int) -> tuple[int, int]:
-    """(N, Z): N blocks of Z rows hold U rows, however they are spread over E experts, when a block
-    is of one expert.  With many rows an expert at most a fifth is filling."""
+def tiles(U: int, E: int) -> tuple[int, int]:
+    """(Y, Z): Y tiles of Z rows hold U rows, however they are spread over E experts, when a tile is
+    of one expert.  With many rows an expert at most a fifth is filling."""
     Z = max(8, min(1024, U // (4 * E)))
     Z -= Z % (128 if Z > 128 else 8)  # as matmul units have it
     return min(U // Z + E, U), Z
@@ -790,44 +792,44 @@ def blocks(U: int, E: int) -> tuple[int, int]:
 def run_experts(x_QD, expert_U, w, cfg):
     """y_UD: each row through its U / Q experts; anything for a number that is no expert.
 
-    Rows are put in blocks of one expert each; only its last one is not full.
+    Rows are put in tiles of one expert each; only its last one is not full.
     """
     (E, D, C, F), U = w["in_EDCF"].shape, expert_U.size
-    N, Z = blocks(U, E)
-    blocks_E = -(-jnp.bincount(expert_U, length=E + 1)[:E] // Z)
-    ends_E = jnp.cumsum(blocks_E)
-    first_E = jnp.append(ends_E - blocks_E, N)  # those that are no expert's have none
-    to_U = first_E[expert_U] * Z + queue(expert_U, E + 1)
-    from_S = inverse(to_U, N * Z)
-    expert_N = jnp.minimum(jnp.searchsorted(ends_E, jnp.arange(N), side="right"), E - 1)
-    x_NZD = moved(x_QD, from_S, to_U, U // len(x_QD)).reshape(N, Z, D)
-    h_NZF = block_matmul(x_NZD, w["in_EDCF"].reshape(E, D, C * F), expert_N)
-    h_NZF = activate(h_NZF.reshape(N, Z, C, F), 2, cfg)
-    y_NZD = block_matmul(h_NZF, w["out_EFD"], expert_N)
-    return moved(y_NZD.reshape(-1, D), to_U, from_S)
+    Y, Z = tiles(U, E)
+    tiles_E = -(-jnp.bincount(expert_U, length=E + 1)[:E] // Z)
+    ends_E = jnp.cumsum(tiles_E)
+    first = jnp.append(ends_E - tiles_E, Y)  # those that are no expert's have no tile
+    to_U = first[expert_U] * Z + queue(expert_U, E + 1)
+    from_O = inverse(to_U, Y * Z)
+    expert_Y = jnp.minimum(jnp.searchsorted(ends_E, jnp.arange(Y), side="right"), E - 1)
+    x_YZD = moved(x_QD, from_O, to_U, U // len(x_QD)).reshape(Y, Z, D)
+    h_YZCF = tile_matmul(x_YZD, w["in_EDCF"], expert_Y).reshape(Y, Z, C, F)
+    y_YZD = tile_matmul(activate(h_YZCF, 2, cfg), w["out_EFD"], expert_Y)
+    return moved(y_YZD.reshape(-1, D), to_U, from_O)
 
 
 def dropless(x_BLD, expert_BLX, w, cfg):
     """(y_BLXD, all kept): every token through each of its experts.
 
     Where experts stay with their dp rank, the pairs of a rank are sent there.  As all may go to
-    one rank, there is room for that: dp times the even share in memory, for none dropped.
+    one rank, there is room for that: dp times the even share in memory, and in the matmuls, for
+    none dropped.
     """
     (*_, D), X, expert_U = x_BLD.shape, expert_BLX.shape[-1], expert_BLX.reshape(-1)
+    x_QD = x_BLD.reshape(-1, D)
     if cfg.mesh.experts == "gather":
-        y_UD = run_experts(x_BLD.reshape(-1, D), expert_U, w, cfg)
+        y_UD = run_experts(x_QD, expert_U, w, cfg)
     else:
         dp, E = lax.axis_size("dp"), w["in_EDCF"].shape[0]
-        rank_U, room = expert_U // E, expert_U.size // X * min(X, E)
+        rank_U, room = expert_U // E, len(x_QD) * min(X, E)
         to_U = rank_U * room + queue(rank_U, dp)
-        from_S = inverse(to_U, dp * room)
-        x_SD = moved(x_BLD.reshape(-1, D), from_S, to_U, X).reshape(dp, room, D)
-        expert_S = (expert_U % E).at[from_S].get(mode="fill", fill_value=E).reshape(dp, room)
-        x_SD = lax.all_to_all(x_SD, "dp", 0, 0, tiled=True)
-        expert_S = lax.all_to_all(expert_S, "dp", 0, 0, tiled=True)
-        y_SD = run_experts(x_SD.reshape(-1, D), expert_S.reshape(-1), w, cfg)
-        y_SD = lax.all_to_all(y_SD.reshape(dp, room, D), "dp", 0, 0, tiled=True)
-        y_UD = moved(y_SD.reshape(-1, D), to_U, from_S)
+        from_O = inverse(to_U, dp * room)
+        x_OD = moved(x_QD, from_O, to_U, X)
+        expert_O = (expert_U % E).at[from_O].get(mode="fill", fill_value=E)
+        x_OD = lax.all_to_all(x_OD, "dp", 0, 0, tiled=True)
+        expert_O = lax.all_to_all(expert_O, "dp", 0, 0, tiled=True)
+        y_OD = run_experts(x_OD, expert_O, w, cfg)
+        y_UD = moved(lax.all_to_all(y_OD, "dp", 0, 0, tiled=True), to_U, from_O)
     return y_UD.reshape(*expert_BLX.shape, D), jnp.ones(expert_BLX.shape, bool)
 
 
@@ -844,15 +846,15 @@ def with_capacity(x_BLD, expert_BLX, w, cfg):
     place_BU = jax.vmap(partial(queue, n=E))(expert_BU)
     kept_BU = place_BU < Z
     to_U = jnp.where(kept_BU, (row_B1 * E + expert_BU) * Z + place_BU, B * E * Z).reshape(-1)
-    from_S = inverse(to_U, B * E * Z)
-    x_BEZD = moved(x_BLD.reshape(-1, D), from_S, to_U, X).reshape(B, E, Z, D)
+    from_O = inverse(to_U, B * E * Z)
+    x_BEZD = moved(x_BLD.reshape(-1, D), from_O, to_U, X).reshape(B, E, Z, D)
     if cfg.mesh.experts == "alltoall":
         x_BEZD = lax.all_to_all(x_BEZD, "dp", split_axis=1, concat_axis=0, tiled=True)
     h_BEZCF = jnp.einsum("BEZD,EDCF->BEZCF", x_BEZD, w["in_EDCF"])
     y_BEZD = jnp.einsum("BEZF,EFD->BEZD", activate(h_BEZCF, 3, cfg), w["out_EFD"])
     if cfg.mesh.experts == "alltoall":
         y_BEZD = lax.all_to_all(y_BEZD, "dp", split_axis=0, concat_axis=1, tiled=True)
-    y_UD = moved(y_BEZD.reshape(-1, D), to_U, from_S)
+    y_UD = moved(y_BEZD.reshape(-1, D), to_U, from_O)
     return y_UD.reshape(B, L, X, D), kept_BU.reshape(B, L, X)
 
 

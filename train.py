@@ -295,8 +295,9 @@ def compile_step(cfg: Config):
     begin = time.monotonic()
     utils.say("compiling the update")
     program = utils.compiled(train_step, *placed(step_shapes(cfg), step_specs(cfg)), cfg)
-    took, size = utils.duration(time.monotonic() - begin), program.memory_analysis()
-    utils.say(f"compiled in {took}: {size.peak_memory_in_bytes / 2**30:,.2f} GiB on a device")
+    took, use = utils.duration(time.monotonic() - begin), program.memory_analysis()
+    size = f": {use.peak_memory_in_bytes / 2**30:,.2f} GiB on a device" if use else ""
+    utils.say(f"compiled in {took}{size}")
     return program
 
 
@@ -304,11 +305,11 @@ def take_updates(run, store, state: State, train: Dataset, val: Dataset, stop, c
     """Train to the last step, or to the update at which `stop` is set, evaluating and saving on the
     way; the State then, and the log."""
     start = int(state.step)
-    # Before the first checkpoint: it may be that this cannot be compiled, or has no room.
-    program = compile_step(cfg) if start < cfg.train.steps else None
     utils.on_lead(utils.write_record, run, cfg, train)
-    profile = utils.Profile(run, program, cfg)
     log = utils.MetricsLog(run, cfg, start, model.flops_per_token(cfg))
+    # Before the first checkpoint: it may be that this cannot be compiled, or has no room.
+    program = log.aside(compile_step, cfg) if start < cfg.train.steps else None
+    profile = utils.Profile(run, program, cfg)
     for step in range(start, cfg.train.steps + 1):
         if due(step, cfg.train.eval_every, cfg) and step not in log.eval:
             log.evaluation(step, log.aside(evaluate, state.params, val, step, cfg, stop))

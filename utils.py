@@ -223,10 +223,8 @@ def run_main(main, cfg: Config):
             fix = f"look at that process's log, then {again}, everywhere"
             leave(UserError(config.DISTRIBUTED, f"a peer process was lost: {reason}", fix))
         if isinstance(e, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(e):
-            fix = (
-                "raise train.microbatches or train.grad_accum, choose train.remat=layer or a mesh "
-            )
-            fix += "of more devices; scripts/plan.py says what fits"
+            fix = "take more devices or fewer rows at a time (in training, train.microbatches or "
+            fix += "train.grad_accum), or train.remat=layer; scripts/plan.py says what fits"
             leave(UserError(config.USAGE, f"a device's memory is too small: {reason}", fix))
         if isinstance(e, OSError) or type(e).__module__.split(".")[0] in CLOUD:
             fix = f"make room, or mend the storage or the permissions, then {again}"
@@ -247,9 +245,10 @@ def leave(error: UserError | None):
 # ---- compiling
 
 # Options by platform or kind of device, where XLA's defaults are worse.  Found by compiling
-# llama_1b with mesh.dp=8: an H200 sends in this turn of a loop for the next one; matmuls that may
-# use more of a v5p's fast memory take 12 % fewer cycles by XLA's count, and half as long again to
-# compile; a v6e's SparseCores hide 17 of 20 collectives, where none was.
+# llama_1b with mesh.dp=8, and not timed on a device: pipelined, an H200's gathers for a loop's next
+# turn run in this one; matmuls that may use more of a v5p's fast memory take 12 % fewer cycles by
+# XLA's count, and half as long again to compile; a v6e's SparseCores hide 17 of 20 collectives,
+# where none was.
 XLA_OPTIONS = {
     "gpu": dict(
         xla_gpu_enable_latency_hiding_scheduler=True,
@@ -266,26 +265,30 @@ XLA_OPTIONS = {
 
 
 def xla_options(mesh: jax.sharding.Mesh) -> dict:
-    """Those of XLA_OPTIONS that the XLA installed for the mesh's devices knows.
+    """Those of XLA_OPTIONS that the XLA installed for the mesh's devices takes, but for flags that
+    the user has set.
 
     Each is tried on a program of one number: there an unknown one is an error, and in XLA_FLAGS it
     would end the process.
     """
     home = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     number = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((), np.float32, sharding=home))
+    users = " ".join(os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"))
 
-    def known(name, value) -> bool:
+    def taken(name, value) -> bool:
         try:
             number.compile(compiler_options={name: value})
         except jax.errors.JaxRuntimeError as e:
-            if "No such compile option" not in str(e):
+            if "INVALID_ARGUMENT" not in str(e):
                 raise
+            if "No such compile option" not in str(e):
+                warn(f"XLA does not take {name}={value}: {str(e).splitlines()[0][:200]}")
             return False
         return True
 
     device = mesh.devices.flat[0]
     wanted = XLA_OPTIONS.get(device.platform, {}) | XLA_OPTIONS.get(device.device_kind, {})
-    return {name: value for name, value in wanted.items() if known(name, value)}
+    return {k: value for k, value in wanted.items() if k not in users and taken(k, value)}
 
 
 def compiled(step, *args):
@@ -1100,7 +1103,8 @@ def device_groups(text: str, n: int):
 
 
 def joined_axes(text: str, sizes: tuple[int, ...]) -> list[str] | None:
-    """The axes along which the devices of an HLO collective differ, on a mesh of these sizes."""
+    """The axes along which the devices of an HLO collective differ, on a mesh of these sizes; None
+    in a form not known."""
     groups = device_groups(text, math.prod(sizes))
     if groups is None:
         return None

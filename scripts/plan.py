@@ -202,7 +202,7 @@ class Tally:
         self.flops += n * other.flops
         self.seconds += n * other.seconds
         for mine, its in ((self.calls, other.calls), (self.moved, other.moved)):
-            mine.update(times(its, n))
+            mine.update(scaled(its, n))
 
 
 def flops_of(op: Op, cfg: Config) -> float:
@@ -211,9 +211,6 @@ def flops_of(op: Op, cfg: Config) -> float:
     if op.name == "dot_general":
         (contracted, _), _ = op.eqn.params["dimension_numbers"]
         return 2 * math.prod(shapes[-1]) * math.prod(shapes[0][i] for i in contracted)
-    if op.name == "ragged_dot_general":
-        # Rows meet one matrix each; or, in the gradient, columns of both operands in groups.
-        return 2 * math.prod(shapes[0]) * shapes[-1][-1]
     if op.name in KERNELS:
         # Two matmuls forward, and backward five, with the half of the keys that is seen.
         inputs = (x.aval for x in op.eqn.invars)
@@ -280,7 +277,7 @@ def shares(plan: model.Schedule) -> tuple:
     return ends, works, ends, works, ends
 
 
-def times(counter: Counter, n: float) -> Counter:
+def scaled(counter: Counter, n: float) -> Counter:
     return Counter({name: n * x for name, x in counter.items()})
 
 
@@ -293,7 +290,7 @@ def peak(chip: Chip) -> float:
 
 # What XLA keeps an array for; the rest it computes where it is used.
 STORED = {
-    "dot_general", "ragged_dot_general", "gather", "scatter", "scatter-add", "sort", "top_k",
+    "dot_general", "gather", "scatter", "scatter-add", "sort", "top_k",
     "cumsum", "dynamic_update_slice", "reduce_sum", "reduce_max", "argmax", *COLLECTIVES, *OWN,
     *KERNELS,
 }  # fmt: skip
@@ -647,12 +644,12 @@ def hlo_total(text: str, cfg: Config, worth: Callable) -> Counter:
             sums.update(worth(line))
             if found := re.search(r"while\(.*condition=%?([\w.-]+), body=%?([\w.-]+)", line):
                 n = trips(found[1])
-                sums.update(times(total(found[2], n == plan.ticks), n))
+                sums.update(scaled(total(found[2], n == plan.ticks), n))
             if " conditional(" in line:
                 form = r"(?:true|false)_computation=%?([\w.-]+)|branch_computations=\{(.*?)\}"
                 names = " ".join(a or b for a, b in re.findall(form, line))
                 inside = [total(x, False) for x in re.findall(r"[\w.-]+", names)]
-                sums.update(times(max(inside, key=Counter.total), next(at_work, 1)))
+                sums.update(scaled(max(inside, key=Counter.total), next(at_work, 1)))
             if found := re.search(r" call\(.*to_apply=%?([\w.-]+)", line):
                 sums.update(total(found[1], ticks))
         return sums

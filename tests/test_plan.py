@@ -190,13 +190,13 @@ def test_tokens_go_to_their_experts_and_back_as_the_formula_says(capacity_factor
 
 def test_experts_count_what_a_token_meets():
     """As many FLOPs as model.flops_per_token says, and attention's masked half, what fills up the
-    experts' blocks, and the sum over a token's experts."""
+    experts' tiles, and the sum over a token's experts."""
     cfg = configured((1, 1, 1), MOE, remat="none")
     m, t = cfg.model, cfg.train
     masked = 12 * m.n_layers * m.n_heads * m.d_head * (t.seq_len - 1) / 2
     mixing = 6 * m.n_layers * m.n_active * m.d_model
     pairs = t.batch_size // t.grad_accum // t.microbatches * t.seq_len * m.n_active
-    rows = math.prod(plan.model.blocks(pairs, m.n_experts)) / pairs
+    rows = math.prod(plan.model.tiles(pairs, m.n_experts)) / pairs
     filling = (rows - 1) * 6 * m.n_layers * m.n_active * 3 * m.d_model * m.d_expert
     want = plan.model.flops_per_token(cfg) + masked + filling + mixing
     found = plan.count(plan.trace(cfg, CHIP), cfg, CHIP).flops / (t.batch_size * t.seq_len)

@@ -381,17 +381,28 @@ def test_a_mesh_too_large_or_too_small_names_both_numbers(monkeypatch):
         on_mesh(config.tiny(), (2, 1, 3))
 
 
-def test_only_options_that_xla_knows_are_set(monkeypatch):
-    """As an XLA flag an unknown one would end the process."""
+def test_only_options_that_xla_takes_are_set(monkeypatch, capsys):
+    """As an XLA flag an unknown one would end the process.  What a user sets is left alone."""
     on_mesh(config.tiny(), (2, 2, 2))
     known, mesh = dict(xla_cpu_prefer_vector_width=128), jax.sharding.get_mesh()
     of_cpu, of_gpu = known | dict(xla_no_such_option=True), dict(xla_gpu_autotune_level=0)
     monkeypatch.setattr(utils, "XLA_OPTIONS", dict(cpu=of_cpu, gpu=of_gpu))
     assert utils.xla_options(mesh) == known
     assert utils.compiled(jax.jit(jnp.sin), jnp.float32(0))(jnp.float32(0)) == 0
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_prefer_vector_width=512")
+    assert utils.xla_options(mesh) == {}
+    monkeypatch.delenv("XLA_FLAGS")
     monkeypatch.setattr(utils, "XLA_OPTIONS", dict(cpu=dict(xla_cpu_prefer_vector_width="wide")))
-    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_cpu_prefer_vector_width"):
-        utils.xla_options(mesh)
+    assert utils.xla_options(mesh) == {}
+    assert "XLA does not take xla_cpu_prefer_vector_width=wide" in capsys.readouterr().err
+
+
+def test_xla_still_knows_the_options_for_gpus(monkeypatch):
+    """It parses them on a CPU too."""
+    on_mesh(config.tiny())
+    wanted = utils.XLA_OPTIONS["gpu"]
+    monkeypatch.setattr(utils, "XLA_OPTIONS", dict(cpu=wanted))
+    assert utils.xla_options(jax.sharding.get_mesh()) == wanted
 
 
 def test_too_little_memory_is_two_lines_and_exit_2():
