@@ -319,12 +319,9 @@ def test_without_libtpu_the_plan_says_how_to_get_it():
 
 DENSE = dict(vocab_size=8192, d_model=1024, n_layers=8, n_heads=8, n_kv_heads=8, d_head=128)
 DENSE |= dict(d_ff=4096)
-SPARSE = DENSE | dict(pattern="moe", n_experts=16, n_active=2, n_shared=1, d_expert=1024)
 COMPILED = {
-    "dense": (DENSE, "v5e:2x2", dict(dp=2, tp=2), dict()),
     "1f1b": (DENSE, "v5p:2x2x1", dict(dp=2, pp=2, schedule="1f1b", fsdp="step"), dict()),
     "kept": (DENSE, "v6e:2x2", dict(dp=4), dict(remat="dots", grad_accum=2)),
-    "experts": (SPARSE, "v5p:2x2x1", dict(dp=4), dict()),
 }
 
 
