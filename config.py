@@ -578,7 +578,7 @@ def range_problems(cfg: Config):
     for name, (low, high) in RANGES.items():
         x, auto = value(cfg, name), name in AUTO
         if not (low <= x <= high or (x == -1 and auto)):  # so written, a NaN is out of range too
-            limits = f"at least {low}" if high == BIG else f"between {low} and {high}"
+            limits = f"between {low} and {high}" if high < BIG or x > BIG else f"at least {low}"
             fix = f"set --{name} accordingly{', or to -1' if auto else ''}"
             yield Problem(f"{name}={x} must be {limits}", fix)
 
