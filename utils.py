@@ -223,8 +223,8 @@ def run_main(main, cfg: Config):
             fix = f"look at that process's log, then {again}, everywhere"
             leave(UserError(config.DISTRIBUTED, f"a peer process was lost: {reason}", fix))
         if isinstance(e, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(e):
-            fix = "take more devices or fewer rows at a time (in training, train.microbatches or "
-            fix += "train.grad_accum), or train.remat=layer; scripts/plan.py says what fits"
+            rows = "fewer rows at a time (in training, train.microbatches or train.grad_accum)"
+            fix = f"take more devices, {rows}, or train.remat=layer; scripts/plan.py says what fits"
             leave(UserError(config.USAGE, f"a device's memory is too small: {reason}", fix))
         if isinstance(e, OSError) or type(e).__module__.split(".")[0] in CLOUD:
             fix = f"make room, or mend the storage or the permissions, then {again}"
