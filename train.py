@@ -269,7 +269,7 @@ def evaluate(params, data: Dataset, step: int, cfg: Config, stop=False) -> dict 
     for i in tqdm(indices, **bar):
         if stop:
             return None
-        nll, n, _ = eval_step(params, *data.eval_batch(i), cfg)
+        nll, n, _ = utils.arrived(eval_step(params, *data.eval_batch(i), cfg))
         total, tokens = total + float(nll), tokens + int(n)
     loss = total / tokens
     bits = data.bytes_per_token and loss / jnp.log(2).item() / data.bytes_per_token

@@ -85,6 +85,23 @@ def all_agree(ok: bool) -> bool:
     return bool(multihost_utils.process_allgather(np.int32(ok)).all())
 
 
+def arrived(tree):
+    """tree of arrays, once every device of this process has them; raises when one has failed.
+
+    A lost peer fails the devices that talk to it; the others here wait for those, and whoever waits
+    for one of the others waits until JAX gives up on the peer and aborts (100 s).
+    """
+    if jax.process_count() > 1:
+        waiting = [shard.data for x in jax.tree.leaves(tree) for shard in x.addressable_shards]
+        while waiting:
+            for x in waiting:
+                if x.is_ready():
+                    x.block_until_ready()  # raises
+            waiting = [x for x in waiting if not x.is_ready()]
+            time.sleep(0.001)
+    return tree
+
+
 def start_processes(cfg: Config):
     """Join the other processes: as the run.* flags or a detected cluster say, or not at all."""
     r = cfg.run
@@ -623,6 +640,7 @@ class MetricsLog:
         if self.held is None:
             return
         (step, metrics), self.held = self.held, None
+        arrived(metrics)
         loss, norm, lr = (float(metrics[name]) for name in ("loss", "grad_norm", "lr"))
         now = time.perf_counter()
         seconds, self.clock = now - self.clock, now
