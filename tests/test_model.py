@@ -428,9 +428,7 @@ def test_a_moe_layer_is_a_loop_over_tokens_and_their_experts(fields, capacity_fa
     @jax.jit
     @jax.shard_map(in_specs=(P("dp", "tp"), specs), out_specs=(P("dp", "tp"), sums))
     def moe(x_BLD, w):
-        index = jnp.arange(x_BLD.shape[1] * lax.axis_size("tp"))[None]
-        span = model.Span(index, index)
-        y_BLD, stats = model.moe(x_BLD, model.unshard(w, table), cfg, span, training=True)
+        y_BLD, stats = model.moe(x_BLD, model.unshard(w, table), cfg, training=True)
         return y_BLD, lax.psum(model.varying(stats), ("dp", "pp", "tp"))
 
     to32 = partial(jax.tree.map, lambda x: jnp.asarray(x, jnp.float32))
