@@ -37,8 +37,24 @@ class Args:
     """Updates timed in a turn, after some to warm up; 0 is 20, or on a CPU 3."""
     peers: tuple[Literal["plain", "transformers"], ...] = ("plain", "transformers")
     """What to compare with; give none to measure Trifold alone."""
+    meshes: tuple[str, ...] = ()
+    """More meshes for Trifold, as dp,pp,tp or dp,pp,tp,schedule: 2,2,2 1,4,1,1f1b."""
     json: str = ""
     """Write the measurements to this file too."""
+
+
+def on_mesh(cfg: Config, name: str) -> Config:
+    """cfg on a mesh of --meshes, with train.microbatches chosen for it.  Raises UserError USAGE."""
+    *sizes, schedule = name.split(",") if name.count(",") == 3 else [*name.split(","), "gpipe"]
+    if len(sizes) != 3 or not all(n.isdecimal() and 0 < int(n) < 10**5 for n in sizes):
+        what = f"meshes: {name!r} is no dp,pp,tp and no dp,pp,tp,schedule"
+        raise UserError(config.USAGE, what, "write it as in 2,2,2 or 1,4,1,1f1b")
+    if schedule not in ("gpipe", "1f1b"):
+        what = f"meshes: {name!r} names no schedule that needs no more settings"
+        raise UserError(config.USAGE, what, "choose gpipe or 1f1b")
+    axes = dict(zip(("dp", "pp", "tp"), map(int, sizes), strict=True))
+    mesh = replace(cfg.mesh, **axes, schedule=schedule, virtual_stages=1)
+    return config.check(replace(cfg, mesh=mesh, train=replace(cfg.train, microbatches=0)))
 
 
 def parse() -> tuple[Args, Config]:
@@ -52,7 +68,9 @@ def parse() -> tuple[Args, Config]:
         what = f"--json {out} is not a file in a folder that is there"
         raise UserError(config.USAGE, what, "make the folder, or name another file")
     cfg = config.parse(rest)
-    config.simulate_devices(cfg.mesh, cfg.run.num_processes)
+    meshes = [cfg.mesh, *(on_mesh(cfg, name).mesh for name in args.meshes)]
+    largest = max(meshes, key=lambda mesh: math.prod(mesh.sizes))
+    config.simulate_devices(largest, cfg.run.num_processes)
     if "transformers" in args.peers:  # JAX would take most of a GPU's memory, and leave torch none
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     return args, cfg
@@ -207,14 +225,25 @@ def compiled(name: str, n_devices: int, step, begin, batch, cfg: Config) -> Cont
     return Contestant(name, n_devices, begin, lambda s: program(s, *batch), seconds, memory, loss)
 
 
-def trifold(row_BL, cfg: Config) -> Contestant:
+def trifold(row_BL, cfg: Config, name: str = "trifold") -> Contestant:
     """train.train_step on the ambient mesh.  row_BL: the batch, each row a token longer than a
     sequence, int32."""
-    home, t = utils.shardings(model.TOKENS), cfg.train
+    home, t, mesh = utils.shardings(model.TOKENS), cfg.train, jax.sharding.get_mesh()
     shape = t.grad_accum, t.microbatches, -1, t.seq_len
     batch = [jax.device_put(x.reshape(shape), home) for x in (row_BL[:, :-1], row_BL[:, 1:])]
-    n, begin = math.prod(cfg.mesh.sizes), partial(train.init_state, cfg)
-    return compiled("trifold", n, train.train_step, begin, batch, cfg)
+
+    def begin():
+        with jax.set_mesh(mesh):
+            return train.init_state(cfg)
+
+    return compiled(name, mesh.size, train.train_step, begin, batch, cfg)
+
+
+def trifold_on(name: str, row_BL, cfg: Config) -> Contestant:
+    """The same on a mesh of --meshes."""
+    cfg = config.resolve(on_mesh(cfg, name), jax.device_count())
+    with jax.set_mesh(utils.make_mesh(cfg)):
+        return trifold(row_BL, cfg, name)
 
 
 def plain(row_BL, cfg: Config) -> Contestant:
@@ -398,6 +427,7 @@ def measure(args: Args, cfg: Config) -> dict:
     ours = trifold(row_BL, cfg)
     stats = jax.local_devices()[0].memory_stats() or {}  # before the peers' share
     peers, left_out = enter_peers(args.peers, row_BL, cfg)
+    peers += [trifold_on(name, row_BL, cfg) for name in args.meshes]
     turns, ceilings = {c: [] for c in (ours, *peers)}, []
     for _ in tqdm(range(args.repeats), "measure", leave=False, disable=not utils.is_lead()):
         ceilings.append(alone(matmul_flops, t.dtype))

@@ -81,19 +81,31 @@ def test_the_command_measures_on_any_mesh_and_writes_what_it_prints(tmp_path):
     flags = ["--mesh.dp", 2, "--mesh.tp", 2, "--train.batch_size", 4, "--model.n_layers", 2]
     out = tmp_path / "out.json"
     own = ["--repeats", 2, "--steps", 1, "--peers", "plain", "--json", out]
+    own += ["--meshes", "1,1,1", "1,2,1,1f1b"]
     done = run("scripts/benchmark.py", *own, "--config", "tiny", *flags)
     assert done.returncode == 0, done.stderr
     result = json.loads(out.read_text())
-    ours, plain = result["rows"]
-    assert (ours["n_devices"], plain["n_devices"]) == (4, 1)
-    assert [len(r["turns"]) for r in result["rows"]] == [2, 2]
-    np.testing.assert_allclose(ours["first_loss"], plain["first_loss"], rtol=1e-5)
+    names = ["trifold", "plain jit", "1,1,1", "1,2,1,1f1b"]
+    assert [r["name"] for r in result["rows"]] == names and list(result["ratios"]) == names[1:]
+    assert [r["n_devices"] for r in result["rows"]] == [4, 1, 1, 2]
+    assert [len(r["turns"]) for r in result["rows"]] == [2, 2, 2, 2]
+    losses = [r["first_loss"] for r in result["rows"]]
+    np.testing.assert_allclose(losses, losses[1], rtol=1e-5)
     assert f"trifold / plain jit: {result['ratios']['plain jit']:.2f}" in done.stdout
     assert result["run"]["mesh"]["tp"] == 2 and result["matmul_flops"] > 0
 
 
 @pytest.mark.parametrize(
-    "flags", [["--repeats", 0], ["--json", "nowhere/x.json"], ["--optim.b1", 5]], ids=str
+    "flags",
+    [
+        ["--repeats", 0],
+        ["--json", "nowhere/x.json"],
+        ["--optim.b1", 5],
+        ["--meshes", "2,2"],
+        ["--meshes", "1,2,1,zigzag"],
+        ["--meshes", "1,3,1"],
+    ],
+    ids=str,
 )
 def test_a_bad_request_is_two_lines(flags):
     done = run("scripts/benchmark.py", "--config", "tiny", *flags)
