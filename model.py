@@ -12,7 +12,8 @@ Dimension key (a suffix on every array's name spells its logical shape):
 Mesh axes: dp (batch; weights rest sharded over it), pp (layers; tokens rest by microbatch, and are
 scored by parts of the sequence), tp (heads, d_ff, vocab, and the sequence wherever an array is
 x_BLD).  Inside shard_map a letter that its PartitionSpec maps to a mesh axis is the local piece.
-`grep lax.p` and `grep lax.all_` list all communication.
+`grep -E "lax.p|lax.all_|_rows"` lists all communication.  What `all_rows` gives has pieces of
+sequences for B, and their length for L.
 """
 
 import math
@@ -343,13 +344,13 @@ def sum_rows(y_BLD):
 
 
 def as_rows(x_BL):
-    """What all shards have of whole sequences, in the order of `all_rows`."""
+    """What all shards hold of whole sequences, put in the order of `all_rows`."""
     x = x_BL.reshape(len(x_BL), lax.axis_size("tp"), -1, *x_BL.shape[2:]).swapaxes(0, 1)
     return x.reshape(-1, *x.shape[2:])
 
 
 def as_sequences(x_BL):
-    """`as_rows` back."""
+    """The inverse of `as_rows`."""
     x = x_BL.reshape(lax.axis_size("tp"), -1, *x_BL.shape[1:]).swapaxes(0, 1)
     return x.reshape(len(x), -1, *x_BL.shape[2:])
 
@@ -858,7 +859,8 @@ def with_capacity(x_BLD, expert_BLX, w, cfg):
     """(y_BLXD, kept_BLX): each expert takes at most its slots' worth of each sequence.
 
     First come, first served along the sequence, so that no token is dropped for a later one's sake
-    and the sequence, whole on any mesh, decides alone.
+    and the sequence, whole on any mesh, decides alone.  Arguments and results are in the order of
+    `all_rows`.
     """
     D, sequences = x_BLD.shape[-1], as_sequences(expert_BLX)
     (B, L, X), E = sequences.shape, cfg.model.n_experts  # of all dp ranks
@@ -887,7 +889,9 @@ def moe(x_BLD, w, cfg, training: bool):
     """
     score_BLE, gate_BLX, expert_BLX = route(x_BLD, w, cfg)
     stats = balance(score_BLE, expert_BLX) if training else None
-    x_BLD, gate_BLX, expert_BLX = map(all_rows, (x_BLD, gate_BLX, expert_BLX))
+    x_BLD = all_rows(x_BLD)
+    gate_BLX = all_rows(gate_BLX)
+    expert_BLX = all_rows(expert_BLX)
     dispatch = with_capacity if training and cfg.train.capacity_factor else dropless
     y_BLXD, kept_BLX = dispatch(x_BLD, expert_BLX, w, cfg)
     gate_BLX = jnp.where(kept_BLX, gate_BLX, 0).astype(x_BLD.dtype)
@@ -961,8 +965,8 @@ lookup.defvjp(lambda table_VD, row_BL: (table_VD[row_BL], (table_VD, row_BL)), l
 def embed(embed_VD, token_BL, split: int):
     """Vocab-parallel lookup: each tp shard answers for its own rows; the sum leaves each a piece of
     the sequence (split 1) or of the rows (0)."""
-    row_BL = as_rows(token_BL) if split else token_BL
-    row_BL = row_BL - lax.axis_index("tp") * embed_VD.shape[0]
+    token_BL = as_rows(token_BL) if split else token_BL
+    row_BL = token_BL - lax.axis_index("tp") * embed_VD.shape[0]
     mine_BL = (row_BL >= 0) & (row_BL < embed_VD.shape[0])
     x_BLD = jnp.where(mine_BL[..., None], lookup(embed_VD, jnp.where(mine_BL, row_BL, 0)), 0)
     return sum_rows(x_BLD)
@@ -1136,11 +1140,12 @@ def fold(key, n):
 
 @jax.custom_vjp
 def tap(grads, w, row):
-    """(grads, w), but the gradient of grads is that of this with w's added to its row.
+    """(grads, w) as they are; backward, w's gradient is added to that row of grads' own.
 
-    Handed on from layer to layer, grads so has a gradient that grows in place.  A loop would stack
-    the layers' gradients, to be added to the sum afterwards: a copy more, and a pass (llama_1b with
-    1f1b on v5p 2x2x2, one row a microbatch, compiled: 2.77 GiB instead of 2.59, 5 % more cycles).
+    Handed on from layer to layer, the gradient of grads is a sum that grows in place (interleaved,
+    in a copy of a part).  Otherwise a loop stacks the layers' gradients, and they are added to the
+    sum afterwards: llama_1b with 1f1b on v5p 2x2x2, one row a microbatch, compiles to 2.77 GiB
+    instead of 2.59, and 5 % more cycles.
     """
     return grads, w
 
@@ -1149,8 +1154,8 @@ def tap_backward(row, of_both):
     of_grads, of_w = of_both
 
     def grown(x, new):  # x.at[row].add would make sure that there is such a row
-        sum = lax.dynamic_index_in_dim(x, row, keepdims=False) + new.astype(x.dtype)
-        return lax.dynamic_update_index_in_dim(x, sum, row, 0)
+        total = lax.dynamic_index_in_dim(x, row, keepdims=False) + new.astype(x.dtype)
+        return lax.dynamic_update_index_in_dim(x, total, row, 0)
 
     return jax.tree.map(grown, of_grads, of_w), None, None
 
@@ -1161,10 +1166,12 @@ tap.defvjp(lambda grads, w, row: ((grads, w), row), tap_backward)
 def stack(
     params, kinds: list[str], first, x_BLD, at: Span, cfg: Config, key=None, memory=None, grads=None
 ):
-    """x through some of the layers, numbered from `first`; what comes out beside it in the form of
-    params: with memory, what each layer remembers now; in training, when there is a key, the sums
-    of moe layers' statistics; and grads, see `tap`, where params are to have no gradient of their
-    own."""
+    """(x_BLD, outs, grads): x through some of the layers, numbered from `first`.
+
+    outs, in the form of params: with memory, what each layer remembers now; with a key, in
+    training, the sums of moe layers' statistics.  grads: the float32 sum that the gradient of
+    params is added to, see `tap`; None leaves it to params.
+    """
 
     def layer(kind, x_BLD, w, n, memory):
         if cfg.mesh.fsdp == "layer":
@@ -1255,7 +1262,8 @@ def token_nll(params, token_MBL, target_MBL, cfg: Config):
 
     def score(parts):
         x_BLD, target_BL = parts
-        x_BLD, target_BL = all_rows(norm(x_BLD, params, "norm", cfg)), as_rows(target_BL)
+        x_BLD = all_rows(norm(x_BLD, params, "norm", cfg))
+        target_BL = as_rows(target_BL)
         x = in_chunks(x_BLD.reshape(-1, x_BLD.shape[-1]), cfg)
         chunks = x, in_chunks(target_BL.reshape(-1), cfg, fill=-1)
         nll, _ = lax.map(lambda chunk: cross_entropy(*chunk, params, cfg), chunks)
@@ -1284,7 +1292,7 @@ def score_and_gradient(head, y_BLD, target_BL, n_tokens, cfg: Config):
 
     def share(gains, y_BLD):
         """This stage's part of each tp shard's part of the sequence, filled up and normed."""
-        if pp > 1:
+        if pp > 1:  # XLA's CPU program would copy y for a scatter among one, too
             y_BLD = jnp.pad(jnp.where(s == pp - 1, y_BLD, 0), ((0, 0), (0, fill), (0, 0)))
             y_BLD = lax.psum_scatter(y_BLD, "pp", scatter_dimension=1, tiled=True)
         return all_rows(norm(y_BLD, gains, "norm", cfg))
@@ -1535,7 +1543,8 @@ def balance_cotangent(stats, cfg: Config):
 
 
 def packing(example):
-    """(pack, unpack) for what jax.vjp keeps of a function of (weights, x), from an example of it.
+    """(pack, unpack) for what jax.vjp keeps of a function of (weights, their gradient so far, x),
+    from an example of it.
 
     pack(back) is the arrays that differ from stage to stage, and so from work to work; the weights
     are at hand, and the rest is constant.  unpack(arrays, weights) is back again.
@@ -1591,9 +1600,10 @@ def gradient(w, token_MBL, target_MBL, total: Total, key, first_row, n_tokens, c
     def run(m, r):
         span = span_of(token_MBL, m, cfg, first_row)
         number = before + (r * plan.pp + s) * n_rows(plan.part(w["layers"], r))
-        return lambda w, grads, x: stack(w, kinds, number, x, span, cfg, key, grads=grads)
+        return lambda w, grads, x_BLD: stack(w, kinds, number, x_BLD, span, cfg, key, grads=grads)
 
-    def parts(total, r):
+    def of_part(total, r):
+        """Part r's weights, and their gradient so far."""
         return plan.part(w["layers"], r), plan.part(total.grads["layers"], r)
 
     def add(total, **new):
@@ -1608,7 +1618,7 @@ def gradient(w, token_MBL, target_MBL, total: Total, key, first_row, n_tokens, c
         return x_BLD, total
 
     def forward(x_BLD, m, r, total):
-        (y_BLD, new, _), back = jax.vjp(run(m, r), *parts(total, r), x_BLD)
+        (y_BLD, new, _), back = jax.vjp(run(m, r), *of_part(total, r), x_BLD)
         layers = accumulate(total.stats["layers"], new, r if many else None)
         return y_BLD, pack(back), total._replace(stats=total.stats | dict(layers=layers))
 
@@ -1617,7 +1627,7 @@ def gradient(w, token_MBL, target_MBL, total: Total, key, first_row, n_tokens, c
         return of_y_BLD, add(total._replace(loss=total.loss + loss), **of_head)
 
     def backward(g_BLD, kept, m, r, total):
-        layers, grads = parts(total, r)
+        layers, grads = of_part(total, r)
         back = unpack(kept, layers)
         _, grads, g_BLD = back((g_BLD, balance_cotangent(stats, cfg), grads))
         if many:
@@ -1630,7 +1640,7 @@ def gradient(w, token_MBL, target_MBL, total: Total, key, first_row, n_tokens, c
 
     x_BLD = jax.eval_shape(lambda: opening(s)(first)[0])
     x_BLD = varying(jnp.zeros(x_BLD.shape, x_BLD.dtype))
-    (_, stats, _), example = jax.vjp(run(s, s), *parts(total, s), x_BLD)
+    (_, stats, _), example = jax.vjp(run(s, s), *of_part(total, s), x_BLD)
     pack, unpack = packing(example)
     work = Stage(begin, forward, score, backward, finish)
     return run_schedule(plan, work, x_BLD, pack(example), total, branching(cfg))

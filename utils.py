@@ -22,6 +22,7 @@ import zlib
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
+from itertools import compress
 from types import CoroutineType, MappingProxyType
 
 import fsspec
@@ -94,11 +95,11 @@ def arrived(tree):
     if jax.process_count() > 1:
         waiting = [shard.data for x in jax.tree.leaves(tree) for shard in x.addressable_shards]
         while waiting:
-            for x in waiting:
-                if x.is_ready():
-                    x.block_until_ready()  # raises
-            waiting = [x for x in waiting if not x.is_ready()]
-            time.sleep(0.001)
+            ready = [x.is_ready() for x in waiting]  # asked once, or a failure between is missed
+            for x in compress(waiting, ready):
+                x.block_until_ready()  # raises
+            waiting = [x for x, done in zip(waiting, ready, strict=True) if not done]
+            time.sleep(0.001 if waiting else 0)
     return tree
 
 

@@ -2,10 +2,10 @@
 
     python scripts/benchmark.py --config gpt2_124m --train.batch_size 48 --train.grad_accum 1
 
-All flags of train.py are taken too.  Trifold's step on the config's mesh, a plain jit on one
-device, and transformers under torch.compile take turns in one process, on the same random tokens,
-which rest on the device.  On a CPU, whose wall clock other programs disturb, they are compared in
-CPU seconds.
+All flags of train.py are taken too.  Trifold's step on the config's mesh and on --meshes, a
+plain jit on one device, and transformers under torch.compile take turns in one process, on the same
+random tokens, which rest on the device.  On a CPU, whose wall clock other programs disturb, they
+are compared in CPU seconds.
 """
 
 import json
@@ -38,26 +38,26 @@ class Args:
     peers: tuple[Literal["plain", "transformers"], ...] = ("plain", "transformers")
     """What to compare with; give none to measure Trifold alone."""
     meshes: tuple[str, ...] = ()
-    """More meshes for Trifold, as dp,pp,tp or dp,pp,tp,schedule: 2,2,2 1,4,1,1f1b."""
+    """More meshes for Trifold, as dp,pp,tp or dp,pp,tp,schedule: 2,2,2 1,4,1,1f1b.  Accelerators
+    have to be in use all."""
     json: str = ""
     """Write the measurements to this file too."""
 
 
-def on_mesh(cfg: Config, name: str) -> Config:
-    """cfg on a mesh of --meshes, with train.microbatches chosen for it.  Raises UserError USAGE."""
-    *sizes, schedule = name.split(",") if name.count(",") == 3 else [*name.split(","), "gpipe"]
-    if len(sizes) != 3 or not all(n.isdecimal() and 0 < int(n) < 10**5 for n in sizes):
-        what = f"meshes: {name!r} is no dp,pp,tp and no dp,pp,tp,schedule"
-        raise UserError(config.USAGE, what, "write it as in 2,2,2 or 1,4,1,1f1b")
-    if schedule not in ("gpipe", "1f1b"):
-        what = f"meshes: {name!r} names no schedule that needs no more settings"
-        raise UserError(config.USAGE, what, "choose gpipe or 1f1b")
-    axes = dict(zip(("dp", "pp", "tp"), map(int, sizes), strict=True))
-    mesh = replace(cfg.mesh, **axes, schedule=schedule, virtual_stages=1)
-    return config.check(replace(cfg, mesh=mesh, train=replace(cfg.train, microbatches=0)))
+def on_meshes(names: tuple[str, ...], flags: list[str]) -> dict[str, Config]:
+    """The config of train.py's flags on each of --meshes.  Raises UserError USAGE."""
+    found = {}
+    for name in names:
+        values = name.split(",")
+        if len(values) not in (3, 4):
+            what = f"meshes: {name!r} is neither dp,pp,tp nor dp,pp,tp,schedule"
+            raise UserError(config.USAGE, what, "write it as in 2,2,2 or 1,4,1,1f1b")
+        axes = zip(("dp", "pp", "tp", "schedule"), values, strict=False)
+        found[name] = config.parse([*flags, *(f"--mesh.{axis}={x}" for axis, x in axes)])
+    return found
 
 
-def parse() -> tuple[Args, Config]:
+def parse() -> tuple[Args, Config, dict[str, Config]]:
     args, rest = tyro.cli(Args, return_unknown_args=True, use_underscores=True, description=__doc__)
     for name, least in dict(repeats=1, steps=0).items():
         if getattr(args, name) < least:
@@ -68,16 +68,16 @@ def parse() -> tuple[Args, Config]:
         what = f"--json {out} is not a file in a folder that is there"
         raise UserError(config.USAGE, what, "make the folder, or name another file")
     cfg = config.parse(rest)
-    meshes = [cfg.mesh, *(on_mesh(cfg, name).mesh for name in args.meshes)]
-    largest = max(meshes, key=lambda mesh: math.prod(mesh.sizes))
-    config.simulate_devices(largest, cfg.run.num_processes)
+    others = on_meshes(args.meshes, rest)
+    sizes = {n.mesh: math.prod(x for x in n.mesh.sizes if x > 0) for n in (cfg, *others.values())}
+    config.simulate_devices(max(sizes, key=sizes.get), cfg.run.num_processes)
     if "transformers" in args.peers:  # JAX would take most of a GPU's memory, and leave torch none
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    return args, cfg
+    return args, cfg, others
 
 
 if __name__ == "__main__":  # before jax is imported, see train.py
-    ARGS, CFG = config.quit_on_error(parse)
+    ARGS, CFG, OTHERS = config.quit_on_error(parse)
 
 import jax
 import jax.numpy as jnp
@@ -240,8 +240,7 @@ def trifold(row_BL, cfg: Config, name: str = "trifold") -> Contestant:
 
 
 def trifold_on(name: str, row_BL, cfg: Config) -> Contestant:
-    """The same on a mesh of --meshes."""
-    cfg = config.resolve(on_mesh(cfg, name), jax.device_count())
+    """The same on cfg's mesh."""
     with jax.set_mesh(utils.make_mesh(cfg)):
         return trifold(row_BL, cfg, name)
 
@@ -419,15 +418,16 @@ def table(rows: list[dict]) -> str:
     return "\n".join(f"{name:<12}" + "".join(f"{x:>11}" for x in cells) for name, *cells in lines)
 
 
-def measure(args: Args, cfg: Config) -> dict:
-    """Let each take its turns, A B A B; what comes of it, as --json has it."""
+def measure(args: Args, cfg: Config, others: dict[str, Config]) -> dict:
+    """Let each take its turns, A B A B; what comes of it, as --json has it.  others: for more
+    meshes, by their names."""
     t, n_steps = cfg.train, args.steps or (3 if platform() == "cpu" else 20)
     shape, rng = (t.batch_size, t.seq_len + 1), np.random.default_rng(cfg.run.seed)
     row_BL = rng.integers(cfg.model.vocab_size, size=shape, dtype=np.int32)
     ours = trifold(row_BL, cfg)
     stats = jax.local_devices()[0].memory_stats() or {}  # before the peers' share
     peers, left_out = enter_peers(args.peers, row_BL, cfg)
-    peers += [trifold_on(name, row_BL, cfg) for name in args.meshes]
+    peers += [trifold_on(name, row_BL, other) for name, other in others.items()]
     turns, ceilings = {c: [] for c in (ours, *peers)}, []
     for _ in tqdm(range(args.repeats), "measure", leave=False, disable=not utils.is_lead()):
         ceilings.append(alone(matmul_flops, t.dtype))
@@ -445,7 +445,10 @@ def main(cfg: Config):
     """Measure, and print the table and what it comes to."""
     jax.config.update("jax_enable_compilation_cache", False)  # or compile_seconds is of a load
     args, cfg = ARGS, utils.start_mesh(cfg)
-    result, t = measure(args, cfg), cfg.train
+    others = {name: config.resolve(other, jax.device_count()) for name, other in OTHERS.items()}
+    for other in others.values():  # before anything is compiled
+        utils.make_mesh(other)
+    result, t = measure(args, cfg, others), cfg.train
     per = "CPU second" if platform() == "cpu" else "second and device"
     size = f"{model.param_count(cfg):,} parameters, {t.batch_size} x {t.seq_len} tokens a step"
     utils.say(f"{cfg.run.name}: {size}, {t.dtype}\n{table(result['rows'])}")

@@ -102,7 +102,6 @@ def test_the_command_measures_on_any_mesh_and_writes_what_it_prints(tmp_path):
         ["--json", "nowhere/x.json"],
         ["--optim.b1", 5],
         ["--meshes", "2,2"],
-        ["--meshes", "1,2,1,zigzag"],
         ["--meshes", "1,3,1"],
     ],
     ids=str,
