@@ -1357,6 +1357,10 @@ class Schedule(NamedTuple):
         """Part r of layers, or of what is laid out like them."""
         return tree if self.parts == 1 else jax.tree.map(lambda x: x[r], tree)
 
+    def put(self, tree, r, new):
+        """tree with `new` for its part r."""
+        return new if self.parts == 1 else jax.tree.map(lambda x, new: x.at[r].set(new), tree, new)
+
     def depth(self) -> int:
         """Microbatches of a part that a stage keeps, at most, between forward and backward."""
         j = np.arange(self.n)
@@ -1514,6 +1518,11 @@ def no_sums(params, cfg: Config) -> dict:
     return varying({g: {kind: of(kind, w) for kind, w in ws.items()} for g, ws in groups.items()})
 
 
+def accumulate(total, new):
+    """total with new added, in total's dtype."""
+    return jax.tree.map(lambda x, new: x + new.astype(x.dtype), total, new)
+
+
 class Total(NamedTuple):
     """What the microbatches of a step add up to."""
 
@@ -1524,12 +1533,10 @@ class Total(NamedTuple):
     stats: dict
     """The sums of moe layers' statistics."""
 
-
-def accumulate(total, new, r=None):
-    """total with new added, in float32; r: to its part r only."""
-    if r is None:
-        return jax.tree.map(lambda x, new: x + new.astype(x.dtype), total, new)
-    return jax.tree.map(lambda x, new: x.at[r].add(new.astype(x.dtype)), total, new)
+    def add(self, grads: dict) -> "Total":
+        """With the gradient of some of the weights added, by their names."""
+        grads = {name: accumulate(self.grads[name], x) for name, x in grads.items()}
+        return self._replace(grads=self.grads | grads)
 
 
 def balance_cotangent(stats, cfg: Config):
@@ -1589,26 +1596,21 @@ def gradient(w, token_MBL, target_MBL, total: Total, key, first_row, n_tokens, c
     """
     before, kinds = len(layer_kinds(cfg.model.prefix)), layer_kinds(cfg.model.pattern)
     plan, s = schedule_of(cfg, token_MBL.shape[0]), lax.axis_index("pp")
-    many = plan.parts > 1
+    span = partial(span_of, token_MBL, cfg=cfg, first_row=first_row)
     head = {name: w[name] for name in head_names(cfg)}
     first = {name: x for name, x in w.items() if name in ("embed_VD", "position_LD", "prefix")}
 
     def opening(m):
-        span = span_of(token_MBL, m, cfg, first_row)
-        return lambda first: enter(first, token_MBL[m], span, cfg, key)
+        return lambda first: enter(first, token_MBL[m], span(m), cfg, key)
 
     def run(m, r):
-        span = span_of(token_MBL, m, cfg, first_row)
         number = before + (r * plan.pp + s) * n_rows(plan.part(w["layers"], r))
-        return lambda w, grads, x_BLD: stack(w, kinds, number, x_BLD, span, cfg, key, grads=grads)
+        own = partial(stack, kinds=kinds, first=number, at=span(m), cfg=cfg, key=key)
+        return lambda w, grads, x_BLD: own(w, x_BLD=x_BLD, grads=grads)
 
     def of_part(total, r):
         """Part r's weights, and their gradient so far."""
         return plan.part(w["layers"], r), plan.part(total.grads["layers"], r)
-
-    def add(total, **new):
-        grads = {name: accumulate(total.grads[name], x) for name, x in new.items()}
-        return total._replace(grads=total.grads | grads)
 
     def begin(x_BLD, m, total):
         x_BLD, new = opening(m)(first)
@@ -1619,24 +1621,24 @@ def gradient(w, token_MBL, target_MBL, total: Total, key, first_row, n_tokens, c
 
     def forward(x_BLD, m, r, total):
         (y_BLD, new, _), back = jax.vjp(run(m, r), *of_part(total, r), x_BLD)
-        layers = accumulate(total.stats["layers"], new, r if many else None)
+        layers = total.stats["layers"]
+        layers = plan.put(layers, r, accumulate(plan.part(layers, r), new))
         return y_BLD, pack(back), total._replace(stats=total.stats | dict(layers=layers))
 
     def score(y_BLD, m, total):
         loss, of_head, of_y_BLD = score_and_gradient(head, y_BLD, target_MBL[m], n_tokens, cfg)
-        return of_y_BLD, add(total._replace(loss=total.loss + loss), **of_head)
+        return of_y_BLD, total._replace(loss=total.loss + loss).add(of_head)
 
     def backward(g_BLD, kept, m, r, total):
         layers, grads = of_part(total, r)
         back = unpack(kept, layers)
         _, grads, g_BLD = back((g_BLD, balance_cotangent(stats, cfg), grads))
-        if many:
-            grads = jax.tree.map(lambda x, new: x.at[r].set(new), total.grads["layers"], grads)
+        grads = plan.put(total.grads["layers"], r, grads)
         return g_BLD, total._replace(grads=total.grads | dict(layers=grads))
 
     def finish(g_BLD, m, total):
         (_, stats), back = jax.vjp(opening(m), first)
-        return add(total, **back((g_BLD, stats and balance_cotangent(stats, cfg)))[0])
+        return total.add(back((g_BLD, stats and balance_cotangent(stats, cfg)))[0])
 
     x_BLD = jax.eval_shape(lambda: opening(s)(first)[0])
     x_BLD = varying(jnp.zeros(x_BLD.shape, x_BLD.dtype))
