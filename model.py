@@ -947,29 +947,31 @@ def block(kind, x_BLD, w, cfg, key, at: Span, memory):
 
 
 @jax.custom_vjp
-def lookup(table_VD, row_BL):
-    """table_VD[row_BL], but rows' gradients are summed in float32: a bfloat16 sum no longer grows
-    when it is 256 times what comes to it, which a frequent token's soon is."""
-    return table_VD[row_BL]
+def lookup(grads_VD, table_VD, row_BL):
+    """(grads, table_VD[row_BL]); backward, what comes back to a row is added to that of grads.
+
+    In float32: a bfloat16 sum no longer grows when it is 256 times what comes to it, which a
+    frequent token's soon is.  See `tap` for the gradient of grads; None is for no gradient.
+    """
+    return grads_VD, table_VD[row_BL]
 
 
-def lookup_backward(kept, g_BLD):
-    table_VD, row_BL = kept
-    sum_VD = jnp.zeros_like(table_VD, jnp.float32).at[row_BL].add(g_BLD.astype(jnp.float32))
-    return sum_VD.astype(table_VD.dtype), None
+def lookup_backward(row_BL, of_both):
+    of_grads_VD, g_BLD = of_both
+    return of_grads_VD.at[row_BL].add(g_BLD.astype(of_grads_VD.dtype)), None, None
 
 
-lookup.defvjp(lambda table_VD, row_BL: (table_VD[row_BL], (table_VD, row_BL)), lookup_backward)
+lookup.defvjp(lambda grads, table, row: (lookup(grads, table, row), row), lookup_backward)
 
 
-def embed(embed_VD, token_BL, split: int):
-    """Vocab-parallel lookup: each tp shard answers for its own rows; the sum leaves each a piece of
-    the sequence (split 1) or of the rows (0)."""
+def embed(grads_VD, embed_VD, token_BL, split: int):
+    """(grads, x): vocab-parallel `lookup`: each tp shard answers for its own rows; the sum leaves
+    each a piece of the sequence (split 1) or of the rows (0)."""
     token_BL = as_rows(token_BL) if split else token_BL
     row_BL = token_BL - lax.axis_index("tp") * embed_VD.shape[0]
     mine_BL = (row_BL >= 0) & (row_BL < embed_VD.shape[0])
-    x_BLD = jnp.where(mine_BL[..., None], lookup(embed_VD, jnp.where(mine_BL, row_BL, 0)), 0)
-    return sum_rows(x_BLD)
+    grads_VD, x_BLD = lookup(grads_VD, embed_VD, jnp.where(mine_BL, row_BL, 0))
+    return grads_VD, sum_rows(jnp.where(mine_BL[..., None], x_BLD, 0))
 
 
 def logits(x_BLD, ends, cfg):
@@ -1192,17 +1194,23 @@ def stack(
     return x_BLD, varying({kind: out[memory is None] for kind, out in outs.items()}), grads
 
 
-def enter(params, token_BL, at: Span, cfg: Config, key=None, memory=None):
-    """The embedding, and the layers of the prefix: x_BLD, and what `stack` has beside it."""
-    x_BLD = embed(params["embed_VD"], token_BL, at.split)
+def enter(params, token_BL, at: Span, cfg: Config, key=None, memory=None, grads=None):
+    """The embedding, and the layers of the prefix: what `stack` returns, of both."""
+    grads = dict(grads or {})
+    own = grads.get("embed_VD"), params["embed_VD"]
+    grads["embed_VD"], x_BLD = embed(*own, token_BL, at.split)
     if cfg.model.positions == "learned":
         position_BL = jnp.broadcast_to(at.position_BL, token_BL.shape)
-        x_BLD += lookup(params["position_LD"], piece(position_BL, at.split))
+        own = grads.get("position_LD"), params["position_LD"]
+        grads["position_LD"], position_BLD = lookup(*own, piece(position_BL, at.split))
+        x_BLD += position_BLD
     x_BLD = varying(dropout(x_BLD, fold(key, cfg.model.n_layers), at.row_B, cfg))
     prefix = layer_kinds(cfg.model.prefix)
     if not prefix:
-        return x_BLD, None
-    return stack(params["prefix"], prefix, 0, x_BLD, at, cfg, key, memory)[:2]
+        return x_BLD, None, grads
+    own = grads.get("prefix")
+    x_BLD, outs, own = stack(params["prefix"], prefix, 0, x_BLD, at, cfg, key, memory, own)
+    return x_BLD, outs, grads | dict(prefix=own)
 
 
 def hidden(params, token_MBL, span, cfg: Config, memory=None):
@@ -1216,7 +1224,7 @@ def hidden(params, token_MBL, span, cfg: Config, memory=None):
 
     def start(parts):
         token_BL, m, own = parts
-        return enter(params, token_BL, span(m), cfg, memory=own)
+        return enter(params, token_BL, span(m), cfg, memory=own)[:2]
 
     def stage(x_BLD, m, carry):
         first = len(prefix) + s * n_rows(params["layers"])
@@ -1281,8 +1289,9 @@ def head_names(cfg: Config) -> list[str]:
     return [last, *norm_table(cfg)]
 
 
-def score_and_gradient(head, y_BLD, target_BL, n_tokens, cfg: Config):
-    """(loss, gradient of head, gradient of y): a microbatch's share of the mean loss over n_tokens.
+def score_and_gradient(head, grads, y_BLD, target_BL, n_tokens, cfg: Config):
+    """(loss, grads, gradient of y): a microbatch's share of the mean loss over n_tokens, and grads,
+    sums in float32, with the gradient of head added.
 
     Only the last stage's y counts; all stages score a part of its sequence.  A chunk's logits live
     until its gradient is made, so that none is kept or made twice.
@@ -1307,7 +1316,7 @@ def score_and_gradient(head, y_BLD, target_BL, n_tokens, cfg: Config):
     def add(total, chunk):
         gradient = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
         (_, loss), (of_last, of_x) = gradient(last, *chunk)
-        return jax.tree.map(jnp.add, total, (loss, of_last)), of_x
+        return accumulate(total, (loss, of_last)), of_x
 
     gains = {name: head[name] for name in norm_table(cfg)}
     last = {name: x for name, x in head.items() if name not in gains}
@@ -1316,10 +1325,10 @@ def score_and_gradient(head, y_BLD, target_BL, n_tokens, cfg: Config):
     target_BL = jnp.pad(as_rows(target_BL), ((0, 0), (0, fill)), constant_values=-1)
     target_BL = lax.dynamic_slice_in_dim(target_BL, s * L, L, 1)
     chunks = in_chunks(x_BLD.reshape(-1, D), cfg), in_chunks(target_BL.reshape(-1), cfg, fill=-1)
-    zero = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), last)
     loss = lax.pcast(jnp.float32(0), ("dp", "pp"), to="varying")
-    (loss, of_last), of_x = lax.scan(add, (loss, zero), chunks)
+    (loss, of_last), of_x = lax.scan(add, (loss, {name: grads[name] for name in last}), chunks)
     of_gains, of_y_BLD = back(of_x.reshape(-1, D)[: B * L].reshape(B, L, D))
+    of_gains = accumulate({name: grads[name] for name in gains}, of_gains)
     return loss, of_last | of_gains, of_y_BLD
 
 
@@ -1533,9 +1542,11 @@ class Total(NamedTuple):
     stats: dict
     """The sums of moe layers' statistics."""
 
-    def add(self, grads: dict) -> "Total":
-        """With the gradient of some of the weights added, by their names."""
-        grads = {name: accumulate(self.grads[name], x) for name, x in grads.items()}
+    def grads_of(self, names) -> dict:
+        return {name: self.grads[name] for name in names}
+
+    def put(self, grads: dict) -> "Total":
+        """With these gradients in place of its own, by their names."""
         return self._replace(grads=self.grads | grads)
 
 
@@ -1601,7 +1612,7 @@ def gradient(w, token_MBL, target_MBL, total: Total, key, first_row, n_tokens, c
     first = {name: x for name, x in w.items() if name in ("embed_VD", "position_LD", "prefix")}
 
     def opening(m):
-        return lambda first: enter(first, token_MBL[m], span(m), cfg, key)
+        return lambda first, grads: enter(first, token_MBL[m], span(m), cfg, key, grads=grads)
 
     def run(m, r):
         number = before + (r * plan.pp + s) * n_rows(plan.part(w["layers"], r))
@@ -1613,7 +1624,7 @@ def gradient(w, token_MBL, target_MBL, total: Total, key, first_row, n_tokens, c
         return plan.part(w["layers"], r), plan.part(total.grads["layers"], r)
 
     def begin(x_BLD, m, total):
-        x_BLD, new = opening(m)(first)
+        x_BLD, new, _ = opening(m)(first, None)
         if new is not None:
             prefix = accumulate(total.stats["prefix"], new)
             total = total._replace(stats=total.stats | dict(prefix=prefix))
@@ -1626,21 +1637,22 @@ def gradient(w, token_MBL, target_MBL, total: Total, key, first_row, n_tokens, c
         return y_BLD, pack(back), total._replace(stats=total.stats | dict(layers=layers))
 
     def score(y_BLD, m, total):
-        loss, of_head, of_y_BLD = score_and_gradient(head, y_BLD, target_MBL[m], n_tokens, cfg)
-        return of_y_BLD, total._replace(loss=total.loss + loss).add(of_head)
+        args = head, total.grads_of(head), y_BLD, target_MBL[m], n_tokens
+        loss, grads, of_y_BLD = score_and_gradient(*args, cfg)
+        return of_y_BLD, total._replace(loss=total.loss + loss).put(grads)
 
     def backward(g_BLD, kept, m, r, total):
         layers, grads = of_part(total, r)
         back = unpack(kept, layers)
         _, grads, g_BLD = back((g_BLD, balance_cotangent(stats, cfg), grads))
-        grads = plan.put(total.grads["layers"], r, grads)
-        return g_BLD, total._replace(grads=total.grads | dict(layers=grads))
+        return g_BLD, total.put(dict(layers=plan.put(total.grads["layers"], r, grads)))
 
     def finish(g_BLD, m, total):
-        (_, stats), back = jax.vjp(opening(m), first)
-        return total.add(back((g_BLD, stats and balance_cotangent(stats, cfg)))[0])
+        grads = total.grads_of(first)
+        (_, stats, _), back = jax.vjp(opening(m), first, grads)
+        return total.put(back((g_BLD, stats and balance_cotangent(stats, cfg), grads))[1])
 
-    x_BLD = jax.eval_shape(lambda: opening(s)(first)[0])
+    x_BLD = jax.eval_shape(lambda: opening(s)(first, None)[0])
     x_BLD = varying(jnp.zeros(x_BLD.shape, x_BLD.dtype))
     (_, stats, _), example = jax.vjp(run(s, s), *of_part(total, s), x_BLD)
     pack, unpack = packing(example)
