@@ -288,12 +288,16 @@ def peak(chip: Chip) -> float:
 
 # ---- memory
 
-# What XLA keeps an array for; the rest it computes where it is used.
+# XLA computes an array where it is used, but for these ones..
 STORED = {
     "dot_general", "gather", "scatter", "scatter-add", "sort", "top_k",
     "cumsum", "dynamic_update_slice", "reduce_sum", "reduce_max", "argmax", *COLLECTIVES, *OWN,
     *KERNELS,
 }  # fmt: skip
+# ..and what these read, or two matmuls, which would both compute it.
+READERS = {*COLLECTIVES, *OWN, *KERNELS}
+# The array they are of, as a rule.
+SAME = {"broadcast_in_dim", "name", "pvary", "reshape", "squeeze", "stop_gradient", "transpose"}
 IN_PLACE = {"dynamic_update_slice", "scatter", "scatter-add"}
 
 
@@ -334,6 +338,26 @@ def overwrites(op: Op, avals: list) -> dict[int, int | None]:
     return pairs
 
 
+def reads_of(ops: list[Op]) -> Counter:
+    """How many matmuls read each value; one of READERS counts as two."""
+    reads = Counter()
+    for op in reversed(ops):
+        for x in {*op.ins}:
+            reads[x] += 2 if op.name in READERS else op.name == "dot_general"
+            reads[x] += reads[op.outs[0]] if op.name in SAME else 0
+    return reads
+
+
+def kind_of(op: Op, aval, weights: set) -> str:
+    """The class of an array that an operation stores, as `memory` has them."""
+    if aval.shape in weights:
+        if aval.dtype == "float32" or op.name == "scan":
+            return "gradients"
+        if op.name == "convert_element_type":
+            return "weights"
+    return "activations" if op.name == "scan" else "workspace"
+
+
 def alive(jaxpr: Jaxpr, weights: set, held=(), own=()) -> Counter:
     """Bytes by class when most is alive, without the arguments, and the results numbered in `held`,
     which whoever runs `jaxpr` has room for.  Arguments numbered in `own` may be written over.
@@ -343,7 +367,7 @@ def alive(jaxpr: Jaxpr, weights: set, held=(), own=()) -> Counter:
     """
     ops, args, results, avals = flat(jaxpr)
     last = {x: at for at, op in enumerate(ops) for x in op.ins} | dict.fromkeys(results, len(ops))
-    addends = {x for op in ops for x in op.ins if op.name == "add_any"}
+    reads = reads_of(ops)
     needs = dict.fromkeys([None, *args], frozenset())  # the arrays behind each value
     arrays, inside, owned = [], [Counter() for _ in range(len(ops) + 1)], {args[i] for i in own}
 
@@ -352,11 +376,10 @@ def alive(jaxpr: Jaxpr, weights: set, held=(), own=()) -> Counter:
 
     for at, op in enumerate(ops):
         behind = frozenset().union(*(needs[x] for x in op.ins))
-        # A small piece is kept, not the array it is of; what is scattered only to be added is
-        # scattered into the other summand.
+        # A small piece is kept, not the array it is of.
         piece = 8 * sum(size(avals[x]) for x in op.outs) <= sum(arrays[i].bytes for i in behind)
         kept = op.name in STORED or (op.name == "slice" and piece)
-        if not kept or (op.name == "scatter-add" and addends.issuperset(op.outs)):
+        if op.name in SAME or not (kept or any(reads[x] > 1 for x in op.outs)):
             needs |= dict.fromkeys(op.outs, behind)
             if may_reuse(op.ins[0] if op.ins else None, at) and len(op.ins) == 1:
                 owned |= {x for x in op.outs if size(avals[x]) == size(avals[op.ins[0]])}
@@ -377,13 +400,10 @@ def alive(jaxpr: Jaxpr, weights: set, held=(), own=()) -> Counter:
             if may_reuse(into.get(x), at):
                 needs[x] = needs[into[x]]
             else:
-                summed = avals[x].dtype == "float32" or op.name == "scan"
-                grown = summed and avals[x].shape in weights
-                kind = "activations" if op.name == "scan" else "workspace"
                 needs[x] = frozenset([len(arrays)])
                 away = avals[x].memory_space == jax.memory.Space.Host  # train.remat=offload
                 room = 0 if away or x in {results[i] for i in held} else size(avals[x])
-                arrays.append(Array(room, "gradients" if grown else kind, at, at))
+                arrays.append(Array(room, kind_of(op, avals[x], weights), at, at))
         owned |= set(op.outs)
     for i in frozenset().union(*(needs[x] for x in results)):
         arrays[i].end = len(ops)
@@ -399,13 +419,11 @@ def part(p: model.Param, sizes: dict) -> tuple[int, ...]:
 
 
 def state(cfg: Config) -> dict:
-    """Bytes of a device's weights, and of AdamW's two moments of them."""
+    """Bytes of a device's weights at rest, and of AdamW's two moments of them."""
     sizes = dict(zip(utils.AXES, cfg.mesh.sizes, strict=True))
     table = utils.leaf_table(model.param_table(cfg)).values()
     master = 4 * sum(math.prod(part(p, sizes)) for p in table)
-    cast = sum(math.prod(part(p, sizes)) for p in table if p.decay and not p.wide)
-    copy = 2 * cast if cfg.train.dtype == "bfloat16" else 0
-    return dict(weights=master + copy, moments=2 * master)
+    return dict(weights=master, moments=2 * master)
 
 
 def memory(jaxpr: Jaxpr, cfg: Config) -> dict:
@@ -421,7 +439,8 @@ def memory(jaxpr: Jaxpr, cfg: Config) -> dict:
     shapes = {part(p, of) for p in table for of in (sizes, sizes | dict(dp=1))}
     inside = next(op for op in flat(jaxpr).ops if op.name == "shard_map")
     found = alive(inside.eqn.params["jaxpr"], shapes)
-    return state(cfg) | {name: found[name] for name in ("gradients", "activations", "workspace")}
+    found.update(state(cfg))
+    return {k: found[k] for k in ("weights", "moments", "gradients", "activations", "workspace")}
 
 
 # ---- the plan
