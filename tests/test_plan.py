@@ -170,7 +170,8 @@ MOE = replace(TINY, model=replace(TINY.model, vocab_size=512, **EXPERTS))
 @pytest.mark.parametrize("capacity_factor", [0.0, 1.0])
 def test_tokens_go_to_their_experts_and_back_as_the_formula_says(capacity_factor):
     """In each layer there and back; again for what is recomputed, and for the gradients.  Without
-    a capacity an id goes with each pair, and there is room for all to go to one rank."""
+    a capacity an id and a gate go with each pair, nothing comes back of what is recomputed, and
+    there is room for all to go to one rank."""
     cfg = configured(
         dict(dp=4, pp=1, tp=2, experts="alltoall"), MOE, capacity_factor=capacity_factor
     )
@@ -178,27 +179,27 @@ def test_tokens_go_to_their_experts_and_back_as_the_formula_says(capacity_factor
     n = t.microbatches * t.grad_accum * m.n_layers
     tokens = t.batch_size // dp // t.microbatches // t.grad_accum * t.seq_len
     if capacity_factor:
-        rows, ids = tokens * m.n_active, 0
+        times, rows, pairs = 6, tokens * m.n_active, 0
     else:
-        rows = dp * tokens * min(m.n_active, m.n_experts // dp)
-        ids = rows
+        times, rows = 5, dp * tokens * min(m.n_active, m.n_experts // dp)
+        pairs = rows * (2 * 4 + 3 * 2)  # ids have no gradient, gates do
     tally = plan.count(plan.trace(cfg, CHIP), cfg, CHIP)
     there = 1 - 1 / dp
-    assert tally.calls["all_to_all", "dp"] == (8 if ids else 6) * n
-    assert tally.moved["all_to_all", "dp"] == n * there * (6 * rows * 2 * m.d_model + 2 * 4 * ids)
+    assert tally.calls["all_to_all", "dp"] == (times + 5 * bool(pairs)) * n
+    assert tally.moved["all_to_all", "dp"] == n * there * (times * rows * 2 * m.d_model + pairs)
 
 
 def test_experts_count_what_a_token_meets():
     """As many FLOPs as model.flops_per_token says, and attention's masked half, what fills up the
-    experts' tiles, and the sum over a token's experts."""
+    experts' tiles, and their hidden units once more."""
     cfg = configured((1, 1, 1), MOE, remat="none")
     m, t = cfg.model, cfg.train
     masked = 12 * m.n_layers * m.n_heads * m.d_head * (t.seq_len - 1) / 2
-    mixing = 6 * m.n_layers * m.n_active * m.d_model
     pairs = t.batch_size // t.grad_accum // t.microbatches * t.seq_len * m.n_active
     rows = math.prod(plan.model.tiles(pairs, m.n_experts)) / pairs
-    filling = (rows - 1) * 6 * m.n_layers * m.n_active * 3 * m.d_model * m.d_expert
-    want = plan.model.flops_per_token(cfg) + masked + filling + mixing
+    more = rows * (6 * 3 + 2 * 2) - 6 * 3
+    more *= m.n_layers * m.n_active * m.d_model * m.d_expert
+    want = plan.model.flops_per_token(cfg) + masked + more
     found = plan.count(plan.trace(cfg, CHIP), cfg, CHIP).flops / (t.batch_size * t.seq_len)
     assert found == pytest.approx(want, rel=1e-6)
 
