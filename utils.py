@@ -274,6 +274,7 @@ XLA_OPTIONS = {
         xla_gpu_enable_pipelined_reduce_scatter=True,
     ),
     "TPU v5": dict(xla_tpu_scoped_vmem_limit_kib=24576),
+    "TPU v5 lite": dict(xla_tpu_scoped_vmem_limit_kib=24576),
     "TPU v6 lite": dict(
         xla_tpu_enable_sparse_core_collective_offload_all_gather=True,
         xla_tpu_enable_sparse_core_collective_offload_reduce_scatter=True,

@@ -1,5 +1,6 @@
 """Eight fake CPU devices, the mesh to use, and a small real data set, shared by all tests."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -31,6 +32,10 @@ import pytest
 
 import utils
 
+# JAX's programs are many objects that live long, and to look them through took a seventh of the
+# time of test_model.py.
+gc.set_threshold(200_000, 50, 1000)
+
 MESHES = sorted((mesh for mesh in product((1, 2, 4, 8), repeat=3) if prod(mesh) <= 8), key=prod)
 
 
@@ -50,6 +55,7 @@ def few_programs():
     maps = Path("/proc/self/maps")
     if maps.exists() and len(maps.read_text().splitlines()) > 40_000:
         jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")
