@@ -329,7 +329,9 @@ def overwrites(op: Op, avals: list) -> dict[int, int | None]:
     if op.name == "scan":
         first, n = carried(op)
         return dict(zip(op.outs[:n], op.ins[first : first + n], strict=True))
-    pairs, free = {}, [x for x in op.ins[1:] if x is not None] if op.name == "cond" else []
+    pairs, free = {}, []
+    if op.name == "cond" or op.name not in STORED:  # the others compute each element of one
+        free = [x for x in op.ins[op.name == "cond" :] if x is not None]
     for out in op.outs:
         same = (x for x in free if avals[x].shape == avals[out].shape)
         if (x := next((x for x in same if avals[x].dtype == avals[out].dtype), None)) is not None:
