@@ -254,7 +254,8 @@ class Train:
     """Compute dtype.  Parameters and optimizer state rest in float32."""
     remat: Literal["none", "dots", "attention", "layer", "offload"] = "layer"
     """What the backward pass recomputes: nothing; all but matmuls; only attention; whole layers; or
-    whole layers from inputs kept in host memory (with mesh.pp 1)."""
+    whole layers from inputs kept in host memory (with mesh.pp 1).  Besides, without a capacity, the
+    hidden units of routed experts."""
     unroll: int = 1
     """Layers in a step of the loop over them: more compile time, fewer copies."""
     attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"

@@ -294,7 +294,7 @@ STORED = {
     "cumsum", "dynamic_update_slice", "reduce_sum", "reduce_max", "argmax", *COLLECTIVES, *OWN,
     *KERNELS,
 }  # fmt: skip
-# ..and what these read, or two matmuls, which would both compute it.
+# ..and what these read, or two matmuls: each would compute it.
 READERS = {*COLLECTIVES, *OWN, *KERNELS}
 # The array they are of, as a rule.
 SAME = {"broadcast_in_dim", "name", "pvary", "reshape", "squeeze", "stop_gradient", "transpose"}
@@ -330,7 +330,7 @@ def overwrites(op: Op, avals: list) -> dict[int, int | None]:
         first, n = carried(op)
         return dict(zip(op.outs[:n], op.ins[first : first + n], strict=True))
     pairs, free = {}, []
-    if op.name == "cond" or op.name not in STORED:  # the others compute each element of one
+    if op.name == "cond" or op.name not in STORED:  # as a rule of elements in their place
         free = [x for x in op.ins[op.name == "cond" :] if x is not None]
     for out in op.outs:
         same = (x for x in free if avals[x].shape == avals[out].shape)
@@ -341,7 +341,7 @@ def overwrites(op: Op, avals: list) -> dict[int, int | None]:
 
 
 def reads_of(ops: list[Op]) -> Counter:
-    """How many matmuls read each value; one of READERS counts as two."""
+    """How many matmuls read each value, or it as one of SAME; one of READERS counts as two."""
     reads = Counter()
     for op in reversed(ops):
         for x in {*op.ins}:
@@ -381,7 +381,8 @@ def alive(jaxpr: Jaxpr, weights: set, held=(), own=()) -> Counter:
         # A small piece is kept, not the array it is of.
         piece = 8 * sum(size(avals[x]) for x in op.outs) <= sum(arrays[i].bytes for i in behind)
         kept = op.name in STORED or (op.name == "slice" and piece)
-        if op.name in SAME or not (kept or any(reads[x] > 1 for x in op.outs)):
+        shared = op.name not in SAME and any(reads[x] > 1 for x in op.outs)
+        if not (kept or shared):
             needs |= dict.fromkeys(op.outs, behind)
             if may_reuse(op.ins[0] if op.ins else None, at) and len(op.ins) == 1:
                 owned |= {x for x in op.outs if size(avals[x]) == size(avals[op.ins[0]])}
@@ -431,17 +432,17 @@ def state(cfg: Config) -> dict:
 def memory(jaxpr: Jaxpr, cfg: Config) -> dict:
     """Bytes on a device by class, when most is alive.
 
-    weights: the compute dtype's copy too.  gradients: arrays with the shape of a device's share of
-    a weight, gathered over dp or not, that are float32 or come from a loop.  activations: the
-    others that loops hand on, or stack for the backward pass.  workspace: everything else, gathered
-    weights too.
+    weights: at rest, and casts of them that live then.  gradients: arrays with the shape of a
+    device's share of a weight, gathered over dp or not, that are float32 or come from a loop.
+    activations: the others that loops hand on, or stack for the backward pass.  workspace:
+    everything else, gathered weights too.
     """
     sizes = dict(zip(utils.AXES, cfg.mesh.sizes, strict=True))
     table = utils.leaf_table(model.param_table(cfg)).values()
     shapes = {part(p, of) for p in table for of in (sizes, sizes | dict(dp=1))}
     inside = next(op for op in flat(jaxpr).ops if op.name == "shard_map")
     found = alive(inside.eqn.params["jaxpr"], shapes)
-    found.update(state(cfg))
+    found.update(state(cfg))  # adds
     return {k: found[k] for k in ("weights", "moments", "gradients", "activations", "workspace")}
 
 
