@@ -33,7 +33,7 @@ import pytest
 import utils
 
 # JAX's programs are many objects that live long, and to look them through took a seventh of the
-# time of test_model.py.
+# time of test_model.py's meshes (69 s instead of 59 for twenty of them).
 gc.set_threshold(200_000, 50, 1000)
 
 MESHES = sorted((mesh for mesh in product((1, 2, 4, 8), repeat=3) if prod(mesh) <= 8), key=prod)
