@@ -83,6 +83,9 @@ class Mesh:
     through, so that memory does not grow with their number; or so with virtual_stages."""
     virtual_stages: int = 1
     """interleaved: parts of the model on each stage; the bubble shrinks by as much."""
+    skip_bubbles: bool = True
+    """In training a stage without a microbatch does nothing.  False: in a tick in which any stage
+    works all do, as in lock step, and what the bubble costs can be measured on one machine."""
     experts: Literal["gather", "alltoall"] = "gather"
     """How a moe layer meets its experts: gather their weights over dp like all others, or send the
     tokens to the dp rank that holds them (expert parallelism; without train.capacity_factor there
@@ -330,7 +333,7 @@ YesNo = tyro.conf.FlagConversionOff
 @dataclass(frozen=True)
 class Config:
     run: Run = Run()
-    mesh: Mesh = Mesh()
+    mesh: YesNo[Mesh] = Mesh()
     model: YesNo[Model] = Model()
     data: YesNo[Data] = Data()
     train: YesNo[Train] = Train()

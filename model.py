@@ -435,20 +435,40 @@ def softcap(x, cap: float):
     return cap * jnp.tanh(x / cap) if cap else x
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def einsum32(sums: str, x, w):
-    """jnp.einsum of two, float32; but a gradient is rounded to their dtype before it is multiplied
-    on, or bfloat16 would be trained at the speed of float32."""
-    return jnp.einsum(sums, x, w, preferred_element_type=jnp.float32)
+def platform() -> str:
+    """Of the ambient mesh's devices, be they here or only planned with."""
+    return jax.sharding.get_abstract_mesh().abstract_device.platform
 
 
-def einsum32_backward(sums, xw, g):
+def product(sums: str, x, w, dtype=None):
+    """jnp.einsum of two arrays of one dtype, in that one or in the wider one given.
+
+    A CPU has its sums in float32 first: only into that does XLA use bfloat16 instructions there,
+    which take half the time.
+    """
+    if platform() != "cpu":
+        return jnp.einsum(sums, x, w, preferred_element_type=dtype)
+    # Without one more dim to sum over, XLA (jaxlib 0.10 to 0.12) makes of "ZD,ZCF->DCF" a product
+    # that it then refuses to run, and a slow one of "ZF,ZD->FD".
+    sums = re.sub(r"(\w+),", r"a\1,a", sums)
+    y = jnp.einsum(sums, x[None], w[None], preferred_element_type=jnp.float32)
+    return y.astype(dtype or x.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 3))
+def einsum(sums: str, x, w, dtype=None):
+    """`product`, but a gradient is rounded to the arrays' dtype before it is multiplied on, or
+    bfloat16 would be trained at the speed of float32."""
+    return product(sums, x, w, dtype)
+
+
+def einsum_backward(sums, dtype, xw, g):
     of_x, of_w, of_y = re.split(",|->", sums)
     (x, w), g = xw, g.astype(xw[0].dtype)
-    return jnp.einsum(f"{of_y},{of_w}->{of_x}", g, w), jnp.einsum(f"{of_x},{of_y}->{of_w}", x, g)
+    return product(f"{of_y},{of_w}->{of_x}", g, w), product(f"{of_x},{of_y}->{of_w}", x, g)
 
 
-einsum32.defvjp(lambda sums, x, w: (einsum32(sums, x, w), (x, w)), einsum32_backward)
+einsum.defvjp(lambda sums, x, w, dtype: (product(sums, x, w, dtype), (x, w)), einsum_backward)
 
 
 def xla_attention(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int):
@@ -458,7 +478,7 @@ def xla_attention(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int):
     # Heads before the sequence: so turned first, the matmuls take three quarters of the time.
     q_BGRLK = q_BLHK.reshape(B, L, G, H // G, K).transpose(0, 2, 3, 1, 4)
     k_BGSK, v_BGSW = k_BSGK.swapaxes(1, 2), v_BSGW.swapaxes(1, 2)
-    score_BGRLS = einsum32("BGRLK,BGSK->BGRLS", q_BGRLK, k_BGSK)
+    score_BGRLS = einsum("BGRLK,BGSK->BGRLS", q_BGRLK, k_BGSK, jnp.float32)
     score_BGRLS *= width**-0.5 * yarn_magnitudes(cfg.model)[1]
     score_BGRLS = softcap(score_BGRLS, cfg.model.attn_softcap)
     ahead_BLS = at.index_BL[..., None] - jnp.arange(S)
@@ -466,7 +486,7 @@ def xla_attention(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int):
     if at.document_BL is not None:
         seen_BLS &= at.document_BL[..., None] == at.document_BS[:, None]
     prob_BGRLS = jax.nn.softmax(jnp.where(seen_BLS[:, None, None], score_BGRLS, -1e30), -1)
-    y_BGRLW = jnp.einsum("BGRLS,BGSW->BGRLW", prob_BGRLS.astype(q_BLHK.dtype), v_BGSW)
+    y_BGRLW = einsum("BGRLS,BGSW->BGRLW", prob_BGRLS.astype(q_BLHK.dtype), v_BGSW)
     return y_BGRLW.transpose(0, 3, 1, 2, 4).reshape(B, L, H, -1)
 
 
@@ -532,11 +552,10 @@ def splash_attention(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int, interpre
 
 def shortcoming(kernel: str, q_BLHK, v_BSGW, at: Span, cfg: Config) -> str:
     """Why the kernel cannot do this attention, or ""."""
-    platform = jax.sharding.get_abstract_mesh().abstract_device.platform
     L, K, half = q_BLHK.shape[1], q_BLHK.shape[3], q_BLHK.dtype == jnp.bfloat16
     home = dict(cudnn=("gpu", "cuda"), splash=("tpu",))[kernel]
     lacks = {
-        f"runs on {home[0]}, and this is {platform}": platform not in home,
+        f"runs on {home[0]}, and this is {platform()}": platform() not in home,
         "is for whole rows, not for decoding": at.split == 0,
     }
     if kernel == "cudnn":
@@ -564,8 +583,7 @@ def warn_once(text: str):
 def attend(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int):
     """Causal softmax attention by the kernel that train.attention and the platform name; scores
     over sqrt(width), and H / G query heads share a key head.  Raises UserError USAGE."""
-    platform = jax.sharding.get_abstract_mesh().abstract_device.platform
-    best = dict(gpu="cudnn", cuda="cudnn", tpu="splash").get(platform, "xla")
+    best = dict(gpu="cudnn", cuda="cudnn", tpu="splash").get(platform(), "xla")
     kernel = best if cfg.train.attention == "auto" else cfg.train.attention
     why = kernel != "xla" and shortcoming(kernel, q_BLHK, v_BSGW, at, cfg)
     if why and at.split == 1:
@@ -593,16 +611,16 @@ def gqa(x_BLD, w, cfg, at: Span, memory):
     x is gathered over tp, and the heads' outputs summed and scattered.
     """
     x_BLD = lax.all_gather(x_BLD, "tp", axis=at.split, tiled=True)
-    q_BLHK = plus(jnp.einsum("BLD,DHK->BLHK", x_BLD, w["q_DHK"]), w.get("q_bias_HK"))
-    k_BLGK = plus(jnp.einsum("BLD,DGK->BLGK", x_BLD, w["k_DGK"]), w.get("k_bias_GK"))
-    v_BLGK = plus(jnp.einsum("BLD,DGK->BLGK", x_BLD, w["v_DGK"]), w.get("v_bias_GK"))
+    q_BLHK = plus(einsum("BLD,DHK->BLHK", x_BLD, w["q_DHK"]), w.get("q_bias_HK"))
+    k_BLGK = plus(einsum("BLD,DGK->BLGK", x_BLD, w["k_DGK"]), w.get("k_bias_GK"))
+    v_BLGK = plus(einsum("BLD,DGK->BLGK", x_BLD, w["v_DGK"]), w.get("v_bias_GK"))
     if cfg.model.qk_norm:
         q_BLHK = rms_norm(q_BLHK, w["q_norm_K"], cfg.model.norm_eps)
         k_BLGK = rms_norm(k_BLGK, w["k_norm_K"], cfg.model.norm_eps)
     q_BLHK = rope(q_BLHK, at, cfg)
     kv = remember(memory, dict(k_BSGK=rope(k_BLGK, at, cfg), v_BSGK=v_BLGK), at)
     y_BLHK = attend(q_BLHK, kv["k_BSGK"], kv["v_BSGK"], at, cfg, cfg.model.d_head)
-    y_BLD = jnp.einsum("BLHK,HKD->BLD", y_BLHK, w["o_HKD"])
+    y_BLD = einsum("BLHK,HKD->BLD", y_BLHK, w["o_HKD"])
     y_BLD = lax.psum_scatter(y_BLD, "tp", scatter_dimension=at.split, tiled=True)
     return plus(y_BLD, w.get("o_bias_D")), kv
 
@@ -616,32 +634,32 @@ def mla(x_BLD, w, cfg, at: Span, memory):
     m, h_BLJ = cfg.model, x_BLD
     eps = 1e-6  # of the latents' norms: DeepSeek's code has it apart from norm_eps
     if m.q_rank:
-        h_BLJ = plus(jnp.einsum("BLD,DJ->BLJ", x_BLD, w["q_down_DJ"]), w.get("q_down_bias_J"))
+        h_BLJ = plus(einsum("BLD,DJ->BLJ", x_BLD, w["q_down_DJ"]), w.get("q_down_bias_J"))
         h_BLJ = rms_norm(h_BLJ, w["q_norm_J"], eps)
-    c_BLI = plus(jnp.einsum("BLD,DI->BLI", x_BLD, w["kv_down_DI"]), w.get("kv_down_bias_I"))
+    c_BLI = plus(einsum("BLD,DI->BLI", x_BLD, w["kv_down_DI"]), w.get("kv_down_bias_I"))
     c_BLI = rms_norm(c_BLI, w["kv_norm_I"], eps)
-    k_BLT = plus(jnp.einsum("BLD,DT->BLT", x_BLD, w["k_rope_DT"]), w.get("k_rope_bias_T"))
+    k_BLT = plus(einsum("BLD,DT->BLT", x_BLD, w["k_rope_DT"]), w.get("k_rope_bias_T"))
     h_BLJ = lax.all_gather(h_BLJ, "tp", axis=at.split, tiled=True)
     c_BLI = lax.all_gather(c_BLI, "tp", axis=at.split, tiled=True)
     k_BLT = lax.all_gather(k_BLT, "tp", axis=at.split, tiled=True)
 
-    q_BLHK = jnp.einsum("BLJ,JHK->BLHK", h_BLJ, w["q_JHK"])
-    q_BLHT = rope(jnp.einsum("BLJ,JHT->BLHT", h_BLJ, w["q_rope_JHT"]), at, cfg)
+    q_BLHK = einsum("BLJ,JHK->BLHK", h_BLJ, w["q_JHK"])
+    q_BLHT = rope(einsum("BLJ,JHT->BLHT", h_BLJ, w["q_rope_JHT"]), at, cfg)
     kv = remember(memory, dict(c_BSI=c_BLI, k_BST=rope(k_BLT[:, :, None], at, cfg)[:, :, 0]), at)
     c_BSI, k_BST = kv["c_BSI"], kv["k_BST"]
     width = m.d_head + m.d_rope
     if q_BLHK.shape[1] > 1:
-        k_BSHK = jnp.einsum("BSI,IHK->BSHK", c_BSI, w["k_IHK"])
+        k_BSHK = einsum("BSI,IHK->BSHK", c_BSI, w["k_IHK"])
         k_BSHT = jnp.broadcast_to(k_BST[:, :, None], (*k_BSHK.shape[:3], m.d_rope))
-        v_BSHW = jnp.einsum("BSI,IHW->BSHW", c_BSI, w["v_IHW"])
+        v_BSHW = einsum("BSI,IHW->BSHW", c_BSI, w["v_IHW"])
         q, k = jnp.concatenate([q_BLHK, q_BLHT], -1), jnp.concatenate([k_BSHK, k_BSHT], -1)
         y_BLHW = attend(q, k, v_BSHW, at, cfg, width)
     else:  # for one query it is cheaper to meet the latents than to unfold them all
-        q_BLHI = jnp.einsum("BLHK,IHK->BLHI", q_BLHK, w["k_IHK"])
+        q_BLHI = einsum("BLHK,IHK->BLHI", q_BLHK, w["k_IHK"])
         q, k = jnp.concatenate([q_BLHI, q_BLHT], -1), jnp.concatenate([c_BSI, k_BST], -1)
         y_BLHI = attend(q, k[:, :, None], c_BSI[:, :, None], at, cfg, width)
-        y_BLHW = jnp.einsum("BLHI,IHW->BLHW", y_BLHI, w["v_IHW"])
-    y_BLD = jnp.einsum("BLHW,HWD->BLD", y_BLHW, w["o_HWD"])
+        y_BLHW = einsum("BLHI,IHW->BLHW", y_BLHI, w["v_IHW"])
+    y_BLD = einsum("BLHW,HWD->BLD", y_BLHW, w["o_HWD"])
     y_BLD = lax.psum_scatter(y_BLD, "tp", scatter_dimension=at.split, tiled=True)
     return plus(y_BLD, w.get("o_bias_D")), kv
 
@@ -678,10 +696,8 @@ def activate(h_CF, dim, cfg):
 
 def feed_forward(x_BLD, w, cfg, name=""):
     """This tp shard's part of a feed-forward's output, still to be summed."""
-    h_BLCF = plus(
-        jnp.einsum("BLD,CDF->BLCF", x_BLD, w[f"{name}in_CDF"]), w.get(f"{name}in_bias_CF")
-    )
-    return jnp.einsum("BLF,FD->BLD", activate(h_BLCF, 2, cfg), w[f"{name}out_FD"])
+    h_BLCF = plus(einsum("BLD,CDF->BLCF", x_BLD, w[f"{name}in_CDF"]), w.get(f"{name}in_bias_CF"))
+    return einsum("BLF,FD->BLD", activate(h_BLCF, 2, cfg), w[f"{name}out_FD"])
 
 
 def mlp(x_BLD, w, cfg):
@@ -795,7 +811,7 @@ def through_tiles(x_YZD, gate_YZ, in_EDCF, out_EFD, expert_Y, cfg):
     def one(tile):
         x_ZD, gate_Z, expert = tile
         h_ZF, _ = hidden_units(x_ZD, in_EDCF[expert], cfg)
-        y_ZD = gate_Z[:, None] * einsum32("ZF,FD->ZD", h_ZF, out_EFD[expert])
+        y_ZD = gate_Z[:, None] * einsum("ZF,FD->ZD", h_ZF, out_EFD[expert], jnp.float32)
         return y_ZD.astype(x_ZD.dtype)
 
     return lax.map(one, (x_YZD, gate_YZ, expert_Y))
@@ -803,7 +819,7 @@ def through_tiles(x_YZD, gate_YZ, in_EDCF, out_EFD, expert_Y, cfg):
 
 def hidden_units(x_ZD, in_DCF, cfg):
     """(h_ZF, the function from its gradient to that of the projections, ZCF)."""
-    h_ZCF = jnp.einsum("ZD,DCF->ZCF", x_ZD, in_DCF)
+    h_ZCF = einsum("ZD,DCF->ZCF", x_ZD, in_DCF)
     return jax.vjp(lambda h_ZCF: activate(h_ZCF, 1, cfg), h_ZCF)
 
 
@@ -813,14 +829,14 @@ def through_tiles_backward(cfg, kept, g_YZD):
     def one(of_weights, tile):
         x_ZD, gate_Z, g_ZD, expert = tile
         h_ZF, back = hidden_units(x_ZD, in_EDCF[expert], cfg)
-        g_ZF = g_ZD @ out_EFD[expert].T
+        g_ZF = einsum("ZD,FD->ZF", g_ZD, out_EFD[expert])
         of_gate_Z = (g_ZF.astype(jnp.float32) * h_ZF).sum(-1).astype(gate_Z.dtype)
         (g_ZCF,) = back(gate_Z[:, None] * g_ZF)
         new = [
-            einsum32("ZD,ZCF->DCF", x_ZD, g_ZCF),
-            einsum32("ZF,ZD->FD", h_ZF, gate_Z[:, None] * g_ZD),
+            einsum("ZD,ZCF->DCF", x_ZD, g_ZCF, jnp.float32),
+            einsum("ZF,ZD->FD", h_ZF, gate_Z[:, None] * g_ZD, jnp.float32),
         ]
-        of_x_ZD = jnp.einsum("ZCF,DCF->ZD", g_ZCF, in_EDCF[expert])
+        of_x_ZD = einsum("ZCF,DCF->ZD", g_ZCF, in_EDCF[expert])
         return jax.tree.map(partial(grown, row=expert), of_weights, new), (of_x_ZD, of_gate_Z)
 
     zeros = [jnp.zeros_like(w, jnp.float32) for w in (in_EDCF, out_EFD)]
@@ -904,8 +920,8 @@ def with_capacity(x_BLD, gate_BLX, expert_BLX, w, cfg):
     x_BEZD = moved(x_BLD.reshape(-1, D), from_O, to_U, X).reshape(B, E, Z, D)
     if cfg.mesh.experts == "alltoall":
         x_BEZD = lax.all_to_all(x_BEZD, "dp", split_axis=1, concat_axis=0, tiled=True)
-    h_BEZCF = jnp.einsum("BEZD,EDCF->BEZCF", x_BEZD, w["in_EDCF"])
-    y_BEZD = jnp.einsum("BEZF,EFD->BEZD", activate(h_BEZCF, 3, cfg), w["out_EFD"])
+    h_BEZCF = einsum("BEZD,EDCF->BEZCF", x_BEZD, w["in_EDCF"])
+    y_BEZD = einsum("BEZF,EFD->BEZD", activate(h_BEZCF, 3, cfg), w["out_EFD"])
     if cfg.mesh.experts == "alltoall":
         y_BEZD = lax.all_to_all(y_BEZD, "dp", split_axis=0, concat_axis=1, tiled=True)
     y_BLXD = moved(y_BEZD.reshape(-1, D), to_U, from_O).reshape(*to_BLX.shape, D)
@@ -1009,7 +1025,7 @@ def logits(x_BLD, ends, cfg):
     from vocab_size on are impossible."""
     tied = cfg.model.tie_embeddings
     sums, w = ("BLD,VD->BLV", ends["embed_VD"]) if tied else ("BLD,DV->BLV", ends["unembed_DV"])
-    logit_BLV = einsum32(sums, x_BLD, w)
+    logit_BLV = einsum(sums, x_BLD, w, jnp.float32)
     V = logit_BLV.shape[-1]
     id_V = lax.axis_index("tp") * V + jnp.arange(V)
     # Added, not chosen: a choice costs another pass in the backward direction (a fifth on a CPU).
@@ -1612,13 +1628,23 @@ def packing(example):
     return pack, unpack
 
 
+def lock_step(works, work, rest, *args):
+    """lax.cond, but where one stage works all do, and drop what comes of it."""
+
+    def all_work(*args):
+        return jax.tree.map(partial(jnp.where, works), work(*args), rest(*args))
+
+    return lax.cond(lax.pmax(works.astype(int), "pp") > 0, all_work, rest, *args)
+
+
 def branching(cfg: Config) -> Callable:
     """lax.cond, or with one stage, which always has work, what takes the first branch.
 
     On a CPU, branches still keep collectives in order; but host memory cannot come out of one.
     """
-    cpu = jax.sharding.get_abstract_mesh().abstract_device.platform == "cpu"
-    if cfg.mesh.pp == 1 and (not cpu or cfg.train.remat == "offload"):
+    if not cfg.mesh.skip_bubbles:
+        return lock_step
+    if cfg.mesh.pp == 1 and (platform() != "cpu" or cfg.train.remat == "offload"):
         return lambda _, work, rest, *args: work(*args)
     return lax.cond
 

@@ -38,22 +38,23 @@ class Args:
     peers: tuple[Literal["plain", "transformers"], ...] = ("plain", "transformers")
     """What to compare with; give none to measure Trifold alone."""
     meshes: tuple[str, ...] = ()
-    """More meshes for Trifold, as dp,pp,tp or dp,pp,tp,schedule: 2,2,2 1,4,1,1f1b.  Accelerators
-    have to be in use all."""
+    """More meshes for Trifold, as dp,pp,tp, with a schedule, and with mesh.skip_bubbles after that:
+    2,2,2 1,4,1,1f1b 1,4,1,1f1b,False.  Accelerators have to be in use all."""
     json: str = ""
     """Write the measurements to this file too."""
 
 
 def on_meshes(names: tuple[str, ...], flags: list[str]) -> dict[str, Config]:
     """The config of train.py's flags on each of --meshes.  Raises UserError USAGE."""
-    found = {}
+    found, fields = {}, ("dp", "pp", "tp", "schedule", "skip_bubbles")
     for name in names:
         values = name.split(",")
-        if len(values) not in (3, 4):
-            what = f"meshes: {name!r} is neither dp,pp,tp nor dp,pp,tp,schedule"
+        if not 3 <= len(values) <= len(fields):
+            what = f"meshes: {name!r} is not dp,pp,tp[,schedule[,skip_bubbles]]"
             raise UserError(config.USAGE, what, "write it as in 2,2,2 or 1,4,1,1f1b")
-        axes = zip(("dp", "pp", "tp", "schedule"), values, strict=False)
-        found[name] = config.parse([*flags, *(f"--mesh.{axis}={x}" for axis, x in axes)])
+        mesh = zip(fields, values, strict=False)
+        flags_of_mesh = (arg for field, x in mesh for arg in (f"--mesh.{field}", x))
+        found[name] = config.parse([*flags, *flags_of_mesh])
     return found
 
 

@@ -81,11 +81,11 @@ def test_the_command_measures_on_any_mesh_and_writes_what_it_prints(tmp_path):
     flags = ["--mesh.dp", 2, "--mesh.tp", 2, "--train.batch_size", 4, "--model.n_layers", 2]
     out = tmp_path / "out.json"
     own = ["--repeats", 2, "--steps", 1, "--peers", "plain", "--json", out]
-    own += ["--meshes", "1,1,1", "1,2,1,1f1b"]
+    own += ["--meshes", "1,1,1", "1,2,1,1f1b,False"]
     done = run("scripts/benchmark.py", *own, "--config", "tiny", *flags)
     assert done.returncode == 0, done.stderr
     result = json.loads(out.read_text())
-    names = ["trifold", "plain jit", "1,1,1", "1,2,1,1f1b"]
+    names = ["trifold", "plain jit", "1,1,1", "1,2,1,1f1b,False"]
     assert [r["name"] for r in result["rows"]] == names and list(result["ratios"]) == names[1:]
     assert [r["n_devices"] for r in result["rows"]] == [4, 1, 1, 2]
     assert [len(r["turns"]) for r in result["rows"]] == [2, 2, 2, 2]

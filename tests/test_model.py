@@ -1,6 +1,7 @@
 """The model: one function on every mesh, and the function that it should be."""
 
 import re
+from collections import Counter
 from dataclasses import replace
 from functools import cache, partial
 
@@ -105,10 +106,9 @@ def gradient(cfg, mesh, **train_fields):
     return jax.device_get(f(params, *batch(cfg), jax.random.key(7), cfg))
 
 
-def assert_same_gradient(got, want, tolerance=1e-5):
-    """Per-parameter relative L2 error, the loss, and the statistics of moe layers."""
-    np.testing.assert_allclose(got[0], want[0], rtol=tolerance)
-    whole = np.sqrt(sum((g**2).sum() for g in jax.tree.leaves(want[1])))
+def errors(got, want) -> dict:
+    """The relative L2 error of each parameter's gradient."""
+    whole = np.sqrt(sum((g**2).sum() for g in jax.tree.leaves(want)))
 
     def error(got, want):
         """A gradient that is nothing but rounding (softmax ignores a bias of keys that do not turn;
@@ -116,8 +116,14 @@ def assert_same_gradient(got, want, tolerance=1e-5):
         size = np.linalg.norm(want)
         return np.linalg.norm(got - want) / (size if size > 1e-6 * whole else whole)
 
-    errors = jax.tree.map(error, got[1], want[1])
-    assert max(jax.tree.leaves(errors)) <= tolerance, errors
+    return jax.tree.map(error, got, want)
+
+
+def assert_same_gradient(got, want, tolerance=1e-5):
+    """And the same loss and statistics of moe layers."""
+    np.testing.assert_allclose(got[0], want[0], rtol=tolerance)
+    off = errors(got[1], want[1])
+    assert max(jax.tree.leaves(off)) <= tolerance, off
     jax.tree.map(partial(np.testing.assert_allclose, rtol=tolerance), got[2], want[2])
 
 
@@ -171,6 +177,7 @@ def test_inputs_of_layers_can_wait_in_host_memory():
 @pytest.mark.parametrize("cfg, mesh, how", [
     (PLAIN, (1, 4, 1), dict(schedule="1f1b")),
     (RICH, (2, 2, 2), dict(schedule="1f1b")),
+    (RICH, (2, 2, 2), dict(schedule="1f1b", skip_bubbles=False)),
     (MIXED, (2, 2, 2), dict(schedule="1f1b")),
     (MOE, (2, 2, 2), dict(schedule="1f1b", experts="alltoall", fsdp="step")),
     (PLAIN, (1, 2, 1), dict(schedule="interleaved", virtual_stages=4)),
@@ -178,7 +185,7 @@ def test_inputs_of_layers_can_wait_in_host_memory():
     (MOE, (1, 4, 2), dict(schedule="interleaved", virtual_stages=2)),
     (MIXED, (4, 1, 2), dict(fsdp="step")),
     (MOE, (4, 1, 2), dict(fsdp="none", experts="alltoall")),
-], ids=["plain", "rich", "mixed", "moe", "plain-4", "rich-2", "moe-2", "mixed-step",
+], ids=["plain", "rich", "lock-step", "mixed", "moe", "plain-4", "rich-2", "moe-2", "mixed-step",
         "moe-none"])  # fmt: skip
 def test_schedules_and_fsdp_do_not_change_the_gradient(cfg, mesh, how):
     got = gradient(replace(cfg, mesh=config.Mesh(**how)), mesh)
@@ -241,19 +248,44 @@ def test_every_stage_does_each_microbatch_of_each_part_once_both_ways(name, part
 
 
 @pytest.mark.parametrize("name, parts", SCHEDULES)
-def test_the_bubble_is_that_of_the_formula(name, parts):
-    """Ticks in which any stage runs forward, and those in which any runs backward: between them lie
-    all waits, since a tick ends for all when it ends for one."""
+def test_stages_work_once_a_microbatch_and_in_lock_step_through_the_bubble_too(name, parts):
+    """What is really run, counted where it runs: the bubble's share is that of the formula."""
     pp, M = 4, 8
-    mesh = config.Mesh(1, pp, 1, schedule=name, virtual_stages=parts)
-    plan = model.schedule_of(replace(PLAIN, mesh=mesh), M)
-    t, s = np.mgrid[: plan.ticks, :pp]
-    for j in (t - s, t - plan.delay - (pp - 1 - s)):
-        works = (j >= 0) & (j < plan.n)
-        assert (works.sum(0) == parts * M).all()
-        busy = works.any(1).sum()
-        bubble = 1 - parts * M / busy
-        assert bubble == pytest.approx((pp - 1) / (parts * M + pp - 1))
+    mesh = config.Mesh(schedule=name, virtual_stages=parts)
+    cfg = on_mesh(replace(PLAIN, mesh=mesh), (1, pp, 1), model=dict(n_layers=pp * parts))
+
+    def runs(skip):
+        cfg_ = replace(cfg, mesh=replace(cfg.mesh, skip_bubbles=skip))
+        plan, ran = model.schedule_of(cfg_, M), Counter()
+
+        @jax.jit
+        @jax.shard_map(in_specs=(), out_specs=P(("dp", "pp", "tp")))
+        def run():
+            def ran_here(way):
+                jax.debug.callback(lambda s: ran.update([(way, int(s))]), lax.axis_index("pp"))
+
+            def forward(x, m, r, total):
+                ran_here("forward")
+                return x, [x], total
+
+            def backward(g, kept, m, r, total):
+                ran_here("backward")
+                return g, total
+
+            x = total = model.varying(jnp.float32(0))
+            stage = model.Stage(
+                lambda x, m, total: (x, total), forward, lambda y, m, total: (y, total), backward,
+                lambda g, m, total: total,
+            )  # fmt: skip
+            return model.run_schedule(plan, stage, x, [x], total, model.branching(cfg_))[None]
+
+        jax.block_until_ready(run())
+        jax.effects_barrier()
+        return [ran[way, s] for way in ("forward", "backward") for s in range(pp)]
+
+    n = parts * M
+    assert runs(skip=True) == [n] * 2 * pp
+    assert runs(skip=False) == [n + pp - 1] * 2 * pp
 
 
 def test_memory_of_1f1b_does_not_grow_with_the_microbatches():
@@ -637,16 +669,15 @@ def test_the_loss_is_that_of_a_plain_decoder(cfg):
     assert (got[0, 1, 2][~counted] == 0).all()
 
 
-def test_a_tenth_of_the_loss_is_not_lost_to_bfloat16():
-    cfg = replace(PLAIN, train=replace(PLAIN.train, dtype="bfloat16"))
-    loss, grads, _ = gradient(cfg, (2, 2, 2))
-    loss32, grads32, _ = one_device_gradient(PLAIN)
+@pytest.mark.parametrize("cfg, mesh, tolerance", [
+    (PLAIN, (2, 2, 2), 0.05), (GPT2, (1, 1, 1), 0.1), (MIXED, (1, 1, 1), 0.15),
+    (MOE, (1, 1, 1), 0.5),  # where some tokens go to other experts
+], ids=["plain", "gpt2", "mixed", "moe"])  # fmt: skip
+def test_bfloat16_rounds_and_no_more(cfg, mesh, tolerance):
+    loss, grads, _ = gradient(cfg, mesh, dtype="bfloat16")
+    loss32, grads32, _ = one_device_gradient(cfg)
     assert 1e-7 < abs(loss - loss32) < 0.02
-
-    def cosine(a, b):
-        return (a * b).sum() / np.linalg.norm(a) / np.linalg.norm(b)
-
-    assert min(jax.tree.leaves(jax.tree.map(cosine, grads, grads32))) > 0.99
+    assert max(jax.tree.leaves(errors(grads, grads32))) < tolerance
     assert all(g.dtype == np.float32 for g in jax.tree.leaves(grads))
 
 
