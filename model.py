@@ -1638,15 +1638,13 @@ def lock_step(works, work, rest, *args):
 
 
 def branching(cfg: Config) -> Callable:
-    """lax.cond, or with one stage, which always has work, what takes the first branch.
+    """lax.cond or `lock_step`; with one stage, which always has work, what takes the first branch.
 
     On a CPU, branches still keep collectives in order; but host memory cannot come out of one.
     """
-    if not cfg.mesh.skip_bubbles:
-        return lock_step
     if cfg.mesh.pp == 1 and (platform() != "cpu" or cfg.train.remat == "offload"):
         return lambda _, work, rest, *args: work(*args)
-    return lax.cond
+    return lax.cond if cfg.mesh.skip_bubbles else lock_step
 
 
 def gradient(w, token_MBL, target_MBL, total: Total, key, first_row, n_tokens, cfg: Config):
