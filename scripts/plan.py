@@ -322,8 +322,8 @@ def carried(op: Op) -> tuple[int, int]:
     return n_whole(op.eqn.invars, body.invars) - n, n
 
 
-def overwrites(op: Op, avals: list) -> dict[int, int | None]:
-    """{result: the operand that it may be written over}."""
+def overwrites(op: Op, avals: list, may_reuse: Callable) -> dict[int, int | None]:
+    """{result: the operand that it is written over, if that may be reused}."""
     if op.name in IN_PLACE:
         return {op.outs[0]: op.ins[0]}
     if op.name == "scan":
@@ -331,7 +331,7 @@ def overwrites(op: Op, avals: list) -> dict[int, int | None]:
         return dict(zip(op.outs[:n], op.ins[first : first + n], strict=True))
     pairs, free = {}, []
     if op.name == "cond" or op.name not in STORED:  # as a rule of elements in their place
-        free = [x for x in op.ins[op.name == "cond" :] if x is not None]
+        free = [x for x in op.ins[op.name == "cond" :] if may_reuse(x)]
     for out in op.outs:
         same = (x for x in free if avals[x].shape == avals[out].shape)
         if (x := next((x for x in same if avals[x].dtype == avals[out].dtype), None)) is not None:
@@ -398,7 +398,7 @@ def alive(jaxpr: Jaxpr, weights: set, held=(), own=()) -> Counter:
                 mine = [i for i, x in enumerate(op.ins[1:]) if may_reuse(x, at)]
             new = alive(body, weights, here, mine)
             inside[at] = max(inside[at], new, key=Counter.total)
-        into = overwrites(op, avals)
+        into = overwrites(op, avals, partial(may_reuse, at=at))
         for x in op.outs:
             if may_reuse(into.get(x), at):
                 needs[x] = needs[into[x]]

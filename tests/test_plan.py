@@ -244,6 +244,9 @@ def test_memory_follows_the_config():
     )
     n_params = plan.model.param_count(TINY)  # 512 tokens, so none fill up
     assert held(configured((8, 1, 1)))["moments"] == pytest.approx(8 * n_params / 8, rel=0.1)
+    for dtype in ("float32", "bfloat16"):  # one sum, that grows in place
+        whole = held(configured(dict(dp=1, pp=2, tp=1, fsdp="none"), dtype=dtype))
+        assert whole["gradients"] == whole["moments"] / 2
     more = {}
     for schedule, microbatches in product(("gpipe", "1f1b"), (8, 32)):
         cfg = configured(dict(dp=1, pp=4, tp=1, schedule=schedule), microbatches=microbatches)
@@ -320,7 +323,9 @@ def test_without_libtpu_the_plan_says_how_to_get_it():
 
 DENSE = dict(vocab_size=8192, d_model=1024, n_layers=8, n_heads=8, n_kv_heads=8, d_head=128)
 DENSE |= dict(d_ff=4096)
+EXPERTS = DENSE | dict(pattern="moe", n_experts=16, n_active=2, d_expert=1024)
 COMPILED = {
+    "experts": (EXPERTS, "v5p:2x2x1", dict(dp=4), dict()),
     "1f1b": (DENSE, "v5p:2x2x1", dict(dp=2, pp=2, schedule="1f1b", fsdp="step"), dict()),
     "kept": (DENSE, "v6e:2x2", dict(dp=4), dict(remat="dots", grad_accum=2)),
 }
