@@ -441,15 +441,16 @@ def platform() -> str:
 
 
 def product(sums: str, x, w, dtype=None):
-    """jnp.einsum of two arrays of one dtype, in that one or in the wider one given.
+    """jnp.einsum of two arrays of one dtype, in that dtype or the one given.
 
-    A CPU has its sums in float32 first: only into that does XLA use bfloat16 instructions there,
-    which take half the time.
+    On a CPU bfloat16 is multiplied into float32 and rounded after: only so does XLA use bfloat16
+    instructions where there are any, in half the time.  (So remat=dots keeps float32 there.)
     """
+    assert x.dtype == w.dtype, (sums, x.dtype, w.dtype)
     if platform() != "cpu":
         return jnp.einsum(sums, x, w, preferred_element_type=dtype)
-    # Without one more dim to sum over, XLA (jaxlib 0.10 to 0.12) makes of "ZD,ZCF->DCF" a product
-    # that it then refuses to run, and a slow one of "ZF,ZD->FD".
+    # With one more dim to sum over, since XLA (jaxlib 0.10 to 0.12) does not run all such products:
+    # "ZD,ZCF->DCF" ends in "Unsupported element type for DotThunk", and "ZF,ZD->FD" is slow.
     sums = re.sub(r"(\w+),", r"a\1,a", sums)
     y = jnp.einsum(sums, x[None], w[None], preferred_element_type=jnp.float32)
     return y.astype(dtype or x.dtype)
@@ -1402,6 +1403,33 @@ class Schedule(NamedTuple):
         turn, rest = j // (self.pp * self.parts), j % (self.pp * self.parts)
         return turn * self.pp + rest % self.pp, rest // self.pp
 
+    def forward(self, t, s):
+        """Whether stage s goes forward in tick t, with work number t - s."""
+        return (t >= s) & (t - s < self.n)
+
+    def begins(self, t, s):
+        """Whether it does where the model begins."""
+        return self.forward(t, s) & (s == 0) & (self.place(t - s)[1] == 0)
+
+    def back(self, t, s):
+        """The number of its work in going back, if there is such a one: see `backward`."""
+        return t - self.delay - (self.pp - 1 - s)
+
+    def backward(self, t, s):
+        """Whether there is."""
+        j = self.back(t, s)
+        return (j >= 0) & (j < self.n)
+
+    def scores(self, t, s):
+        """Whether the last stage goes back where the model ends, for which all of them score."""
+        last = self.pp - 1
+        return self.backward(t, last) & (self.place(self.back(t, last))[1] == 0)
+
+    def finishes(self, t, s):
+        """Whether stage s goes back where the model begins."""
+        r = self.place(self.back(t, s))[1]
+        return self.backward(t, s) & (s == 0) & (r == self.parts - 1)
+
     def part(self, tree, r):
         """Part r of layers, or of what is laid out like them."""
         return tree if self.parts == 1 else jax.tree.map(lambda x: x[r], tree)
@@ -1445,13 +1473,14 @@ class Stage(NamedTuple):
     """(gradient of x, m, total) -> total: where the model begins."""
 
 
-def run_schedule(plan: Schedule, stage: Stage, x_BLD, saved, total, branch=lax.cond):
+def run_schedule(plan: Schedule, stage: Stage, x_BLD, saved, total, branch: Callable):
     """Run the work of a Schedule in one loop over its ticks; returns total.
 
     x_BLD and saved are examples.  A stage with nothing to do skips the work (all of a dp or tp
     group skip together, so collectives inside are safe).  Each kind of work is a branch of its own,
     after the one before it: XLA's CPU runs independent collectives at once and mixes up those of
-    one group.  branch: what chooses whether to work.
+    one group.  branch(when, work, rest, *args) does one of the two, when(s) being whether it is
+    stage s's turn.
     """
     pp, s, depth = plan.pp, lax.axis_index("pp"), plan.depth()
     onward = [(i, (i + 1) % pp) for i in range(pp)]
@@ -1479,25 +1508,22 @@ def run_schedule(plan: Schedule, stage: Stage, x_BLD, saved, total, branch=lax.c
 
     def tick(state, t):
         x_BLD, g_BLD, ring, total = state
-        j = t - s
-        works, (m, r) = (j >= 0) & (j < plan.n), plan.place(j)
-        opens = works & (s == 0) & (r == 0)
-        x_BLD, total = branch(opens, stage.begin, lambda x, m, total: (x, total), x_BLD, m, total)
-        y_BLD, new, total = branch(works, stage.forward, no_forward, x_BLD, m, r, total)
-        ring = keep(ring, (new, y_BLD if late else None), m, r, works)
+        m, r = plan.place(t - s)
+        begins, forward = partial(plan.begins, t), partial(plan.forward, t)
+        x_BLD, total = branch(begins, stage.begin, lambda x, m, total: (x, total), x_BLD, m, total)
+        y_BLD, new, total = branch(forward, stage.forward, no_forward, x_BLD, m, r, total)
+        ring = keep(ring, (new, y_BLD if late else None), m, r, forward(s))
 
-        j = t - plan.delay  # what comes back at the last stage
-        works, (m, r) = (j >= 0) & (j < plan.n), plan.place(j)
+        m, r = plan.place(plan.back(t, pp - 1))
         scored = recall(ring, m, r)[1] if late else y_BLD
-        of_y_BLD, total = branch(works & (r == 0), stage.score, no_score, scored, m, total)
+        of_y_BLD, total = branch(partial(plan.scores, t), stage.score, no_score, scored, m, total)
 
-        j = t - plan.delay - (pp - 1 - s)
-        works, (m, r) = (j >= 0) & (j < plan.n), plan.place(j)
+        m, r = plan.place(plan.back(t, s))
         g_BLD, r = jnp.where((s == pp - 1) & (r == 0), of_y_BLD, g_BLD), plan.parts - 1 - r
         args = g_BLD, recall(ring, m, r)[0], m, r, total
-        g_BLD, total = branch(works, stage.backward, lambda g, *a: (g, a[-1]), *args)
-        ends = works & (s == 0) & (r == 0)
-        total = branch(ends, stage.finish, lambda g, m, total: total, g_BLD, m, total)
+        backward, finishes = partial(plan.backward, t), partial(plan.finishes, t)
+        g_BLD, total = branch(backward, stage.backward, lambda g, *a: (g, a[-1]), *args)
+        total = branch(finishes, stage.finish, lambda g, m, total: total, g_BLD, m, total)
         sent = lax.ppermute(y_BLD, "pp", onward), lax.ppermute(g_BLD, "pp", back)
         return (*sent, ring if depth > 1 else (), total), None
 
@@ -1628,23 +1654,31 @@ def packing(example):
     return pack, unpack
 
 
-def lock_step(works, work, rest, *args):
-    """lax.cond, but where one stage works all do, and drop what comes of it."""
-
-    def all_work(*args):
-        return jax.tree.map(partial(jnp.where, works), work(*args), rest(*args))
-
-    return lax.cond(lax.pmax(works.astype(int), "pp") > 0, all_work, rest, *args)
-
-
 def branching(cfg: Config) -> Callable:
-    """lax.cond or `lock_step`; with one stage, which always has work, what takes the first branch.
+    """What chooses whether to work, for `run_schedule`.
 
-    On a CPU, branches still keep collectives in order; but host memory cannot come out of one.
+    Without other stages there always is work.  On a CPU, branches still keep collectives in order;
+    but host memory cannot come out of one.
     """
+
+    def always(when, work, rest, *args):
+        return work(*args)
+
+    def skip(when, work, rest, *args):
+        return lax.cond(when(lax.axis_index("pp")), work, rest, *args)
+
+    def lock_step(when, work, rest, *args):
+        """Where one stage works all do, and the others drop what comes of it."""
+        own, busy = when(lax.axis_index("pp")), when(jnp.arange(cfg.mesh.pp)).any()
+
+        def all_work(*args):
+            return jax.tree.map(partial(jnp.where, own), work(*args), rest(*args))
+
+        return lax.cond(busy, all_work, rest, *args)
+
     if cfg.mesh.pp == 1 and (platform() != "cpu" or cfg.train.remat == "offload"):
-        return lambda _, work, rest, *args: work(*args)
-    return lax.cond if cfg.mesh.skip_bubbles else lock_step
+        return always
+    return skip if cfg.mesh.skip_bubbles else lock_step
 
 
 def gradient(w, token_MBL, target_MBL, total: Total, key, first_row, n_tokens, cfg: Config):

@@ -53,8 +53,7 @@ def on_meshes(names: tuple[str, ...], flags: list[str]) -> dict[str, Config]:
             what = f"meshes: {name!r} is not dp,pp,tp[,schedule[,skip_bubbles]]"
             raise UserError(config.USAGE, what, "write it as in 2,2,2 or 1,4,1,1f1b")
         mesh = zip(fields, values, strict=False)
-        flags_of_mesh = (arg for field, x in mesh for arg in (f"--mesh.{field}", x))
-        found[name] = config.parse([*flags, *flags_of_mesh])
+        found[name] = config.parse([*flags, *(f"--mesh.{field}={x}" for field, x in mesh)])
     return found
 
 

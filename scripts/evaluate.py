@@ -31,7 +31,7 @@ class Args:
     """Sequences at a time, about; the result does not depend on it."""
     step: int = -1
     """The checkpoint to use; -1 is the newest."""
-    mesh: config.Mesh = config.Mesh()
+    mesh: config.YesNo[config.Mesh] = config.Mesh()
 
 
 def parse() -> tuple[Args, config.Config]:

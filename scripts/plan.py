@@ -472,7 +472,8 @@ def plan(cfg: Config, chip: Chip) -> dict:
     """Everything that the table shows, in bytes, seconds and FLOPs, of one device and one step.
 
     Of the two step times, in the better one all communication is hidden behind arithmetic (or all
-    else behind it), in the other nothing is.  Both have the pipeline's idle ticks.
+    else behind it), in the other nothing is.  Both have the pipeline's idle ticks, which last as
+    long where mesh.skip_bubbles is off.
     """
     t, n = cfg.train, math.prod(cfg.mesh.sizes)
     jaxpr, pipeline = trace(cfg, chip), schedule(cfg)

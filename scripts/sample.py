@@ -37,7 +37,7 @@ class Args:
     """A tokenizer.json, for a run whose data had none."""
     seq_len: int = 0
     """Tokens that the model may look back on; 0 is as many as it was trained with."""
-    mesh: config.Mesh = config.Mesh()
+    mesh: config.YesNo[config.Mesh] = config.Mesh()
 
 
 def parse() -> tuple[Args, config.Config]:

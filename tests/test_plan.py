@@ -31,7 +31,8 @@ TINY = replace(config.tiny(), train=replace(config.tiny().train, dtype="bfloat16
 @pytest.fixture(autouse=True)
 def no_mesh():
     """As in the script: an ambient mesh of devices would refuse another's sizes."""
-    jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ()))
+    with jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ())):
+        yield
 
 
 def configured(mesh, cfg=TINY, **train) -> config.Config:
