@@ -447,7 +447,7 @@ def product(sums: str, x, w, dtype=None):
     instructions where there are any, in half the time.  (So remat=dots keeps float32 there.)
     """
     assert x.dtype == w.dtype, (sums, x.dtype, w.dtype)
-    if platform() != "cpu":
+    if platform() != "cpu" or x.dtype == jnp.float32:
         return jnp.einsum(sums, x, w, preferred_element_type=dtype)
     # With one more dim to sum over, since XLA (jaxlib 0.10 to 0.12) does not run all such products:
     # "ZD,ZCF->DCF" ends in "Unsupported element type for DotThunk", and "ZF,ZD->FD" is slow.
