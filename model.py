@@ -1408,15 +1408,15 @@ class Schedule(NamedTuple):
         return (t >= s) & (t - s < self.n)
 
     def begins(self, t, s):
-        """Whether it does where the model begins."""
+        """Whether it does so where the model begins."""
         return self.forward(t, s) & (s == 0) & (self.place(t - s)[1] == 0)
 
     def back(self, t, s):
-        """The number of its work in going back, if there is such a one: see `backward`."""
+        """The number of the work with which stage s goes back in tick t, if it does: `backward`."""
         return t - self.delay - (self.pp - 1 - s)
 
     def backward(self, t, s):
-        """Whether there is."""
+        """Whether stage s goes back in tick t."""
         j = self.back(t, s)
         return (j >= 0) & (j < self.n)
 
