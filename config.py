@@ -1,25 +1,14 @@
-"""Every knob of a run: frozen sections, presets, the command line,
-and every check that needs no device.
+"""Every setting of a run: frozen sections and presets.  This is the file to edit.
 
-    python train.py --config NAME_OR_FILE [--section.field VALUE ...]
-
-This module imports neither jax nor anything heavy, so that a bad command line is answered at once.
+python train.py --config NAME_OR_FILE [--section.field VALUE ...]
 """
 
-import argparse
-import json
-import math
 import os
-import re
-import sys
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial, reduce
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import tyro
-
-# ---- errors
 
 USAGE, DATA, CHECKPOINT, STORAGE, DIVERGED, DISTRIBUTED, BUSY, INTERRUPTED = 2, 3, 4, 5, 6, 7, 8, 75
 
@@ -44,10 +33,9 @@ class UserError(Exception):
 
 END = "<|endoftext|>"  # the token that ends a document
 
+
 # gcsfs goes by its first listing of a folder, file sizes included; but others write there too
 os.environ.setdefault("FSSPEC_GS", '{"use_listings_cache": false}')
-
-# ---- sections
 
 
 @dataclass(frozen=True)
@@ -348,11 +336,8 @@ class Config:
 
 SECTIONS = [f.name for f in fields(Config) if f.name not in ("fresh", "eval_only")]
 
-# ---- presets
 
 # fmt: off
-
-
 def tiny() -> Config:
     """For tests: compiles in seconds, and every axis can be 1, 2, 4 or 8."""
     return Config(
@@ -483,9 +468,8 @@ def jaxformer_1b() -> Config:
         checkpoint=Checkpoint(every=500),
     )
 
+
 # fmt: on
-
-
 PRESETS = {
     "demo": demo,
     "tiny": tiny,
@@ -502,16 +486,10 @@ PRESETS = {
     "deepseek_v3": deepseek_v3,
 }
 
-# ---- checks
-
 
 def listed(values) -> str:
     *head, last = map(str, values)
     return f"{', '.join(head)} or {last}" if head else last
-
-
-def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def n_blocks(m: Model) -> int:
@@ -530,449 +508,3 @@ def moe_layers(m: Model) -> list[int]:
 
 def value(cfg: Config, name: str):
     return reduce(getattr, name.split("."), cfg)
-
-
-# fmt: off
-BIG = 2**31 - 1
-# Where -1 has a meaning of its own.
-AUTO = {"mesh.dp", "mesh.pp", "mesh.tp", "train.eval_batches", "data.end_id"}
-RANGES = {  # name: (low, high), both allowed
-    **dict.fromkeys(sorted(AUTO), (1, BIG)),
-    "data.end_id": (0, BIG),
-    **{f"model.{name}": (1, BIG) for name in (
-        "vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_head", "d_ff",
-        "n_active", "n_groups", "n_active_groups", "rope_original")},
-    **{f"model.{name}": (0, BIG) for name in (
-        "q_rank", "kv_rank", "d_rope", "d_value", "window", "max_positions",
-        "n_experts", "n_shared", "d_expert")},
-    **{f"model.{name}": (0.0, 1e6) for name in (
-        "logit_softcap", "attn_softcap", "yarn_mscale", "yarn_mscale_all_dim", "score_scale")},
-    "model.rope_factor": (1.0, 1e6),
-    "model.rope_low": (1e-6, 1e6),
-    "model.rope_high": (1e-6, 1e6),
-    **{f"train.{name}": (1, BIG) for name in (
-        "seq_len", "batch_size", "grad_accum", "steps", "sample_tokens", "unroll", "loss_chunk")},
-    "mesh.virtual_stages": (1, BIG),
-    **{f"train.{name}": (0, BIG) for name in ("microbatches", "eval_every", "sample_every")},
-    "run.seed": (0, 2**32 - 1),
-    "model.rope_theta": (1.0, 1e12),
-    "model.norm_eps": (1e-12, 0.1),
-    "train.dropout": (0.0, 0.99),
-    "train.z_loss": (0.0, 1.0),
-    "train.balance_loss": (0.0, 10.0),
-    "train.bias_rate": (0.0, 1.0),
-    "train.capacity_factor": (0.0, 1000.0),
-    "optim.lr": (0.0, 100.0),
-    "optim.warmup_steps": (0, BIG),
-    "optim.decay_ratio": (0.0, 1.0),
-    "optim.min_lr_ratio": (0.0, 1.0),
-    "optim.weight_decay": (0.0, 10.0),
-    "optim.b1": (0.0, 0.9999999),
-    "optim.b2": (0.0, 0.9999999),
-    "optim.eps": (1e-30, 1.0),
-    "optim.clip_norm": (1e-9, 1e9),
-    "checkpoint.every": (1, BIG),
-    "checkpoint.keep": (2, BIG),
-    "log.every": (1, BIG),
-}
-# fmt: on
-
-
-def range_problems(cfg: Config):
-    for name, (low, high) in RANGES.items():
-        x, auto = value(cfg, name), name in AUTO
-        if not (low <= x <= high or (x == -1 and auto)):  # so written, a NaN is out of range too
-            limits = f"between {low} and {high}" if high < BIG or x > BIG else f"at least {low}"
-            fix = f"set --{name} accordingly{', or to -1' if auto else ''}"
-            yield Problem(f"{name}={x} must be {limits}", fix)
-
-
-def axis_divides(cfg: Config) -> dict[str, dict[str, int]]:
-    """What each mesh axis splits into equal parts."""
-    m, t = cfg.model, cfg.train
-    kinds, mla = all_kinds(m), m.attention == "mla"
-    layers = {"model.n_layers": m.n_layers}
-    if m.prefix or "," in m.pattern or "*" in m.pattern:
-        layers = {"the number of model.pattern's blocks": n_blocks(m)}
-    dp = {"model.d_model": m.d_model}
-    tp = {"model.n_heads": m.n_heads, "train.seq_len": t.seq_len}
-    if mla:
-        dp |= {"model.kv_rank": m.kv_rank, "model.q_rank": m.q_rank}
-    else:
-        tp |= {"model.n_kv_heads": m.n_kv_heads}
-    if any("dense" in kind for kind in kinds):
-        tp |= {"model.d_ff": m.d_ff}
-    if any("moe" in kind for kind in kinds):
-        tp |= {"model.d_expert": m.d_expert}
-        dp |= {"model.n_experts": m.n_experts} if cfg.mesh.experts == "alltoall" else {}
-    pp = layers | {"train.microbatches": t.microbatches}
-    return {"mesh.dp": dp, "mesh.pp": pp, "mesh.tp": tp}
-
-
-def divide_problems(cfg: Config):
-    """Each axis once, with all that it fails to divide; and the heads and batch likewise."""
-    m, t = cfg.model, cfg.train
-    for axis, parts in axis_divides(cfg).items():
-        size, of = value(cfg, axis), {name: n for name, n in parts.items() if n > 0}
-        wrong = [f"{name}={n}" for name, n in of.items() if size > 1 and n % size]
-        if wrong:
-            what = f"{axis}={size} must divide {' and '.join(wrong)}"
-            yield Problem(what, f"set --{axis} to {listed(divisors(math.gcd(*of.values())))}")
-    if m.attention == "gqa" and m.n_kv_heads > 0 and m.n_heads % m.n_kv_heads:
-        what = f"model.n_kv_heads={m.n_kv_heads} must divide model.n_heads={m.n_heads}"
-        yield Problem(what, f"set --model.n_kv_heads to {listed(divisors(m.n_heads))}")
-    turned = "d_rope" if m.attention == "mla" else "d_head"
-    if m.positions == "rope" and getattr(m, turned) % 2:
-        what = f"model.{turned}={getattr(m, turned)} must be even: RoPE turns pairs of elements"
-        yield Problem(what, f"set --model.{turned} to {getattr(m, turned) + 1}")
-    dp, pp, _ = (max(1, size) for size in cfg.mesh.sizes)
-    micro = t.microbatches or (pp if n_blocks(m) % pp == 0 else 1)  # a wrong pp is reported above
-    parts = t.grad_accum * dp * micro
-    if parts > 0 and t.batch_size % parts:
-        names = f"train.grad_accum*mesh.dp*{'train.microbatches' if t.microbatches else 'mesh.pp'}"
-        product = f"{t.grad_accum}*{dp}*{micro} = {parts}"
-        what = f"{names} = {product} must divide train.batch_size={t.batch_size}"
-        near = max(1, round(t.batch_size / parts)) * parts
-        fix = f"set --train.batch_size {near}"
-        yield Problem(what, fix + (", or --train.microbatches 0" if t.microbatches else ""))
-
-
-def pipeline_problems(cfg: Config):
-    """What mesh.schedule and train.remat ask of the pipeline."""
-    mesh, pp = cfg.mesh, max(1, cfg.mesh.pp)
-    v, blocks = mesh.virtual_stages, n_blocks(cfg.model)
-    interleaved = mesh.schedule == "interleaved"
-    if interleaved and (v < 2 or mesh.pp == 1):
-        what = f"mesh.schedule=interleaved, but mesh.virtual_stages={v} and mesh.pp={mesh.pp}"
-        yield Problem(what, "set both to 2 or more, or take --mesh.schedule 1f1b")
-    elif v > 1 and not interleaved:
-        what = f"mesh.virtual_stages={v} has no effect: mesh.schedule={mesh.schedule}"
-        yield Problem(what, "set --mesh.schedule interleaved, or leave it out")
-    elif v > 1 and blocks % pp == 0 and blocks % (pp * v):
-        what = f"mesh.pp*mesh.virtual_stages = {pp}*{v} = {pp * v} must divide the {blocks}"
-        what += " layers" if blocks == cfg.model.n_layers else " blocks of layers"
-        some = divisors(blocks // pp)[1:]
-        fix = f"set --mesh.virtual_stages to {listed(some)}, or " if some else ""
-        yield Problem(what, fix + "take --mesh.schedule 1f1b")
-    if cfg.train.remat == "offload" and pp > 1:
-        what = f"train.remat=offload needs mesh.pp=1, and it is {pp}"
-        yield Problem(what, "take --train.remat layer")
-
-
-def pattern_problems(cfg: Config):
-    """Layer kinds that do not parse or do not add up to model.n_layers."""
-    m, usual = cfg.model, "give kinds with counts, such as dense or dense*5,moe"
-    kinds = {}
-    for name in ("prefix", "pattern"):
-        try:
-            kinds[name] = layer_kinds(getattr(m, name))
-        except ValueError as e:
-            yield Problem(f"model.{name}={getattr(m, name)!r}: {e}", usual)
-    if kinds.get("pattern") == []:
-        yield Problem("model.pattern is empty", usual)
-    elif len(kinds) == 2:
-        before, block = len(kinds["prefix"]), len(kinds["pattern"])
-        left = m.n_layers - before
-        if left <= 0 or left % block:
-            what = (
-                f"model.n_layers={m.n_layers} must be a multiple of {block}, model.pattern's layers"
-            )
-            what += f", and the {before} of model.prefix" if before else ""
-            near = before + max(1, round(left / block)) * block
-            yield Problem(what, f"set --model.n_layers {near}")
-
-
-def idle(m: Model) -> dict[str, str]:
-    """{field: why} of what has no effect in m."""
-    kinds = all_kinds(m)
-    moe, dense, local = (any(word in kind for kind in kinds) for word in ("moe", "dense", "local"))
-    groups = "n_groups n_active_groups"
-    experts = "n_experts n_active n_shared d_expert norm_scores score_scale router router_bias"
-    stretch = "rope_factor rope_original rope_low rope_high"
-    table = [
-        ("n_kv_heads qk_norm", m.attention == "mla", "model.attention=mla"),
-        ("q_rank kv_rank d_rope d_value", m.attention == "gqa", "model.attention=gqa"),
-        ("rope_theta rope_scaling", m.positions == "learned", "model.positions=learned"),
-        (stretch, m.rope_scaling == "none" or m.positions == "learned", "no RoPE is stretched"),
-        ("yarn_mscale yarn_mscale_all_dim", m.rope_scaling != "yarn", "it is YaRN's"),
-        ("max_positions", m.positions == "rope", "model.positions=rope"),
-        ("window", not local, "no layer is dense_local or moe_local"),
-        ("d_ff mlp_bias", not dense, "no layer is dense"),
-        (f"{experts} {groups}", not moe, "no layer is moe"),
-        ("n_active_groups", m.n_groups == 1, "model.n_groups=1"),
-    ]
-    return {name: why for names, so, why in table if so for name in names.split()}
-
-
-# Sizes that a preset has set may stay when a flag makes them idle.
-MAY_IDLE = {"n_kv_heads", "d_ff", "mlp_bias"}
-
-
-def model_problems(cfg: Config):
-    """Settings of the architecture that need each other, or would be without effect."""
-    m, t, usual = cfg.model, cfg.train, Model()
-    kinds = set(all_kinds(m))
-    for name, why in idle(m).items():
-        if (x := getattr(m, name)) != getattr(usual, name) and name not in MAY_IDLE:
-            yield Problem(f"model.{name}={x} has no effect: {why}", f"leave --model.{name} out")
-
-    def missing(names, why):
-        for name in names:
-            if not getattr(m, name):
-                yield Problem(f"model.{name}=0, but {why}", f"set --model.{name} above 0")
-
-    if any("moe" in kind for kind in kinds):
-        yield from missing(["n_experts", "d_expert"], "there are moe layers")
-        groups, best, E = max(1, m.n_groups), m.n_active_groups, m.n_experts
-        if E % groups or best > groups:
-            what = f"model.n_groups={groups} must divide model.n_experts={E}"
-            what += f" and be at least model.n_active_groups={best}"
-            yield Problem(what, f"set --model.n_groups to {listed(divisors(E))}")
-        elif E and m.n_active > E // groups * best:
-            what = f"model.n_active={m.n_active} is more than the {E // groups * best} experts"
-            yield Problem(f"{what} of {best} of {groups} groups", "set a smaller --model.n_active")
-    else:
-        given = dict(balance_loss=t.balance_loss, capacity_factor=t.capacity_factor)
-        given = {f"train.{name}": x for name, x in given.items()}
-        given["mesh.experts"] = cfg.mesh.experts if cfg.mesh.experts != "gather" else None
-        for name, x in given.items():
-            if x:
-                what = f"{name}={x} has no effect: no layer is moe"
-                yield Problem(what, f"leave --{name} out")
-    if any("local" in kind for kind in kinds):
-        yield from missing(["window"], "there are local layers")
-    if m.attention == "mla":
-        yield from missing(["kv_rank", "d_rope", "d_value"], "model.attention=mla")
-    if m.positions == "learned" and m.max_positions < t.seq_len:
-        what = f"model.max_positions={m.max_positions} is below train.seq_len={t.seq_len}"
-        yield Problem(what, f"set --train.seq_len to at most {m.max_positions}, or more rows")
-    if cfg.data.end_id >= m.vocab_size:
-        what = f"data.end_id={cfg.data.end_id} must be below model.vocab_size={m.vocab_size}"
-        yield Problem(what, "set --data.end_id to a token id")
-    if m.rope_scaling != "none" and m.rope_low >= m.rope_high:
-        what = f"model.rope_low={m.rope_low} must be below model.rope_high={m.rope_high}"
-        yield Problem(what, "set them to 1 and 4 (Llama 3.1), or to 1 and 32 (YaRN)")
-
-
-def other_problems(cfg: Config):
-    r, t, o = cfg.run, cfg.train, cfg.optim
-    if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", r.name) or r.name.startswith("."):
-        allowed = "1 to 64 letters, digits, '.', '_' or '-', not starting with '.'"
-        what = f"run.name={r.name!r} must be {allowed}"
-        yield Problem(what, "choose a plain --run.name; folders belong in --run.dir")
-    if cfg.fresh and cfg.eval_only:
-        what = "--fresh starts a run over, and --eval_only evaluates what there is"
-        yield Problem(what, "give one of the two")
-    if "://" in cfg.data.cache:
-        what = f"data.cache={cfg.data.cache!r} must be a local folder"
-        yield Problem(what, "leave --data.cache out, or name a folder on this host's disk")
-    n_auto = cfg.mesh.sizes.count(-1)
-    if n_auto > 1:
-        what = f"mesh: {n_auto} axes are -1, at most one may be"
-        yield Problem(what, "set all but one of --mesh.dp --mesh.pp --mesh.tp")
-    if o.warmup_steps > t.steps:
-        what = f"optim.warmup_steps={o.warmup_steps} must not exceed train.steps={t.steps}"
-        yield Problem(what, f"set --optim.warmup_steps to {t.steps} or less")
-    first, n = t.profile
-    if t.profile != (0, 0) and not (0 < first < first + n <= t.steps + 1):
-        what = f"train.profile={first} {n}: no {n} updates from {first} on are within"
-        fix = "give the number of the first update and how many to trace, or 0 0"
-        yield Problem(f"{what} train.steps={t.steps}", fix)
-    for name in ("run.dir", "data.train", "data.val"):
-        path = value(cfg, name)
-        if not path or "\0" in path or re.match(r"[a-z]+://[^/]*@", path):
-            what = f"{name}={path!r} must be a path without NUL bytes or credentials"
-            yield Problem(what, f"give --{name} a local path or gs://bucket/path")
-    given = r.coordinator or r.num_processes or r.process_id >= 0
-    port = re.fullmatch(r".+:(\d{1,5})", r.coordinator)
-    whole = port and 0 < int(port[1]) < 65536 and 0 <= r.process_id < r.num_processes
-    if given and not whole:
-        what = (
-            f"run.coordinator={r.coordinator!r} run.num_processes={r.num_processes} "
-            f"run.process_id={r.process_id} must go together: "
-            "HOST:PORT, a count, and a number below it"
-        )
-        yield Problem(what, "set all three, or none where a cluster is detected")
-
-
-def check(cfg: Config) -> Config:
-    """cfg itself, or a UserError with every problem in it.
-
-    Needs no device; a -1 axis is left for later.
-    """
-    found = [*range_problems(cfg)]
-    if pattern := [*pattern_problems(cfg)]:  # without it the rest of the model cannot be told
-        found += pattern
-    else:
-        found += [*divide_problems(cfg), *pipeline_problems(cfg), *model_problems(cfg)]
-    found += other_problems(cfg)
-    if found:
-        raise UserError(USAGE, problems=found)
-    return cfg
-
-
-def resolve(cfg: Config, n_devices: int, rows: int | None = None) -> Config:
-    """Fill in what depends on the number of devices: the -1 axis and the automatic microbatches.
-
-    rows: about so many sequences at a time instead of the training batch, for scripts that do not
-    train.
-    """
-    known = math.prod(size for size in cfg.mesh.sizes if size != -1)
-    dp, pp, tp = (max(1, n_devices // known) if size == -1 else size for size in cfg.mesh.sizes)
-    cfg = replace(cfg, mesh=replace(cfg.mesh, dp=dp, pp=pp, tp=tp))
-    if rows is not None:
-        whole = max(1, rows // (dp * pp)) * dp * pp
-        no_training = dict(grad_accum=1, microbatches=0, remat="layer")
-        train = replace(cfg.train, batch_size=whole, **no_training)
-        mesh = replace(cfg.mesh, schedule="gpipe", virtual_stages=1)
-        cfg = replace(cfg, train=train, mesh=mesh)
-    check(cfg)
-    if not cfg.train.microbatches:
-        rows = cfg.train.batch_size // (cfg.train.grad_accum * dp)
-        most = max(n for n in range(pp, 4 * pp + 1, pp) if rows % n == 0) if pp > 1 else 1
-        cfg = replace(cfg, train=replace(cfg.train, microbatches=most))
-    return cfg
-
-
-# ---- command line
-
-# What config.json holds beside the config.
-RECORD = ("argv", "versions", "git_commit", "data_fingerprint", "run_id")
-
-
-def to_json(cfg: Config, **record) -> str:
-    """config.json: the sections, and what is worth knowing about how the run was started."""
-    assert set(record) <= set(RECORD), record
-    return json.dumps({**{s: asdict(getattr(cfg, s)) for s in SECTIONS}, **record}, indent=1) + "\n"
-
-
-def no_duplicates(pairs):
-    names = [name for name, _ in pairs]
-    if len(set(names)) < len(names):
-        raise ValueError(f"{max(names, key=names.count)!r} appears twice")
-    return dict(pairs)
-
-
-def read_file(path: str) -> str:
-    """The text of a config file, which may be remote."""
-    if "://" in path:
-        from etils import epath  # 0.3 s, and only needed here
-
-        return epath.Path(path).read_text()
-    return Path(path).read_text(encoding="utf-8")
-
-
-def file_flags(path: str) -> list[str]:
-    """A config file as flags, so that a file and a command line meet the same checks."""
-    try:
-        text = read_file(path)
-        if len(text) > 1_000_000:
-            raise ValueError(f"{len(text)} characters, more than a config has")
-        record = json.loads(text, object_pairs_hook=no_duplicates)
-        keys = set(record) if isinstance(record, dict) else {type(record).__name__}
-        if unknown := keys - set(SECTIONS) - set(RECORD):
-            raise ValueError(f"unknown keys {sorted(unknown)}")
-        flags = []
-        for section in SECTIONS:
-            for name, v in record.get(section, {}).items():
-                if isinstance(v, list) and isinstance(value(Config(), f"{section}.{name}"), tuple):
-                    flags += [f"--{section}.{name}", *(f"{int(str(x))}" for x in v)]
-                elif isinstance(v, (str, int, float, bool)):
-                    flags.append(f"--{section}.{name}={v}")
-                else:
-                    raise ValueError(f"{section}.{name} is {v!r}")
-        return flags
-    except FileNotFoundError:
-        what = f"--config {path}: no such preset or file"
-        fix = f"use {listed(PRESETS)}, or the config.json of a run"
-        raise UserError(USAGE, what, fix) from None
-    except (OSError, ValueError, AttributeError, RecursionError) as e:
-        what = f"--config {path!r} cannot be read: {str(e)[:200]}"
-        fix = "give the config.json of a run, or JSON of the same shape"
-        raise UserError(USAGE, what, fix) from None
-
-
-def parse(argv: list[str]) -> Config:
-    """The checked Config of a command line.
-
-    Raises UserError; tyro itself exits 2 on unknown flags.
-    """
-    pre = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    pre.add_argument("--config")
-    given, rest = pre.parse_known_args(argv)
-    asks_help = "-h" in rest or "--help" in rest
-    if given.config is None and not asks_help:
-        fix = f"add --config and one of {listed(PRESETS)}, or a config.json"
-        raise UserError(USAGE, "no --config given", fix)
-    base = PRESETS.get(given.config, Config)()
-    flags = [] if given.config is None or given.config in PRESETS else file_flags(given.config)
-    about = (
-        f"--config NAME_OR_FILE: a preset ({', '.join(PRESETS)}) or a run's config.json; "
-        "flags override it."
-    )
-    options = dict(default=base, description=about, use_underscores=True)
-    return check(tyro.cli(Config, args=flags + rest, **options))
-
-
-def simulate_devices(mesh: Mesh, n_processes: int = 1):
-    """Give the CPU as many devices as the mesh needs, and the threads to run them.
-
-    Call before jax starts.  An accelerator, where there is one, is used instead and none of this
-    touches it.  XLA runs fake devices on one pool with a thread per core, and programs with
-    collectives wait for each other in it for good when there are fewer threads than twice the
-    devices; NPROC sets the pool's size.  The timeout turns what would still hang into an error.
-    """
-    xla_flags = os.environ.get("XLA_FLAGS", "")
-    wanted = math.prod(size for size in mesh.sizes if size > 0) // max(1, n_processes)
-    if wanted > 1 and "xla_force_host_platform_device_count" not in xla_flags:
-        os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(wanted))
-    forced = re.findall(r"xla_force_host_platform_device_count=(\d+)", xla_flags)
-    n = max(int(os.environ.get("JAX_NUM_CPU_DEVICES") or 1), *map(int, forced or [1]))
-    if n > 1:  # whatever os.cpu_count says: a container may have fewer
-        asked, cores = int(os.environ.get("NPROC") or 0), os.cpu_count() or 1
-        os.environ["NPROC"] = str(max(64, 2 * n, asked, cores))
-    if n > 1 and "collective_call_terminate" not in xla_flags:
-        timeout = "--xla_cpu_collective_call_terminate_timeout_seconds=120"
-        os.environ["XLA_FLAGS"] = f"{xla_flags} {timeout}".strip()
-
-
-def of_run(run: str, mesh: Mesh, *flags: str) -> Config:
-    """The config of a run directory on another mesh, for scripts that do not train.
-
-    The devices are prepared too.
-    """
-    sizes = [word for axis, size in asdict(mesh).items() for word in (f"--mesh.{axis}", str(size))]
-    # A batch that fits; resolve() makes it the script's own.
-    rows = str(max(1, mesh.dp) * max(1, mesh.pp))
-    batch = ["--train.batch_size", rows, "--train.grad_accum", "1", "--train.microbatches", "0"]
-    batch += ["--train.remat", "layer", "--train.attention", "auto"]  # of the trainer's platform
-    alone = ["--run.coordinator=", "--run.num_processes", "0", "--run.process_id=-1"]
-    cfg = parse(["--config", f"{run.rstrip('/')}/config.json", *sizes, *batch, *alone, *flags])
-    simulate_devices(mesh)
-    return cfg
-
-
-def quit_on_error(f, *args):
-    """f(*args); what its user can mend becomes two lines on stderr and an exit code."""
-    try:
-        return f(*args)
-    except UserError as e:
-        print(e, file=sys.stderr)
-        sys.exit(e.code)
-    except OSError as e:
-        fix = "make room, or mend the path or its permissions, and run the same command again"
-        print(
-            UserError(STORAGE, f"{e.filename or 'storage'}: {e.strerror or e}", fix),
-            file=sys.stderr,
-        )
-        sys.exit(STORAGE)
-    except KeyboardInterrupt:
-        print("interrupted: run the same command again to go on", file=sys.stderr)
-        sys.exit(INTERRUPTED)
-
-
-def start() -> Config:
-    """What train.py does before it imports jax: read the command line and prepare the devices."""
-    cfg = quit_on_error(parse, sys.argv[1:])
-    simulate_devices(cfg.mesh, cfg.run.num_processes)
-    return cfg

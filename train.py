@@ -3,11 +3,11 @@
 `python train.py --config demo`, or --help.
 """
 
-import config
+import cli
 
 # Before jax is imported: a bad command line is answered at once, and XLA reads its flags once.
 if __name__ == "__main__":
-    CFG = config.start()
+    CFG = cli.start()
 
 import time
 from dataclasses import replace
@@ -21,11 +21,19 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
+import gradient
 import model
 import utils
+from checkpoint import Checkpoints
 from config import CHECKPOINT, USAGE, Config, UserError
 from dataset import Dataset
+from experts import moe_metrics, move_router_biases
+from generate import generate
+from metrics import MetricsLog, farewell, say_eval
 from model import TOKENS
+from optim import learning_rate, optimizer
+from profiling import DATA_WAIT, Profile
+from rundir import open_run, write_record
 
 
 class State(NamedTuple):
@@ -35,33 +43,6 @@ class State(NamedTuple):
     """Updates tried so far, skipped ones included."""
     params: Any
     opt: Any
-
-
-def learning_rate(n, cfg: Config):
-    """The rate of the update after n others: linear warmup, then cosine or hold-and-fall to
-    min_lr_ratio of the peak."""
-    o, steps = cfg.optim, cfg.train.steps
-    cosine = o.schedule == "cosine"
-    fall = steps - o.warmup_steps if cosine else max(1, round(o.decay_ratio * steps))
-    done = jnp.clip((n + 1 - (steps - fall)) / max(1, fall), 0, 1)
-    left = 0.5 * (1 + jnp.cos(jnp.pi * done)) if cosine else 1 - done
-    warm = (n + 1) / max(1, o.warmup_steps)
-    return o.lr * jnp.minimum(warm, o.min_lr_ratio + (1 - o.min_lr_ratio) * left)
-
-
-def optimizer(cfg: Config) -> optax.GradientTransformation:
-    """AdamW (Loshchilov and Hutter 2019) on gradients clipped by their global norm.
-
-    The last state counts updates.
-    """
-    o = cfg.optim
-    decayed = jax.tree.map(lambda p: p.decay, model.param_table(cfg))
-    return optax.chain(
-        optax.clip_by_global_norm(o.clip_norm),
-        optax.scale_by_adam(o.b1, o.b2, o.eps),
-        optax.add_decayed_weights(o.weight_decay, decayed),
-        optax.scale_by_learning_rate(partial(learning_rate, cfg=cfg)),
-    )
 
 
 def make_state(cfg: Config) -> State:
@@ -114,9 +95,9 @@ def abstract_state(cfg: Config) -> State:
     return placed(step_shapes(cfg)[0], state_specs(cfg))
 
 
-def restore_or_init(run, train: Dataset, cfg: Config) -> tuple[utils.Checkpoints, State]:
+def restore_or_init(run, train: Dataset, cfg: Config) -> tuple[Checkpoints, State]:
     """The run's checkpoints, and the State of the newest one or a new one."""
-    store = utils.Checkpoints(run, cfg.checkpoint.keep, continues(cfg, train))
+    store = Checkpoints(run, cfg.checkpoint.keep, continues(cfg, train))
     found = store.restore(items(abstract_state(cfg)))
     if found is None and cfg.eval_only:
         what = f"{store.run} has no checkpoint to evaluate"
@@ -134,7 +115,7 @@ def restore_or_init(run, train: Dataset, cfg: Config) -> tuple[utils.Checkpoints
 def load_params(run, cfg: Config, step: int = -1):
     """The weights of a run's newest checkpoint, or of the one after `step` updates."""
     weights = dict(params=abstract_state(cfg).params)
-    found = utils.Checkpoints(run, keep=0).restore(weights, step)
+    found = Checkpoints(run, keep=0).restore(weights, step)
     if found is None:
         raise UserError(CHECKPOINT, f"{run} has no checkpoint", "train it first")
     return found["params"]
@@ -148,12 +129,9 @@ def continues(cfg: Config, train: Dataset) -> dict:
     return m | t | {"run.seed": cfg.run.seed, "data.train fingerprint": train.fingerprint}
 
 
-# ---- steps
-
-
 def loss_and_grads(params, tokens_AMBL, targets_AMBL, key, cfg: Config):
     """Mean loss (nats per counted token of the global batch), the objective's gradient, and the
-    sums over the batch of moe layers' statistics (model.balance), stacked like their weights.
+    sums over the batch of moe layers' statistics (experts.balance), stacked like their weights.
 
     The only shard_map of training.
     """
@@ -171,56 +149,21 @@ def loss_and_grads(params, tokens_AMBL, targets_AMBL, key, cfg: Config):
                 x.reshape(1, -1, *x.shape[2:]) for x in (tokens_AMBL, targets_AMBL)
             )
         n_rows = cfg.train.batch_size // tokens_AMBL.shape[0]
-        w = model.dealt(params, cfg, cfg.train.dtype)
+        w = gradient.dealt(params, cfg, cfg.train.dtype)
 
         def add(total, slice):
             tokens_MBL, targets_MBL, a = slice
             rows = tokens_MBL, targets_MBL, total, key, a * n_rows
-            return model.gradient(w, *rows, n_tokens, cfg), None
+            return gradient.gradient(w, *rows, n_tokens, cfg), None
 
         grads = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), w)
         loss = lax.pcast(jnp.float32(0), ("dp", "pp"), to="varying")
-        zero = model.Total(loss, grads, model.no_sums(w, cfg))
+        zero = gradient.Total(loss, grads, gradient.no_sums(w, cfg))
         slices = (tokens_AMBL, targets_AMBL, jnp.arange(len(tokens_AMBL)))
         total, _ = lax.scan(add, zero, slices)
-        return model.collect(total, params, cfg)
+        return gradient.collect(total, params, cfg)
 
     return per_device(params, tokens_AMBL, targets_AMBL, key)
-
-
-def moe_metrics(stats, cfg: Config) -> dict:
-    """load (pairs of token and expert), entropy (nats a token), balance (1 is best) and dropped
-    (share of the pairs) of each moe layer, in the layers' order."""
-
-    def of_layer(group, kind, row):
-        return jax.tree.map(lambda x: x[row], stats[group][kind])
-
-    layers = [of_layer(*place) for place in model.layer_places(cfg) if "moe" in place[1]]
-    total = jax.tree.map(lambda *x: jnp.stack(x), *layers)
-    n = cfg.train.batch_size * cfg.train.seq_len
-    return dict(
-        load=total["load_E"],
-        entropy=total["entropy"] / n,
-        balance=total["balance"] / cfg.train.batch_size,
-        dropped=total["dropped"] / (n * cfg.model.n_active),
-    )
-
-
-def move_router_biases(params, stats, cfg: Config):
-    """Each expert's bias one step down where it had more than its share of the batch, else up
-    (DeepSeek-V3, section 2.1.2)."""
-
-    def moved(group, kind, w):
-        if "router_bias_E" not in w:
-            return w
-        load = stats[group][kind]["load_E"]
-        over = jnp.sign(load * load.shape[-1] - load.sum(-1, keepdims=True))
-        return w | dict(router_bias_E=w["router_bias_E"] - cfg.train.bias_rate * over)
-
-    groups = {
-        group: {kind: moved(group, kind, w) for kind, w in params[group].items()} for group in stats
-    }
-    return params | groups
 
 
 @partial(jax.jit, static_argnames="cfg", donate_argnames="state")
@@ -286,7 +229,7 @@ def sample(params, step: int, cfg: Config, data: Dataset) -> dict:
     end = data.manifest.get("eot_id", 0)
     ids = dict(vocab_size=data.manifest["vocab_size"], stop_id=end)
     draw = dict(temperature=0.8, seed=cfg.run.seed)
-    *_, rows = model.generate(params, [[end]], cfg.train.sample_tokens, cfg, **ids, **draw)
+    *_, rows = generate(params, [[end]], cfg.train.sample_tokens, cfg, **ids, **draw)
     return dict(step=step, text=data.decode(rows[0][1:]))
 
 
@@ -305,11 +248,11 @@ def take_updates(run, store, state: State, train: Dataset, val: Dataset, stop, c
     """Train to the last step, or to the update at which `stop` is set, evaluating and saving on the
     way; the State then, and the log."""
     start = int(state.step)
-    utils.on_lead(utils.write_record, run, cfg, train)
-    log = utils.MetricsLog(run, cfg, start, model.flops_per_token(cfg))
+    utils.on_lead(write_record, run, cfg, train)
+    log = MetricsLog(run, cfg, start, model.flops_per_token(cfg))
     # Before the first checkpoint: it may be that this cannot be compiled, or has no room.
     program = log.aside(compile_step, cfg) if start < cfg.train.steps else None
-    profile = utils.Profile(run, program, cfg)
+    profile = Profile(run, program, cfg)
     for step in range(start, cfg.train.steps + 1):
         if due(step, cfg.train.eval_every, cfg) and step not in log.eval:
             log.evaluation(step, log.aside(evaluate, state.params, val, step, cfg, stop))
@@ -322,7 +265,7 @@ def take_updates(run, store, state: State, train: Dataset, val: Dataset, stop, c
         if last:
             break
         with profile.update(step + 1, log):
-            with jax.profiler.TraceAnnotation(utils.DATA_WAIT):
+            with jax.profiler.TraceAnnotation(DATA_WAIT):
                 batch = train.batch(step)
             state, metrics = program(state, *batch)
             log.update(step + 1, metrics)
@@ -341,15 +284,15 @@ def main(cfg: Config) -> State | None:
     if cfg.data.document_mask:
         cfg = replace(cfg, data=replace(cfg.data, end_id=train.end_id))
     val = Dataset(cfg, "val")
-    with utils.open_run(cfg, train) as run:
+    with open_run(cfg, train) as run:
         store, state = restore_or_init(run, train, cfg)
         if cfg.eval_only:
             step = int(state.step)
-            return utils.say_eval(step, evaluate(state.params, val, step, cfg, stop))
+            return say_eval(step, evaluate(state.params, val, step, cfg, stop))
         of_token = f", {n_active:,} active" if n_active < n_params else ""
         utils.say(f"train: {train}\nval: {val}\nmodel: {n_params:,} parameters{of_token}")
         state, log = take_updates(run, store, state, train, val, stop, cfg)
-    utils.farewell(log, int(state.step))
+    farewell(log, int(state.step))
     return state
 
 

@@ -25,6 +25,8 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import checks
+import cli
 import config
 from config import Config, UserError
 
@@ -53,7 +55,7 @@ def on_meshes(names: tuple[str, ...], flags: list[str]) -> dict[str, Config]:
             what = f"meshes: {name!r} is not dp,pp,tp[,schedule[,skip_bubbles]]"
             raise UserError(config.USAGE, what, "write it as in 2,2,2 or 1,4,1,1f1b")
         mesh = zip(fields, values, strict=False)
-        found[name] = config.parse([*flags, *(f"--mesh.{field}={x}" for field, x in mesh)])
+        found[name] = cli.parse([*flags, *(f"--mesh.{field}={x}" for field, x in mesh)])
     return found
 
 
@@ -67,17 +69,17 @@ def parse() -> tuple[Args, Config, dict[str, Config]]:
     if args.json and (out.is_dir() or not out.parent.is_dir()):
         what = f"--json {out} is not a file in a folder that is there"
         raise UserError(config.USAGE, what, "make the folder, or name another file")
-    cfg = config.parse(rest)
+    cfg = cli.parse(rest)
     others = on_meshes(args.meshes, rest)
     sizes = {n.mesh: math.prod(x for x in n.mesh.sizes if x > 0) for n in (cfg, *others.values())}
-    config.simulate_devices(max(sizes, key=sizes.get), cfg.run.num_processes)
+    cli.simulate_devices(max(sizes, key=sizes.get), cfg.run.num_processes)
     if "transformers" in args.peers:  # JAX would take most of a GPU's memory, and leave torch none
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     return args, cfg, others
 
 
 if __name__ == "__main__":  # before jax is imported, see train.py
-    ARGS, CFG, OTHERS = config.quit_on_error(parse)
+    ARGS, CFG, OTHERS = cli.quit_on_error(parse)
 
 import jax
 import jax.numpy as jnp
@@ -88,6 +90,8 @@ from jax.sharding import AxisType
 from tqdm import tqdm
 
 import model
+import optim
+import rundir
 import train
 import utils
 
@@ -162,7 +166,7 @@ def plain_loss(params, token_BL, target_BL, cfg: Config):
 
 def plain_optimizer(cfg: Config) -> optax.GradientTransformation:
     o, decayed = cfg.optim, jax.tree.map(lambda p: p.decay, model.param_table(cfg))
-    rate = partial(train.learning_rate, cfg=cfg)
+    rate = partial(optim.learning_rate, cfg=cfg)
     adamw = optax.adamw(rate, o.b1, o.b2, o.eps, weight_decay=o.weight_decay, mask=decayed)
     return optax.chain(optax.clip_by_global_norm(o.clip_norm), adamw)
 
@@ -438,14 +442,14 @@ def measure(args: Args, cfg: Config, others: dict[str, Config]) -> dict:
     ratios = {r["name"]: rows[0]["rate"] / r["rate"] for r in rows[1:]}
     result = dict(rows=rows, ratios=ratios, left_out=left_out, matmul_flops=ceiling)
     result |= dict(peak_bytes_in_use=stats.get("peak_bytes_in_use"))
-    return result | dict(run=json.loads(utils.record(cfg, "", "")))
+    return result | dict(run=json.loads(rundir.record(cfg, "", "")))
 
 
 def main(cfg: Config):
     """Measure, and print the table and what it comes to."""
     jax.config.update("jax_enable_compilation_cache", False)  # or compile_seconds is of a load
     args, cfg = ARGS, utils.start_mesh(cfg)
-    others = {name: config.resolve(other, jax.device_count()) for name, other in OTHERS.items()}
+    others = {name: checks.resolve(other, jax.device_count()) for name, other in OTHERS.items()}
     for other in others.values():  # before anything is compiled
         utils.make_mesh(other)
     result, t = measure(args, cfg, others), cfg.train

@@ -26,6 +26,8 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import checks
+import cli
 import config
 from config import DATA, USAGE, Model, Problem, UserError
 
@@ -70,7 +72,7 @@ def parse() -> Import | Export:
 
 
 if __name__ == "__main__":  # before jax is imported, see train.py
-    ARGS = config.quit_on_error(parse)
+    ARGS = cli.quit_on_error(parse)
 
 import jax
 import jax.numpy as jnp
@@ -83,7 +85,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
+import attention
+import checkpoint
+import layers
 import model
+import rundir
 import train
 import utils
 
@@ -349,7 +355,7 @@ def pieces(family: str, cfg: config.Config, turn: bool = True) -> list[Piece]:
                 yield piece(prefix + name, layout, leaves, where, group, shapes, cfg, turn)
 
     found, table = [*of(own.ends, "", "")], own.layer(cfg.model)
-    for n, (group, kind, row) in enumerate(model.layer_places(cfg)):
+    for n, (group, kind, row) in enumerate(layers.layer_places(cfg)):
         found += of(table, own.layers.format(n), f"{group}/{kind}/", N=row)
     named = {part.leaf for piece in found for part in piece.parts}
     assert named == set(shapes), f"{family} has no name for {set(shapes) - named}"
@@ -446,7 +452,7 @@ def read_rope(k: Keys, family: str) -> dict:
             ours |= mscales
         else:
             k.must("mscale_all_dim", mscales["yarn_mscale_all_dim"], 0)
-        usual = model.yarn_magnitudes(replace(Model(), **ours))[0]
+        usual = attention.yarn_magnitudes(replace(Model(), **ours))[0]
         given = r.pop("attention_factor", usual)
         k.must("attention_factor", given if abs(given - usual) > 1e-6 else usual, usual)
         k.must("truncate", r.pop("truncate", True), True)
@@ -505,7 +511,7 @@ def read_model(hf: dict) -> Model:
             k.wrong(what, "make sure that it changes nothing, and delete it from config.json")
     if k.problems:
         raise UserError(DATA, problems=k.problems)
-    without = set(config.idle(m)) - config.MAY_IDLE
+    without = set(checks.idle(m)) - checks.MAY_IDLE
     return replace(m, **{name: getattr(Model(), name) for name in without})
 
 
@@ -532,7 +538,7 @@ def complete(k: Keys, name: str, taken: dict) -> dict:
     kinds = read_kinds(k, name, ours["n_layers"], ours.get("window", 0))
     ours |= read_rope(k, name) | shortest(kinds)
     usual = vars(Model())
-    if not any("moe" in kind for kind in kinds):  # what has no effect, config.check would refuse
+    if not any("moe" in kind for kind in kinds):  # what has no effect, checks.check would refuse
         moe = ("n_", "d_expert", "router", "norm_scores", "score_")
         kept = ("n_layers", "n_heads", "n_kv_heads")
         ours |= {x: usual[x] for x in ours if x.startswith(moe) and x not in kept}
@@ -565,7 +571,7 @@ def family_of(m: Model) -> str:
 
 def meaning(m: Model) -> dict:
     """The fields that have an effect in m."""
-    idle = {"pattern", "prefix", *config.idle(m)}
+    idle = {"pattern", "prefix", *checks.idle(m)}
     if not m.yarn_mscale_all_dim:  # then yarn_mscale has none
         idle.add("yarn_mscale")
     rest = {name: x for name, x in asdict(m).items() if name not in idle}
@@ -814,7 +820,7 @@ BLOCK = 2**18  # elements; one size, so that one program is compiled
 
 @jax.jit
 def block_digest(bits, n, first, column, columns, stride):
-    """(utils.digest's sum over the first n elements, whether they are finite as float32).
+    """(checkpoint.digest's sum over the first n elements, whether they are finite as float32).
 
     Element i is number first + (column + i) // columns * stride + (column + i) % columns of its
     array; all is modulo 2**32, as there.
@@ -823,7 +829,7 @@ def block_digest(bits, n, first, column, columns, stride):
     row, column = jnp.divmod(column + i, columns)
     index, mine = first + row * stride + column, i < n
     seeds = (0x9E3779B9, 0x7F4A7C15)
-    spread = [utils.mix(bits ^ utils.mix(index + np.uint32(seed))) for seed in seeds]
+    spread = [checkpoint.mix(bits ^ checkpoint.mix(index + np.uint32(seed))) for seed in seeds]
     sums = [jnp.where(mine, x, 0).sum(dtype=jnp.uint32) for x in spread]
     infinite = np.uint32(0x7F800000)
     return jnp.stack(sums), ~(mine & (bits & infinite == infinite)).any()
@@ -846,7 +852,7 @@ def rows_of(x, first: int, steps: list[int]):
 
 
 def digest_of(blocks, shape) -> tuple[list[int], bool]:
-    """(utils.digest, whether all is finite) of an array that blocks, (entry, x), make up."""
+    """(checkpoint.digest, whether all is finite) of an array that blocks, (entry, x), make up."""
     total, finite = np.zeros(2, np.uint32), True
     steps = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     for entry, x in blocks:
@@ -886,7 +892,7 @@ def import_hf(hf_dir, run_dir):
     save(found, wanted, run, cfg)
     if (folder / "tokenizer.json").exists():
         utils.write_text(run / "tokenizer.json", (folder / "tokenizer.json").read_text())
-    utils.write_text(run / "config.json", utils.record(cfg, "", uuid.uuid4().hex[:12]))
+    utils.write_text(run / "config.json", rundir.record(cfg, "", uuid.uuid4().hex[:12]))
     utils.say(f"{folder} -> {run}: {model.param_count(cfg):,} parameters")
 
 
@@ -901,14 +907,14 @@ def run_config(hf: dict, run) -> config.Config:
     m = read_model(hf)
     longest = m.max_positions or hf.get("max_position_embeddings") or 1024
     usual = config.Config(run=config.Run(name=run.name, dir=os.fspath(run.parent)))
-    config.check(usual)
+    checks.check(usual)
     end = hf.get("eos_token_id")
     end = end[0] if isinstance(end, list) and end else end
     end = end if isinstance(end, int) and 0 <= end < m.vocab_size else -1
     cfg = replace(usual, model=m, train=config.Train(seq_len=min(longest, 1024)))
     cfg = replace(cfg, data=config.Data(end_id=end), optim=config.Optim(lr=2e-5))
     try:
-        return config.check(cfg)
+        return checks.check(cfg)
     except UserError as e:
         raise UserError(DATA, problems=e.problems) from None
 
@@ -948,9 +954,9 @@ def save(found: dict[str, Tensor], wanted: list[Piece], run, cfg: config.Config)
 
     must = train.continues(cfg, SimpleNamespace(fingerprint=None))
     must = {name: x if name.startswith("model.") else None for name, x in must.items()}
-    meta = dict(format=utils.Checkpoints.FORMAT, step=0, must=must, leaves=leaves)
-    meta |= dict(checksum=utils.checksum(meta))
-    store = utils.Checkpoints(run)
+    meta = dict(format=checkpoint.Checkpoints.FORMAT, step=0, must=must, leaves=leaves)
+    meta |= dict(checksum=checkpoint.checksum(meta))
+    store = checkpoint.Checkpoints(run)
     with progress("write", wanted) as bar, streaming(), store.storage_errors(0):
 
         def leaf(path, x):
@@ -1012,7 +1018,7 @@ class Weights:
 
 def find_checkpoint(run, cfg: config.Config, step: int) -> tuple[int, dict]:
     """(its step, its meta), which fits cfg.  Raises UserError CHECKPOINT and STORAGE."""
-    store = utils.Checkpoints(run, keep=0)
+    store = checkpoint.Checkpoints(run, keep=0)
     found = store.manager.all_steps()
     n = max(found, default=None) if step < 0 else step
     if n not in found:
@@ -1021,9 +1027,9 @@ def find_checkpoint(run, cfg: config.Config, step: int) -> tuple[int, dict]:
         raise UserError(config.CHECKPOINT, what, "give --step one of those, or train it first")
     try:
         meta = store.read(n, meta=ocp.args.JsonRestore())["meta"]
-        if not isinstance(meta, dict) or meta.get("checksum") != utils.checksum(meta):
-            raise utils.Damaged("its meta does not match its checksum")
-    except utils.Damaged as e:
+        if not isinstance(meta, dict) or meta.get("checksum") != checkpoint.checksum(meta):
+            raise checkpoint.Damaged("its meta does not match its checksum")
+    except checkpoint.Damaged as e:
         raise damaged(store.path / str(n), e) from None
     store.compare(n, meta, dict(params=jax.eval_shape(partial(model.init_params, cfg))))
     return n, meta
@@ -1041,7 +1047,7 @@ def export_hf(run_dir, hf_dir, step=-1, dtype="float32", shard_size=5_000_000_00
     if utils.is_remote(hf_dir):
         raise UserError(USAGE, f"--hf {hf_dir} is remote", "give a local directory, and copy it")
     refuse_taken(folder, "--hf")
-    cfg = config.of_run(os.fspath(run), config.Mesh(1, 1, 1))
+    cfg = cli.of_run(os.fspath(run), config.Mesh(1, 1, 1))
     tokenizer = run / "tokenizer.json"
     tokenizer = tokenizer.read_text() if tokenizer.exists() else ""
     end = cfg.data.end_id if cfg.data.end_id >= 0 else end_id(tokenizer)

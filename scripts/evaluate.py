@@ -15,6 +15,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import cli
 import config
 
 
@@ -40,11 +41,11 @@ def parse() -> tuple[Args, config.Config]:
         what = f"batch_size={args.batch_size} must be at least 1"
         raise config.UserError(config.USAGE, what, "set --batch_size 1 or more")
     flags = ["--data.val", args.data] if args.data else []
-    return args, config.of_run(args.run, args.mesh, *flags)
+    return args, cli.of_run(args.run, args.mesh, *flags)
 
 
 if __name__ == "__main__":  # before jax is imported, see train.py
-    ARGS, CFG = config.quit_on_error(parse)
+    ARGS, CFG = cli.quit_on_error(parse)
 
 import numpy as np
 from jax.experimental import multihost_utils

@@ -27,8 +27,10 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import checks
+import cli
 import config
-from config import USAGE, Config, UserError, quit_on_error
+from config import USAGE, Config, UserError
 
 GIB = 2**30
 
@@ -87,11 +89,11 @@ def parse() -> tuple[Args, Config]:
     # No accelerator is asked, nor the cloud whether this is a TPU's host.
     os.environ |= dict(JAX_PLATFORMS="cpu", ALLOW_MULTIPLE_LIBTPU_LOAD="1", TPU_SKIP_MDS_QUERY="1")
     os.environ |= dict(TPU_ACCELERATOR_TYPE="v5p-8", TPU_WORKER_HOSTNAMES="localhost")
-    return args, config.parse(rest)
+    return args, cli.parse(rest)
 
 
 if __name__ == "__main__":  # before jax is imported, see train.py
-    ARGS, CFG = quit_on_error(parse)
+    ARGS, CFG = cli.quit_on_error(parse)
 
 import jax
 import jax.numpy as jnp
@@ -102,7 +104,9 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 from tqdm import tqdm
 
+import layers
 import model
+import pipeline
 import train
 import utils
 
@@ -264,15 +268,15 @@ def count(jaxpr, cfg: Config, chip: Chip, at_work=()) -> Tally:
     return total
 
 
-def schedule(cfg: Config) -> model.Schedule:
+def schedule(cfg: Config) -> pipeline.Schedule:
     """That of a pipeline's run; of gpipe there is one for each accumulation slice."""
     slices = 1 if cfg.mesh.schedule == "gpipe" else cfg.train.grad_accum
-    return model.schedule_of(cfg, slices * cfg.train.microbatches)
+    return pipeline.schedule_of(cfg, slices * cfg.train.microbatches)
 
 
-def shares(plan: model.Schedule) -> tuple:
+def shares(plan: pipeline.Schedule) -> tuple:
     """Of the ticks those in which a stage begins, goes forward, scores, goes back and finishes, as
-    model.run_schedule has them one after the other."""
+    pipeline.run_schedule has them one after the other."""
     works, ends = plan.n / plan.ticks, plan.microbatches / plan.ticks
     return ends, works, ends, works, ends
 
@@ -416,7 +420,7 @@ def alive(jaxpr: Jaxpr, weights: set, held=(), own=()) -> Counter:
     return max(inside, key=Counter.total)
 
 
-def part(p: model.Param, sizes: dict) -> tuple[int, ...]:
+def part(p: layers.Param, sizes: dict) -> tuple[int, ...]:
     """A device's share of a weight; an axis that `sizes` does not name does not spread it."""
     return tuple(n // sizes.get(axis, 1) for n, axis in zip(p.shape, p.spec, strict=True))
 
@@ -686,18 +690,18 @@ def hlo_total(text: str, cfg: Config, worth: Callable) -> Counter:
 def choices(cfg: Config, n: int):
     """(config, None) for each mesh of n devices, microbatches and remat, or (None, why not)."""
     policies = get_args(get_type_hints(config.Train)["remat"])
-    for dp in config.divisors(n):
-        for pp in config.divisors(n // dp):
+    for dp in checks.divisors(n):
+        for pp in checks.divisors(n // dp):
             sizes = dict(dp=dp, pp=pp, tp=n // dp // pp)
             one = replace(cfg, mesh=replace(cfg.mesh, **sizes))
             one = replace(one, train=replace(one.train, microbatches=0, remat="layer"))
             try:
-                config.check(one)
+                checks.check(one)
             except UserError as e:
                 yield None, e.problems[0].what
                 continue
             rows = cfg.train.batch_size // (cfg.train.grad_accum * dp)
-            for microbatches in (m for m in config.divisors(rows) if m % pp == 0):
+            for microbatches in (m for m in checks.divisors(rows) if m % pp == 0):
                 for remat in (r for r in policies if r != "offload" or pp == 1):
                     fields = dict(microbatches=microbatches, remat=remat)
                     yield replace(one, train=replace(one.train, **fields)), None
@@ -748,7 +752,7 @@ def main():
             what = f"no plan fits {ARGS.topology}"
             raise UserError(USAGE, what, "take more chips, or mend what they are out for")
         return
-    cfg = config.resolve(CFG, n)
+    cfg = checks.resolve(CFG, n)
     if math.prod(cfg.mesh.sizes) != n:
         product = "mesh.dp*mesh.pp*mesh.tp = {}*{}*{}".format(*cfg.mesh.sizes)
         what = f"{product} = {math.prod(cfg.mesh.sizes)}, but {ARGS.topology} has {n} devices"
@@ -766,4 +770,4 @@ def main():
 
 
 if __name__ == "__main__":
-    quit_on_error(main)
+    cli.quit_on_error(main)

@@ -27,7 +27,8 @@ from etils import epath
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
-from config import DATA, END, USAGE, UserError, quit_on_error
+from cli import quit_on_error
+from config import DATA, END, USAGE, UserError
 
 
 @dataclass(frozen=True)

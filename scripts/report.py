@@ -11,7 +11,8 @@ from etils import epath
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from config import DATA, UserError, quit_on_error
+from cli import quit_on_error
+from config import DATA, UserError
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import cli
 import config
 
 
@@ -58,15 +59,15 @@ def parse() -> tuple[Args, config.Config]:
     if wrong:
         raise config.UserError(config.USAGE, problems=wrong)
     length = ["--train.seq_len", str(args.seq_len)] if args.seq_len else []
-    return args, config.of_run(args.run, args.mesh, *length)
+    return args, cli.of_run(args.run, args.mesh, *length)
 
 
 if __name__ == "__main__":  # before jax is imported, see train.py
-    ARGS, CFG = config.quit_on_error(parse)
+    ARGS, CFG = cli.quit_on_error(parse)
 
 from tokenizers import Tokenizer
 
-import model
+import generate
 import train
 import utils
 
@@ -108,7 +109,7 @@ def main(cfg: config.Config):
     ids = dict(vocab_size=tokenizer.get_vocab_size(), stop_id=end)
     draw = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "seed")}
     shown, alone = "", len(prompts) == 1
-    for rows in model.generate(params, prompts, args.tokens, cfg, **ids, **draw):
+    for rows in generate.generate(params, prompts, args.tokens, cfg, **ids, **draw):
         text = tokenizer.decode(rows[0][skip[0] :])
         whole = not text.endswith("\ufffd")  # half a character is not shown
         if alone and whole and utils.is_lead():

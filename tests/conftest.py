@@ -14,6 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import cli
 import config
 
 os.environ |= dict(JAX_PLATFORMS="cpu", WANDB_SILENT="true")
@@ -25,7 +26,7 @@ if version("jaxlib") < "0.11":
 CACHE = tempfile.TemporaryDirectory(prefix="trifold-tests-")
 os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE.name
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
-config.simulate_devices(config.Mesh(2, 2, 2))  # before jax is imported
+cli.simulate_devices(config.Mesh(2, 2, 2))  # before jax is imported
 
 import jax
 import pytest

@@ -15,6 +15,9 @@ from conftest import ROOT, on_mesh, run
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+import checkpoint
+import checks
+import cli
 import config
 import model
 import train
@@ -164,7 +167,7 @@ def leaves(run: Path) -> dict:
 
 
 def config_of(run: Path, mesh=(1, 1, 1)) -> config.Config:
-    return utils.start_mesh(config.of_run(str(run), config.Mesh(*mesh)), rows=4)
+    return utils.start_mesh(cli.of_run(str(run), config.Mesh(*mesh)), rows=4)
 
 
 def leaf(run: Path, name: str):
@@ -202,7 +205,7 @@ def test_a_model_comes_back_bit_for_bit(family, tmp_path):
         np.testing.assert_array_equal(exported[name], x, err_msg=name)
     convert_hf.import_hf(tmp_path / "out", tmp_path / "runs" / "b")
     assert leaves(tmp_path / "runs" / "b") == leaves(tmp_path / "runs" / "a")
-    models = [config.of_run(str(tmp_path / "runs" / x), config.Mesh()).model for x in "ab"]
+    models = [cli.of_run(str(tmp_path / "runs" / x), config.Mesh()).model for x in "ab"]
     assert models[0] == models[1]
     assert (tmp_path / "out" / "tokenizer.json").read_text() == '{"added_tokens": []}'
 
@@ -219,11 +222,11 @@ def test_an_imported_run_resumes_on_a_mesh_and_decides_nothing_about_data(tmp_pa
     must = dict.fromkeys(["train.seq_len", "train.batch_size", "run.seed"], 7)
     must |= {"data.train fingerprint": "another", "model.d_model": D}
     state = train.items(train.abstract_state(cfg))
-    found = utils.Checkpoints(run, must=must).restore(state)
+    found = checkpoint.Checkpoints(run, must=must).restore(state)
     assert not any(x.any() for x in jax.tree.leaves(found["rest"]))
     must["model.d_model"] = 2 * D
     with pytest.raises(UserError, match=f"model.d_model: {D} there, {2 * D} here"):
-        utils.Checkpoints(run, must=must).restore(state)
+        checkpoint.Checkpoints(run, must=must).restore(state)
 
 
 def test_rotary_pairs_that_are_not_interleaved_are_left_in_place(tmp_path):
@@ -271,10 +274,10 @@ def test_a_checkpoint_of_training_is_exported(tmp_path):
     table = model.param_table(cfg)
     params = jax.tree.map(lambda p: rng.normal(size=p.shape).astype(np.float32), table)
     params = jax.device_put(params, utils.shardings(model.param_specs(cfg)))
-    store = utils.Checkpoints(run)
+    store = checkpoint.Checkpoints(run)
     store.save(7, dict(params=params))
     store.close()
-    (run / "config.json").write_text(config.to_json(cfg))
+    (run / "config.json").write_text(cli.to_json(cfg))
     convert_hf.export_hf(run, tmp_path / "out", shard_size=100_000)
     found = read_dir(tmp_path / "out")
     layers = params["layers"]
@@ -285,7 +288,7 @@ def test_a_checkpoint_of_training_is_exported(tmp_path):
     table = utils.leaf_table(dict(params=params))
     embeds = {"params/embed_VD", "params/unembed_DV"}  # whose last rows become zero
     for name in set(table) - embeds:
-        assert again[name][2] == np.asarray(utils.digest(table[name])).tolist(), name
+        assert again[name][2] == np.asarray(checkpoint.digest(table[name])).tolist(), name
 
 
 def test_the_digest_of_parts_is_that_of_the_whole():
@@ -298,10 +301,10 @@ def test_the_digest_of_parts_is_that_of_the_whole():
         if len(shape) == 5:  # as experts are, gate and up in files of their own
             rows = [((n, e, slice(6), c, slice(7)), x[n, e, :, c])
                     for n, e, c in np.ndindex(2, 4, 2)]  # fmt: skip
-        whole = np.asarray(utils.digest(jnp.asarray(x))).tolist()
+        whole = np.asarray(checkpoint.digest(jnp.asarray(x))).tolist()
         assert convert_hf.digest_of(rows, shape) == (whole, True)
         assert convert_hf.digest_of(reversed(rows), shape) == (whole, True)
-        zero = np.asarray(utils.digest(jnp.zeros(shape))).tolist()
+        zero = np.asarray(checkpoint.digest(jnp.zeros(shape))).tolist()
         assert convert_hf.zero_digest(shape) == zero
     x, shape = np.arange(72, dtype=np.float32).reshape(3, 3, 2, 2, 2), (3, 3, 2, 2, 2)
     entry = (slice(1, 3), slice(1, 3), slice(2), slice(1, 2), slice(2))  # gaps in two dims
@@ -398,7 +401,7 @@ def test_tensors_that_do_not_fit_are_told_all_at_once(tmp_path):
     text = problems(tmp_path, "llama", tensors)
     assert "12 tensors are unknown for llama: model.layers.0.strange.0" in text
     assert text.count("strange") == 10 and ", and 2 more" in text
-    assert "are missing: model.norm.weight" in text
+    assert "are missing: layers.norm.weight" in text
     assert "model.layers.1.mlp.up_proj.weight [32, 17] instead of [32, 16]" in text
 
 
@@ -478,7 +481,7 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path):
     meta = tmp_path / "runs/x/checkpoints/0/meta/metadata"
     text = json.loads(meta.read_text())
     text["leaves"]["params/norm_D"][2][0] ^= 1
-    text["checksum"] = utils.checksum(text)
+    text["checksum"] = checkpoint.checksum(text)
     meta.write_text(json.dumps(text))
     with pytest.raises(UserError, match="damaged: norm_D is not as saved"):
         convert_hf.export_hf(tmp_path / "runs" / "x", tmp_path / "out")
@@ -503,7 +506,7 @@ MLA = dict(attention="mla", q_rank=8, kv_rank=8, d_rope=8, d_value=8)
     ],
 )
 def test_models_that_transformers_lacks_are_not_exported(fields, words):
-    cfg = config.check(config.Config(model=Model(**fields)))
+    cfg = checks.check(config.Config(model=Model(**fields)))
     with pytest.raises(UserError) as e:
         convert_hf.write_config(cfg, "float32", None)
     assert e.value.code == config.DATA and words in str(e.value)

@@ -16,7 +16,12 @@ import pytest
 from conftest import ROOT, on_mesh
 from jax import lax
 
+import attention
+import checkpoint
+import cli
 import config
+import generate
+import layers
 import model
 import train
 import utils
@@ -94,7 +99,7 @@ def record(request):
 def load(run, mesh=(1, 2, 2)):
     """(cfg, params) of a run on that mesh, which becomes the ambient one."""
     flags = ["--train.seq_len", "48", "--train.dtype", "float32"]
-    cfg = utils.start_mesh(config.of_run(str(run), config.Mesh(*mesh), *flags), rows=2)
+    cfg = utils.start_mesh(cli.of_run(str(run), config.Mesh(*mesh), *flags), rows=2)
     return cfg, train.load_params(utils.absolute(str(run)), cfg)
 
 
@@ -106,12 +111,12 @@ def score(params, token_MBL, target_MBL, cfg):
     @jax.shard_map(in_specs=(model.param_specs(cfg), rows, rows), out_specs=(P(*rows, "tp"), rows))
     def per_device(params, token_MBL, target_MBL):
         w, index_BL = model.ready(params, cfg, cfg.train.dtype), jnp.arange(token_MBL.shape[-1])
-        at = model.Span(index_BL[None], index_BL[None])
+        at = attention.Span(index_BL[None], index_BL[None])
         x_MBLD, _ = model.hidden(w, token_MBL, lambda m: at, cfg)
 
         def one(parts):
             x_BLD, target_BL = parts
-            x_BLD = lax.all_gather(model.norm(x_BLD, w, "norm", cfg), "tp", axis=1, tiled=True)
+            x_BLD = lax.all_gather(layers.norm(x_BLD, w, "norm", cfg), "tp", axis=1, tiled=True)
             return model.logits(x_BLD, w, cfg), model.cross_entropy(x_BLD, target_BL, w, cfg)[0]
 
         return lax.map(one, (x_MBLD, target_MBL))
@@ -157,7 +162,7 @@ def test_decoding_has_the_logits_of_transformers(family, imported, record):
     for length in range(start, start + 5):
         length_MB = np.full(token_MBS.shape[:2], length, np.int32)
         n_new = 1 if memory else length
-        logit_MBV, memory = model.next_logits(params, memory, token_MBS, length_MB, n_new, cfg)
+        logit_MBV, memory = generate.next_logits(params, memory, token_MBS, length_MB, n_new, cfg)
         got.append(np.asarray(logit_MBV)[..., : cfg.model.vocab_size].reshape(pp, n_rows, 1, -1))
     first = start - 1 - (L - want["logits"].shape[1])
     wanted = want["logits"][:, first : first + len(got)]
@@ -267,7 +272,7 @@ def test_transformers_computes_the_same_from_our_own_model(family, imported, tmp
     (run / "config.json").write_text((imported / "config.json").read_text())
     state = train.init_state(cfg)
     state = state._replace(params=scattered(state.params))
-    store = utils.Checkpoints(utils.absolute(str(run)), keep=1)
+    store = checkpoint.Checkpoints(utils.absolute(str(run)), keep=1)
     store.save(0, train.items(state))
     store.close()
     convert_hf.export_hf(run, tmp_path / "hf", shard_size=20_000)

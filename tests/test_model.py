@@ -12,8 +12,13 @@ import pytest
 from conftest import MESHES, ROOT, on_mesh
 from jax import lax
 
+import attention
 import config
+import experts
+import generate
+import layers
 import model
+import pipeline
 import train
 import utils
 from model import TOKENS, P
@@ -202,19 +207,19 @@ def test_every_stage_does_each_microbatch_of_each_part_once_both_ways(name, part
     M = 2 * pp
     cfg = on_mesh(replace(PLAIN, mesh=config.Mesh(schedule=name, virtual_stages=parts)), (1, pp, 1),
                   model=dict(n_layers=pp * parts), train=dict(seq_len=16))  # fmt: skip
-    plan = model.schedule_of(cfg, M)
+    plan = pipeline.schedule_of(cfg, M)
 
     @jax.jit
     @jax.shard_map(in_specs=(), out_specs=(P("pp"), P("pp"), P("pp")))
     def run():
-        s = model.varying(lax.axis_index("pp"))
+        s = layers.varying(lax.axis_index("pp"))
 
         def number(r):
             """Of a part in the model."""
             return r * pp + s
 
         def begin(x, m, total):
-            return m * 1000.0 + model.varying(jnp.float32(0)), total
+            return m * 1000.0 + layers.varying(jnp.float32(0)), total
 
         def forward(x, m, r, total):
             done, back, good = total
@@ -237,10 +242,10 @@ def test_every_stage_does_each_microbatch_of_each_part_once_both_ways(name, part
             return done, back, good & (g == m * 1000)
 
         count = jnp.zeros((parts, M), int)
-        start = model.varying((count, count, jnp.bool(True)))
-        x = model.varying(jnp.float32(0))
-        stage = model.Stage(begin, forward, score, backward, finish)
-        total = model.run_schedule(plan, stage, x, [x], start, model.branching(cfg))
+        start = layers.varying((count, count, jnp.bool(True)))
+        x = layers.varying(jnp.float32(0))
+        stage = pipeline.Stage(begin, forward, score, backward, finish)
+        total = pipeline.run_schedule(plan, stage, x, [x], start, pipeline.branching(cfg))
         return jax.tree.map(lambda x: lax.pmin(x.astype(int), ("dp", "tp"))[None], total)
 
     done, back, good = jax.device_get(run())
@@ -255,8 +260,8 @@ def test_stages_work_once_a_microbatch_and_in_lock_step_through_the_bubble_too(n
     cfg = on_mesh(replace(PLAIN, mesh=mesh), (1, pp, 1), model=dict(n_layers=pp * parts))
 
     def runs(skip):
-        branch = model.branching(replace(cfg, mesh=replace(cfg.mesh, skip_bubbles=skip)))
-        plan, ran = model.schedule_of(cfg, M), Counter()
+        branch = pipeline.branching(replace(cfg, mesh=replace(cfg.mesh, skip_bubbles=skip)))
+        plan, ran = pipeline.schedule_of(cfg, M), Counter()
 
         @jax.jit
         @jax.shard_map(in_specs=(), out_specs=P(("dp", "pp", "tp")))
@@ -278,9 +283,9 @@ def test_stages_work_once_a_microbatch_and_in_lock_step_through_the_bubble_too(n
             def finish(g, m, total):
                 return total
 
-            x = total = model.varying(jnp.float32(0))
-            stage = model.Stage(pass_on, forward, pass_on, backward, finish)
-            return model.run_schedule(plan, stage, x, [x], total, branch)[None]
+            x = total = layers.varying(jnp.float32(0))
+            stage = pipeline.Stage(pass_on, forward, pass_on, backward, finish)
+            return pipeline.run_schedule(plan, stage, x, [x], total, branch)[None]
 
         jax.block_until_ready(run())
         jax.effects_barrier()
@@ -318,7 +323,9 @@ def test_splash_attention_is_the_plain_one(fields):
                for s in ((B, L, H, K), (B, L, G, K), (B, L, G, W)))  # fmt: skip
     index_BL = jnp.broadcast_to(jnp.arange(L), (B, L))
     document_BL = index_BL // 90 if fields.get("documents") else None
-    at = model.Span(index_BL, index_BL, document_BL, document_BL, window=fields.get("window", 0))
+    at = attention.Span(
+        index_BL, index_BL, document_BL, document_BL, window=fields.get("window", 0)
+    )
 
     def results(attention, **kwargs):
         def loss(q, k, v):
@@ -327,7 +334,10 @@ def test_splash_attention_is_the_plain_one(fields):
 
         return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
 
-    got, want = results(model.splash_attention, interpret=True), results(model.xla_attention)
+    got, want = (
+        results(attention.splash_attention, interpret=True),
+        results(attention.xla_attention),
+    )
     jax.tree.map(partial(np.testing.assert_allclose, atol=2e-3), got, want)
 
 
@@ -342,7 +352,7 @@ def test_dropout_drops_each_element_by_itself_and_keeps_the_mean():
 
     @jax.shard_map(in_specs=(P(), P(), P()), out_specs=P(None, "tp"))
     def dropped(x_BLD, key, row_B):
-        return model.dropout(lax.pcast(x_BLD, "tp", to="varying"), key, row_B, cfg)
+        return layers.dropout(lax.pcast(x_BLD, "tp", to="varying"), key, row_B, cfg)
 
     x_BLD, key = jnp.ones((4, 16, 32)), jax.random.key(3)
     y_BLD = np.asarray(jax.jit(dropped)(x_BLD, key, jnp.arange(4)))
@@ -360,7 +370,7 @@ def test_dropout_drops_each_element_by_itself_and_keeps_the_mean():
 def test_dropout_differs_between_layers_branches_steps_and_seeds():
     """Each of these keys one fold_in away from another; a forgotten one repeats the mask."""
     seen = []
-    real = model.dropout
+    real = layers.dropout
 
     def spy(x_BLD, key, row_B, cfg):
         if key is not None:
@@ -452,7 +462,7 @@ SOFTMAX = dict(router="softmax", router_bias=False, n_groups=1, n_active_groups=
 def test_a_moe_layer_is_a_loop_over_tokens_and_their_experts(fields, capacity_factor, experts):
     cfg = replace(MOE, model=replace(MOE.model, **fields), mesh=config.Mesh(experts=experts))
     cfg = on_mesh(cfg, (4, 1, 2), train=dict(capacity_factor=capacity_factor))
-    table = model.moe_table(cfg)
+    table = experts.moe_table(cfg)
     rng = np.random.default_rng(0)
     w = {n: rng.normal(size=p.shape, scale=p.shape[-1] ** -0.5) for n, p in table.items()}
     x_BLD = rng.normal(size=(8, 16, cfg.model.d_model))
@@ -463,8 +473,8 @@ def test_a_moe_layer_is_a_loop_over_tokens_and_their_experts(fields, capacity_fa
     @jax.jit
     @jax.shard_map(in_specs=(P("dp", "tp"), specs), out_specs=(P("dp", "tp"), sums))
     def moe(x_BLD, w):
-        y_BLD, stats = model.moe(x_BLD, model.unshard(w, table), cfg, training=True)
-        return y_BLD, lax.psum(model.varying(stats), ("dp", "pp", "tp"))
+        y_BLD, stats = experts.moe(x_BLD, layers.unshard(w, table), cfg, training=True)
+        return y_BLD, lax.psum(layers.varying(stats), ("dp", "pp", "tp"))
 
     to32 = partial(jax.tree.map, lambda x: jnp.asarray(x, jnp.float32))
     y_BLD, stats = jax.device_get(moe(to32(x_BLD), to32(w)))
@@ -499,7 +509,7 @@ def test_balance_is_one_when_even_and_the_number_of_experts_over_active_at_worst
     def sums(score_BLE, expert_BLX):
         @jax.shard_map(in_specs=(P("dp", "tp"), P("dp", "tp")), out_specs=P())
         def total(score_BLE, expert_BLX):
-            return lax.psum(model.balance(score_BLE, expert_BLX), ("dp", "tp"))
+            return lax.psum(experts.balance(score_BLE, expert_BLX), ("dp", "tp"))
 
         return jax.device_get(total(score_BLE, expert_BLX))
 
@@ -566,14 +576,14 @@ def test_statistics_are_per_token_sequence_and_pair_in_the_layers_order():
         return dict(load_E=load, entropy=n * x, balance=B * x, dropped=2 * n * x)
 
     stats = dict(prefix=dict(moe=sums(0.5)), layers=dict(moe_local=sums(0.25, 0.125)))
-    got = train.moe_metrics(stats, MIXED)
+    got = experts.moe_metrics(stats, MIXED)
     assert config.moe_layers(MIXED.model) == [0, 4, 8]
     for name in ("entropy", "balance", "dropped"):
         np.testing.assert_allclose(got[name], [0.5, 0.25, 0.125])
     np.testing.assert_allclose(got["load"][:, 0], [0.5, 0.25, 0.125])
 
 
-@pytest.mark.parametrize("name", model.ATTENTION)
+@pytest.mark.parametrize("name", attention.ATTENTION)
 def test_every_attention_of_the_table_is_the_same_on_a_mesh_and_from_its_cache(name):
     m = MOE.model
     latent = dict(q_rank=m.q_rank, kv_rank=m.kv_rank, d_rope=m.d_rope, d_value=m.d_value)
@@ -594,7 +604,7 @@ def test_a_new_attention_is_a_function_and_a_line(monkeypatch):
     ).groups()
     names = dict(vars(model))
     exec(function, names)
-    monkeypatch.setitem(model.ATTENTION, "gated", eval(line, names))
+    monkeypatch.setitem(attention.ATTENTION, "gated", eval(line, names))
     cfg = replace(PLAIN, model=replace(PLAIN.model, attention="gated", n_layers=2))
     assert "gate_D" in model.param_table(cfg)["layers"]["dense"]
     check_attention(cfg)
@@ -718,7 +728,7 @@ def test_greedy_text_is_the_argmax_of_a_plain_decoder(mesh):
     cfg = utils.start_mesh(replace(PLAIN, mesh=config.Mesh(*mesh)), rows=3)
     params, L = params_of(cfg), cfg.train.seq_len
     prompts = [[5, 6, 7], [1], list(range(12))]
-    *_, rows = model.generate(params, prompts, 8, cfg, vocab_size=512, temperature=0)
+    *_, rows = generate.generate(params, prompts, 8, cfg, vocab_size=512, temperature=0)
     assert [row[: len(p)] for row, p in zip(rows, prompts, strict=True)] == prompts
     w = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
     half = L + 1 - L // 2
@@ -757,7 +767,7 @@ def check_cached_logits(cfg, mesh, tolerance=2e-5):
     length = np.random.default_rng(1).integers(3, 9, size=n_rows).astype(np.int32)
     for _ in range(5):
         rows = np.where(np.arange(L) < length[:, None], tokens[:n_rows], 0)
-        logit, memory = model.next_logits(
+        logit, memory = generate.next_logits(
             params, memory, put_rows(rows, dp_pp), put_rows(length, dp_pp), n_new, cfg
         )
         logit, at = np.asarray(logit).reshape(n_rows, -1), (np.arange(n_rows), length - 1)
@@ -774,7 +784,9 @@ def test_sampling_options():
     def draw(**options):
         """How often each of the four was chosen."""
         options = dict(temperature=1, top_k=0, top_p=1.0) | options
-        chosen = [model.choose(logit_V, np.random.default_rng(n), **options) for n in range(2000)]
+        chosen = [
+            generate.choose(logit_V, np.random.default_rng(n), **options) for n in range(2000)
+        ]
         return np.bincount(chosen, minlength=4) / 2000
 
     np.testing.assert_allclose(draw(), [0.5, 0.3, 0.15, 0.05], atol=0.04)
@@ -787,9 +799,9 @@ def test_sampling_options():
 def test_ids_that_only_pad_the_vocabulary_are_never_drawn():
     cfg = utils.start_mesh(PLAIN, rows=2)
     options = dict(vocab_size=40, temperature=5.0)
-    *_, rows = model.generate(params_of(cfg), [[5], [6]], 12, cfg, **options)
+    *_, rows = generate.generate(params_of(cfg), [[5], [6]], 12, cfg, **options)
     assert max(max(row) for row in rows) < 40
-    *_, alone = model.generate(params_of(cfg), [[5]], 12, cfg, **options)
+    *_, alone = generate.generate(params_of(cfg), [[5]], 12, cfg, **options)
     assert alone[0] == rows[0]
     assert rows[1][1:] != rows[0][1:]  # each row has its own random numbers
 
@@ -798,8 +810,8 @@ def test_a_row_stops_at_the_end_of_its_document():
     cfg = utils.start_mesh(PLAIN, rows=1)
     params = params_of(cfg)
     greedy = dict(vocab_size=512, temperature=0)
-    *_, rows = model.generate(params, [[5]], 6, cfg, **greedy)
-    *_, stopped = model.generate(params, [[5]], 6, cfg, **greedy, stop_id=rows[0][3])
+    *_, rows = generate.generate(params, [[5]], 6, cfg, **greedy)
+    *_, stopped = generate.generate(params, [[5]], 6, cfg, **greedy, stop_id=rows[0][3])
     assert stopped[0] == rows[0][: rows[0].index(rows[0][3])]
 
 
@@ -859,7 +871,7 @@ def test_a_frequent_tokens_gradient_survives_bfloat16():
 
 def test_tiles_hold_any_routing():
     for U, E in [(1, 8), (7, 2), (64, 8), (4096, 16), (65536, 16), (524288, 128)]:
-        Y, Z = model.tiles(U, E)
+        Y, Z = experts.tiles(U, E)
         # At worst k experts have one row in a tile of their own, and one has the rest.
         assert max(k + (U - k) // Z for k in range(1, min(E, U) + 1)) <= Y
         assert U < 64 * E or (Y * Z - U) / (Y * Z) <= 0.2

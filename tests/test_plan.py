@@ -16,7 +16,9 @@ import numpy as np
 import pytest
 from conftest import ROOT, run
 
+import checks
 import config
+import profiling
 import utils
 from config import USAGE
 
@@ -39,7 +41,7 @@ def configured(mesh, cfg=TINY, **train) -> config.Config:
     """cfg on a mesh of such sizes, or with such fields of it."""
     mesh = mesh if isinstance(mesh, dict) else dict(zip(("dp", "pp", "tp"), mesh, strict=True))
     cfg = replace(cfg, mesh=replace(cfg.mesh, **mesh), train=replace(cfg.train, **train))
-    return config.resolve(cfg, cfg.mesh.dp * cfg.mesh.pp * cfg.mesh.tp)
+    return checks.resolve(cfg, cfg.mesh.dp * cfg.mesh.pp * cfg.mesh.tp)
 
 
 def by_formula(cfg) -> tuple[dict, dict]:
@@ -140,7 +142,7 @@ def by_program(line: str, sizes) -> Counter:
     """Calls and bytes received of a compiled program's line, as the formulas name them."""
     found, op = Counter(), "|".join(NAMES)
     if match := re.search(rf" = (.*?) ({op})(?:-start)?\(", line):
-        (axis,) = utils.joined_axes(line, sizes) or [""]
+        (axis,) = profiling.joined_axes(line, sizes) or [""]
         n = dict(zip(utils.AXES, sizes, strict=True)).get(axis, 1)
         dtype, shape = re.match(r"(\w+)\[([\d,]*)\]", match[1]).groups()
         part = ITEM[dtype] * math.prod(int(x) for x in shape.split(",") if x)

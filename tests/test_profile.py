@@ -15,7 +15,8 @@ from etils import epath
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-import config
+import cli
+import profiling
 import train
 import utils
 from config import USAGE, UserError
@@ -50,7 +51,7 @@ def test_a_compiled_collective_joins_the_axes_it_was_written_over(cfg, mesh, nam
         return COLLECTIVES[name](jnp.sin(x), over)
 
     f = jax.shard_map(per_device, in_specs=P(utils.AXES), out_specs=P(utils.AXES))
-    classes = utils.op_classes(jax.jit(f).lower(jnp.ones(64)).compile().as_text(), mesh)
+    classes = profiling.op_classes(jax.jit(f).lower(jnp.ones(64)).compile().as_text(), mesh)
     wide = [axis for axis in axes.split("+") if dict(zip(utils.AXES, mesh, strict=True))[axis] > 1]
     assert set(classes.values()) - {"compute", ""} == ({"+".join(wide)} if wide else set())
 
@@ -70,7 +71,7 @@ def test_a_compiled_collective_joins_the_axes_it_was_written_over(cfg, mesh, nam
 ])  # fmt: skip
 def test_every_form_of_groups_is_read_or_said_to_be_unknown(groups, axes):
     line = f"  %x.1 = (f32[8]{{0:T(256)}}, f32[]) all-reduce(%y), channel_id=1, {groups}, a={{}}"
-    assert utils.op_classes(line, (2, 2, 2)) == {"x.1": axes}
+    assert profiling.op_classes(line, (2, 2, 2)) == {"x.1": axes}
 
 
 # ---- the ledger
@@ -149,7 +150,7 @@ def profile_data(kind: str) -> SimpleNamespace:
 
 @pytest.mark.parametrize("kind", ["CPU", "GPU", "TPU"])
 def test_each_moment_of_a_device_is_in_one_row(kind):
-    rows = utils.ledger(profile_data(kind), HLO, (1, 2, 1))
+    rows = profiling.ledger(profile_data(kind), HLO, (1, 2, 1))
     names = dict(zip(WANT, rows, strict=True))
     assert {name: rows[row] for name, row in names.items()} == pytest.approx(
         {name: ms / 2 / 2 for name, ms in WANT.items()}  # devices, updates
@@ -174,14 +175,14 @@ def test_the_rows_of_any_trace_add_up_to_its_wall_time():
             if op == "fusion.1":
                 merged += max(0, min(end, 200e6) - max(start, done))
                 done = max(done, end)
-    rows = utils.ledger(data, HLO, (1, 2, 1))
+    rows = profiling.ledger(data, HLO, (1, 2, 1))
     assert sum(rows.values()) == pytest.approx(50) and min(rows.values()) >= 0
     assert rows["compute"] == pytest.approx(merged / 1e6 / 2 / 2)
 
 
 def test_a_trace_without_a_device_gives_no_ledger():
     data = profile_data("GPU")
-    assert utils.ledger(SimpleNamespace(planes=data.planes[:1]), HLO, (1, 2, 1)) == {}
+    assert profiling.ledger(SimpleNamespace(planes=data.planes[:1]), HLO, (1, 2, 1)) == {}
 
 
 # ---- what a run leaves
@@ -216,7 +217,7 @@ def test_a_run_leaves_trace_ledger_and_program_and_compiles_it_once(cfg, capsys)
     timed = [row["step_time"] for row in lines if row["kind"] == "train" and row["step"] in (3, 4)]
     assert wall * 2 == pytest.approx(sum(timed) * 1e3, rel=0.25)
     data = jax.profiler.ProfileData.from_file(str(trace))
-    devices, marks = utils.read_trace(data)
+    devices, marks = profiling.read_trace(data)
     assert len(devices) == 8 and len(marks["update"]) == len(marks["data wait"]) == 2
 
 
@@ -230,9 +231,9 @@ class Log:
         pass
 
 
-def profiled(cfg, tmp_path, steps) -> tuple[utils.Profile, epath.Path]:
+def profiled(cfg, tmp_path, steps) -> tuple[profiling.Profile, epath.Path]:
     """A run of these updates, which do nothing."""
-    profile, log = utils.Profile(epath.Path(tmp_path), None, cfg), Log()
+    profile, log = profiling.Profile(epath.Path(tmp_path), None, cfg), Log()
     for step in steps:
         with profile.update(step, log):
             pass
@@ -251,7 +252,7 @@ def test_a_resumed_run_leaves_past_updates_and_a_stopped_one_its_trace_alone(cfg
 @pytest.mark.parametrize("window", ["0 1", "3 0", "-1 2", "20 2", "1 21"])
 def test_updates_that_do_not_come_are_refused(window):
     with pytest.raises(UserError) as error:
-        config.parse(["--config", "tiny", "--train.profile", *window.split()])
+        cli.parse(["--config", "tiny", "--train.profile", *window.split()])
     assert error.value.code == USAGE
     (problem,) = error.value.problems
     assert f"train.profile={window}" in problem.what and "train.steps=20" in problem.what
@@ -259,9 +260,9 @@ def test_updates_that_do_not_come_are_refused(window):
 
 @pytest.mark.parametrize("window", ["0 0", "1 20", "20 1"])
 def test_a_config_file_keeps_the_updates_to_profile(window, tmp_path):
-    cfg = config.parse(["--config", "tiny", "--train.profile", *window.split()])
-    (tmp_path / "config.json").write_text(config.to_json(cfg))
-    assert config.parse(["--config", str(tmp_path / "config.json")]) == cfg
+    cfg = cli.parse(["--config", "tiny", "--train.profile", *window.split()])
+    (tmp_path / "config.json").write_text(cli.to_json(cfg))
+    assert cli.parse(["--config", str(tmp_path / "config.json")]) == cfg
 
 
 @pytest.mark.parametrize("value", [["--fresh"], [[1], 2], [None, 1], "1"])
@@ -269,5 +270,5 @@ def test_a_config_file_smuggles_nothing_in_with_them(value, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(dict(train=dict(profile=value))))
     with pytest.raises((UserError, SystemExit)) as error:
-        config.parse(["--config", str(path)])
+        cli.parse(["--config", str(path)])
     assert error.value.code == USAGE

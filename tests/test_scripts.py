@@ -16,6 +16,7 @@ import pytest
 from conftest import ROOT, on_mesh, prepare, run
 from tokenizers import Tokenizer
 
+import cli
 import config
 import train
 import utils
@@ -203,7 +204,7 @@ def test_samples_are_the_same_text_from_any_mesh(trained):
 
 
 def test_samples_in_training_compare_over_time(trained):
-    train.main(config.parse(["--config", str(trained / "config.json")]))  # finished: adds nothing
+    train.main(cli.parse(["--config", str(trained / "config.json")]))  # finished: adds nothing
     rows = [json.loads(line) for line in (trained / "samples.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [10, 20]
     assert all(isinstance(row["text"], str) for row in rows)
@@ -232,7 +233,7 @@ def test_evaluate_agrees_with_training_and_writes_each_token(trained, corpus, tm
     np.testing.assert_allclose(result["perplexity"], np.exp(result["loss"]))
 
     # In the data's order.
-    cfg = config.of_run(str(trained), config.Mesh(1, 1, 1))
+    cfg = cli.of_run(str(trained), config.Mesh(1, 1, 1))
     cfg = on_mesh(cfg, train=dict(batch_size=8))
     params = train.load_params(utils.absolute(str(trained)), cfg)
     nll = np.asarray(train.eval_step(params, *Dataset(cfg, "val").eval_batch(3), cfg)[2]).ravel()

@@ -18,8 +18,11 @@ import numpy as np
 import pytest
 from conftest import ROOT, on_mesh
 
+import checkpoint
+import cli
 import config
 import model
+import optim
 import train
 import utils
 from config import BUSY, CHECKPOINT, DISTRIBUTED, DIVERGED, INTERRUPTED, Config, UserError
@@ -48,13 +51,13 @@ def loss_curve(run: Path) -> list[float]:
 
 
 def final_weights(run: Path) -> dict:
-    cfg = utils.start_mesh(replace(config.of_run(str(run), config.Mesh(1, 1, 1))), rows=1)
+    cfg = utils.start_mesh(replace(cli.of_run(str(run), config.Mesh(1, 1, 1))), rows=1)
     return utils.leaf_table(jax.device_get(train.load_params(utils.absolute(str(run)), cfg)))
 
 
 def flags(cfg: Config, *more) -> list[str]:
     """The command line that gives cfg."""
-    sections = json.loads(config.to_json(cfg))
+    sections = json.loads(cli.to_json(cfg))
     given = []
     for section, values in sections.items():
         for name, v in values.items():
@@ -145,7 +148,7 @@ def test_a_run_leaves_its_record(whole, base):
     record = json.loads((whole / "config.json").read_text())
     assert record["versions"]["jax"] == jax.__version__
     assert record["argv"] and len(record["data_fingerprint"]) == 32
-    assert config.parse(["--config", str(whole / "config.json")]) == base
+    assert cli.parse(["--config", str(whole / "config.json")]) == base
     assert (whole / "loss.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -427,7 +430,7 @@ def test_a_state_with_a_nan_is_not_saved(base, tmp_path):
     cfg = on_mesh(base, (1, 1, 1))
     state = train.init_state(cfg)
     state.params["norm_D"] = state.params["norm_D"].at[3].set(jnp.nan)
-    store = utils.Checkpoints(utils.absolute(str(tmp_path)))
+    store = checkpoint.Checkpoints(utils.absolute(str(tmp_path)))
     with pytest.raises(UserError) as error:
         store.save(5, train.items(state))
     assert error.value.code == DIVERGED and store.manager.latest_step() is None
@@ -437,8 +440,8 @@ def test_a_state_with_a_nan_is_not_saved(base, tmp_path):
 def test_learning_rate(schedule):
     steps = ["--train.steps", "100", "--optim.warmup_steps", "10"]
     rates = ["--optim.lr", "1", "--optim.min_lr_ratio", "0.1"]
-    cfg = config.parse(["--config", "tiny", "--optim.schedule", schedule, *steps, *rates])
-    rate = np.array([float(train.learning_rate(n, cfg)) for n in range(100)])
+    cfg = cli.parse(["--config", "tiny", "--optim.schedule", schedule, *steps, *rates])
+    rate = np.array([float(optim.learning_rate(n, cfg)) for n in range(100)])
     np.testing.assert_allclose(rate[:10], np.arange(1, 11) / 10, rtol=1e-6)
     assert rate[99] == pytest.approx(0.1) and (np.diff(rate[10:]) <= 1e-7).all()
     if schedule == "wsd":
@@ -452,11 +455,11 @@ def test_weight_decay_pulls_matrices_only():
     cfg = on_mesh(config.tiny(), (1, 1, 1), optim=dict(weight_decay=0.5, warmup_steps=0))
     params = train.init_state(cfg).params
     zero = jax.tree.map(jnp.zeros_like, params)
-    updates, _ = train.optimizer(cfg).update(zero, train.optimizer(cfg).init(params), params)
+    updates, _ = optim.optimizer(cfg).update(zero, optim.optimizer(cfg).init(params), params)
     moved = {name for name, x in utils.leaf_table(updates).items() if np.abs(x).max() > 0}
     table = utils.leaf_table(model.param_table(cfg))
     assert moved == {name for name in table if "norm" not in name}
-    want = -train.learning_rate(0, cfg) * 0.5 * params["embed_VD"]
+    want = -optim.learning_rate(0, cfg) * 0.5 * params["embed_VD"]
     np.testing.assert_allclose(updates["embed_VD"], want, rtol=1e-6)
 
 
@@ -499,7 +502,7 @@ def test_two_processes_have_the_losses_of_one_stop_together_and_go_on_as_one(bas
         assert code == INTERRUPTED, err
     np.testing.assert_allclose(loss_curve(run)[:10], loss_curve(whole)[:10], rtol=1e-6)
     assert rows(run, "eval")[10]["tokens"] == rows(whole, "eval")[10]["tokens"]
-    assert config.of_run(str(run), config.Mesh(1, 1, 1)).run.coordinator == ""  # scripts run alone
+    assert cli.of_run(str(run), config.Mesh(1, 1, 1)).run.coordinator == ""  # scripts run alone
     train.main(cfg)
     np.testing.assert_allclose(loss_curve(run), loss_curve(whole), rtol=1e-5)
 

@@ -17,7 +17,9 @@ import pytest
 from conftest import ROOT, on_mesh
 from etils import epath
 
+import checkpoint
 import config
+import metrics
 import train
 import utils
 from config import CHECKPOINT, STORAGE, USAGE, UserError
@@ -26,7 +28,7 @@ from config import CHECKPOINT, STORAGE, USAGE, UserError
 
 
 def digest(x) -> list[int]:
-    return np.asarray(jax.jit(utils.digest)(x)).tolist()
+    return np.asarray(jax.jit(checkpoint.digest)(x)).tolist()
 
 
 def test_a_digest_is_the_same_on_every_mesh_and_layout():
@@ -61,7 +63,7 @@ def saved(tmp_path_factory):
     """A run directory with checkpoints 10 and 20 of two different states, and those states."""
     cfg = on_mesh(config.tiny(), (2, 2, 2))
     run = epath.Path(tmp_path_factory.mktemp("saved"))
-    store = utils.Checkpoints(run, keep=2, must=dict(colour="red"))
+    store = checkpoint.Checkpoints(run, keep=2, must=dict(colour="red"))
     state = train.init_state(cfg)
     states = {10: state, 20: jax.tree.map(lambda x: x + 1, state)}
     for step, s in states.items():
@@ -77,8 +79,8 @@ def copy(saved, tmp_path):
     return on_mesh(cfg, (2, 2, 2)), epath.Path(shutil.copytree(run, tmp_path / "run")), states
 
 
-def open_store(run, keep=2) -> utils.Checkpoints:
-    return utils.Checkpoints(run, keep, must=dict(colour="red"))
+def open_store(run, keep=2) -> checkpoint.Checkpoints:
+    return checkpoint.Checkpoints(run, keep, must=dict(colour="red"))
 
 
 def restored(run, cfg):
@@ -162,7 +164,7 @@ def test_no_mutation_of_any_file_gives_a_wrong_state(copy, capsys):
             try:
                 assert_equal(store.load(20, abstract), states[20])
                 outcomes.append("whole")
-            except utils.Damaged:
+            except checkpoint.Damaged:
                 outcomes.append("refused")
             path.write_bytes(original)
     assert outcomes.count("refused") > len(outcomes) / 4, outcomes
@@ -213,7 +215,7 @@ def test_another_setting_or_dtype_is_an_error_with_the_fields(copy):
     cfg, run, _ = copy
     abstract = train.items(train.abstract_state(cfg))
     with pytest.raises(UserError, match="colour: red there, blue here"):
-        utils.Checkpoints(run, must=dict(colour="blue")).restore(abstract)
+        checkpoint.Checkpoints(run, must=dict(colour="blue")).restore(abstract)
 
     def halved(x):
         return jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=x.sharding)
@@ -267,15 +269,15 @@ def row(step, kind="train") -> str:
 def test_rows_after_the_checkpoint_and_torn_lines_are_dropped(tmp_path):
     path = epath.Path(tmp_path / "metrics.jsonl")
     path.write_text(row(1) + row(2) + row(2, "eval") + "not json\n" + row(3) + row(4)[:-9])
-    assert utils.kept_rows(path, 2) == [row(1), row(2), row(2, "eval")]
-    file = utils.RowFile(path, 2)
+    assert metrics.kept_rows(path, 2) == [row(1), row(2), row(2, "eval")]
+    file = metrics.RowFile(path, 2)
     file.add(dict(kind="train", step=3))
     assert path.read_text() == row(1) + row(2) + row(2, "eval") + '{"kind": "train", "step": 3}\n'
 
 
 def test_rows_are_written_one_update_late_and_nan_is_null(tmp_path, capsys):
     cfg = on_mesh(config.tiny(), (1, 1, 1), log=dict(every=1))
-    log = utils.MetricsLog(epath.Path(tmp_path), cfg, 0, flops=1.0)
+    log = metrics.MetricsLog(epath.Path(tmp_path), cfg, 0, flops=1.0)
     path = tmp_path / "metrics.jsonl"
     log.update(1, dict(loss=jnp.float32(2), grad_norm=jnp.float32(1), lr=jnp.float32(0.1)))
     assert not path.exists()
@@ -289,9 +291,9 @@ def test_rows_are_written_one_update_late_and_nan_is_null(tmp_path, capsys):
 
 
 def test_the_curve_is_drawn(tmp_path):
-    utils.draw_loss(epath.Path(tmp_path / "loss.png"), [(1, 3.0), (2, None), (3, 2.0)], {3: 2.5})
+    metrics.draw_loss(epath.Path(tmp_path / "loss.png"), [(1, 3.0), (2, None), (3, 2.0)], {3: 2.5})
     assert (tmp_path / "loss.png").read_bytes()[:4] == b"\x89PNG"
-    utils.draw_loss(epath.Path(tmp_path / "loss.png"), [], {})
+    metrics.draw_loss(epath.Path(tmp_path / "loss.png"), [], {})
 
 
 # ---- Weights & Biases
@@ -358,15 +360,15 @@ def test_wandb_that_fails_never_stops_a_run_unless_required(cfg, monkeypatch, tm
     cfg = on_mesh(cfg)
     offline, required = (replace(cfg, log=config.Log(wandb=w)) for w in ("offline", "required"))
     (tmp_path / "config.json").write_text('{"run_id": "x"}')
-    assert utils.start_wandb(epath.Path(tmp_path), offline) is None
+    assert metrics.start_wandb(epath.Path(tmp_path), offline) is None
     assert "wandb is off (OSError: no route to host)" in capsys.readouterr().err
-    monkeypatch.setattr(utils, "has_wandb_key", lambda: True)
+    monkeypatch.setattr(metrics, "has_wandb_key", lambda: True)
     with pytest.raises(UserError) as error:
-        utils.start_wandb(epath.Path(tmp_path), required)
+        metrics.start_wandb(epath.Path(tmp_path), required)
     assert error.value.code == USAGE
-    monkeypatch.setattr(utils, "has_wandb_key", lambda: False)
+    monkeypatch.setattr(metrics, "has_wandb_key", lambda: False)
     with pytest.raises(UserError, match="no API key"):
-        utils.start_wandb(epath.Path(tmp_path), required)
+        metrics.start_wandb(epath.Path(tmp_path), required)
 
 
 # ---- meshes, paths and numbers
