@@ -15,8 +15,18 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from config import USAGE, Config, UserError, listed
-from layers import Param, einsum, norm_gain, normal, platform, plus, rms_norm, softcap, vector
+from config import USAGE, Config, UserError, or_list
+from layers import (
+    Param,
+    add_bias,
+    einsum,
+    norm_gain,
+    normal,
+    platform,
+    rms_norm,
+    softcap,
+    zero_bias,
+)
 from utils import warn
 
 
@@ -32,10 +42,10 @@ def gqa_table(cfg: Config) -> dict:
     if m.attn_bias:
         spec = P("tp", None)
         table |= dict(
-            q_bias_HK=vector(H, K, spec=spec),
-            k_bias_GK=vector(G, K, spec=spec),
-            v_bias_GK=vector(G, K, spec=spec),
-            o_bias_D=vector(D),
+            q_bias_HK=zero_bias(H, K, spec=spec),
+            k_bias_GK=zero_bias(G, K, spec=spec),
+            v_bias_GK=zero_bias(G, K, spec=spec),
+            o_bias_D=zero_bias(D),
         )
     if m.qk_norm:
         table |= dict(q_norm_K=norm_gain(K), k_norm_K=norm_gain(K))
@@ -59,8 +69,10 @@ def mla_table(cfg: Config) -> dict:
     if m.q_rank:
         table |= dict(q_down_DJ=Param((D, J), P("dp", None), normal(D)), q_norm_J=norm_gain(J))
     if m.attn_bias:
-        table |= dict(kv_down_bias_I=vector(I), k_rope_bias_T=vector(T), o_bias_D=vector(D))
-        table |= dict(q_down_bias_J=vector(J)) if m.q_rank else {}
+        table |= dict(
+            kv_down_bias_I=zero_bias(I), k_rope_bias_T=zero_bias(T), o_bias_D=zero_bias(D)
+        )
+        table |= dict(q_down_bias_J=zero_bias(J)) if m.q_rank else {}
     return table
 
 
@@ -82,7 +94,7 @@ class Span(NamedTuple):
     """Keys in reach, the query's own included; 0 is all."""
 
 
-def documents(token_BS, end_id: int):
+def document_ids(token_BS, end_id: int):
     """(document_BS, position_BS): each token's document, from 0, and its place there.  An end
     belongs to the document that it ends."""
     end_BS = token_BS == end_id
@@ -226,7 +238,7 @@ def splash_attention(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int, interpre
     return jnp.swapaxes(jax.vmap(kernel)(*heads_first), 1, 2)
 
 
-def shortcoming(kernel: str, q_BLHK, v_BSGW, at: Span, cfg: Config) -> str:
+def why_unsupported(kernel: str, q_BLHK, v_BSGW, at: Span, cfg: Config) -> str:
     """Why the kernel cannot do this attention, or ""."""
     L, K, half = q_BLHK.shape[1], q_BLHK.shape[3], q_BLHK.dtype == jnp.bfloat16
     home = dict(cudnn=("gpu", "cuda"), splash=("tpu",))[kernel]
@@ -261,7 +273,7 @@ def attend(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int):
     over sqrt(width), and H / G query heads share a key head.  Raises UserError USAGE."""
     best = dict(gpu="cudnn", cuda="cudnn", tpu="splash").get(platform(), "xla")
     kernel = best if cfg.train.attention == "auto" else cfg.train.attention
-    why = kernel != "xla" and shortcoming(kernel, q_BLHK, v_BSGW, at, cfg)
+    why = kernel != "xla" and why_unsupported(kernel, q_BLHK, v_BSGW, at, cfg)
     if why and at.split == 1:
         if kernel == cfg.train.attention:
             raise UserError(USAGE, f"train.attention={kernel} {why}", "set --train.attention auto")
@@ -273,7 +285,7 @@ def attend(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int):
     return f(q_BLHK, k_BSGK, v_BSGW)
 
 
-def remember(memory, new: dict, at: Span) -> dict:
+def update_cache(memory, new: dict, at: Span) -> dict:
     """What there is of keys and values once the new tokens' are put into memory; None has none."""
     if memory is None:
         return new
@@ -287,18 +299,18 @@ def gqa(x_BLD, w, cfg, at: Span, memory):
     x is gathered over tp, and the heads' outputs summed and scattered.
     """
     x_BLD = lax.all_gather(x_BLD, "tp", axis=at.split, tiled=True)
-    q_BLHK = plus(einsum("BLD,DHK->BLHK", x_BLD, w["q_DHK"]), w.get("q_bias_HK"))
-    k_BLGK = plus(einsum("BLD,DGK->BLGK", x_BLD, w["k_DGK"]), w.get("k_bias_GK"))
-    v_BLGK = plus(einsum("BLD,DGK->BLGK", x_BLD, w["v_DGK"]), w.get("v_bias_GK"))
+    q_BLHK = add_bias(einsum("BLD,DHK->BLHK", x_BLD, w["q_DHK"]), w.get("q_bias_HK"))
+    k_BLGK = add_bias(einsum("BLD,DGK->BLGK", x_BLD, w["k_DGK"]), w.get("k_bias_GK"))
+    v_BLGK = add_bias(einsum("BLD,DGK->BLGK", x_BLD, w["v_DGK"]), w.get("v_bias_GK"))
     if cfg.model.qk_norm:
         q_BLHK = rms_norm(q_BLHK, w["q_norm_K"], cfg.model.norm_eps)
         k_BLGK = rms_norm(k_BLGK, w["k_norm_K"], cfg.model.norm_eps)
     q_BLHK = rope(q_BLHK, at, cfg)
-    kv = remember(memory, dict(k_BSGK=rope(k_BLGK, at, cfg), v_BSGK=v_BLGK), at)
+    kv = update_cache(memory, dict(k_BSGK=rope(k_BLGK, at, cfg), v_BSGK=v_BLGK), at)
     y_BLHK = attend(q_BLHK, kv["k_BSGK"], kv["v_BSGK"], at, cfg, cfg.model.d_head)
     y_BLD = einsum("BLHK,HKD->BLD", y_BLHK, w["o_HKD"])
     y_BLD = lax.psum_scatter(y_BLD, "tp", scatter_dimension=at.split, tiled=True)
-    return plus(y_BLD, w.get("o_bias_D")), kv
+    return add_bias(y_BLD, w.get("o_bias_D")), kv
 
 
 def mla(x_BLD, w, cfg, at: Span, memory):
@@ -310,18 +322,20 @@ def mla(x_BLD, w, cfg, at: Span, memory):
     m, h_BLJ = cfg.model, x_BLD
     eps = 1e-6  # of the latents' norms: DeepSeek's code has it apart from norm_eps
     if m.q_rank:
-        h_BLJ = plus(einsum("BLD,DJ->BLJ", x_BLD, w["q_down_DJ"]), w.get("q_down_bias_J"))
+        h_BLJ = add_bias(einsum("BLD,DJ->BLJ", x_BLD, w["q_down_DJ"]), w.get("q_down_bias_J"))
         h_BLJ = rms_norm(h_BLJ, w["q_norm_J"], eps)
-    c_BLI = plus(einsum("BLD,DI->BLI", x_BLD, w["kv_down_DI"]), w.get("kv_down_bias_I"))
+    c_BLI = add_bias(einsum("BLD,DI->BLI", x_BLD, w["kv_down_DI"]), w.get("kv_down_bias_I"))
     c_BLI = rms_norm(c_BLI, w["kv_norm_I"], eps)
-    k_BLT = plus(einsum("BLD,DT->BLT", x_BLD, w["k_rope_DT"]), w.get("k_rope_bias_T"))
+    k_BLT = add_bias(einsum("BLD,DT->BLT", x_BLD, w["k_rope_DT"]), w.get("k_rope_bias_T"))
     h_BLJ = lax.all_gather(h_BLJ, "tp", axis=at.split, tiled=True)
     c_BLI = lax.all_gather(c_BLI, "tp", axis=at.split, tiled=True)
     k_BLT = lax.all_gather(k_BLT, "tp", axis=at.split, tiled=True)
 
     q_BLHK = einsum("BLJ,JHK->BLHK", h_BLJ, w["q_JHK"])
     q_BLHT = rope(einsum("BLJ,JHT->BLHT", h_BLJ, w["q_rope_JHT"]), at, cfg)
-    kv = remember(memory, dict(c_BSI=c_BLI, k_BST=rope(k_BLT[:, :, None], at, cfg)[:, :, 0]), at)
+    kv = update_cache(
+        memory, dict(c_BSI=c_BLI, k_BST=rope(k_BLT[:, :, None], at, cfg)[:, :, 0]), at
+    )
     c_BSI, k_BST = kv["c_BSI"], kv["k_BST"]
     width = m.d_head + m.d_rope
     if q_BLHK.shape[1] > 1:
@@ -337,7 +351,7 @@ def mla(x_BLD, w, cfg, at: Span, memory):
         y_BLHW = einsum("BLHI,IHW->BLHW", y_BLHI, w["v_IHW"])
     y_BLD = einsum("BLHW,HWD->BLD", y_BLHW, w["o_HWD"])
     y_BLD = lax.psum_scatter(y_BLD, "tp", scatter_dimension=at.split, tiled=True)
-    return plus(y_BLD, w.get("o_bias_D")), kv
+    return add_bias(y_BLD, w.get("o_bias_D")), kv
 
 
 # model.attention: its weights, and the function (x_BLD, weights, cfg, Span, memory) -> (y_BLD, kv).
@@ -351,11 +365,11 @@ def attention_of(cfg: Config):
     """The line of ATTENTION that cfg names.  Raises UserError USAGE."""
     if cfg.model.attention not in ATTENTION:
         what = f"model.attention={cfg.model.attention!r} is no attention of model.py"
-        raise UserError(USAGE, what, f"set --model.attention to {listed(ATTENTION)}")
+        raise UserError(USAGE, what, f"set --model.attention to {or_list(ATTENTION)}")
     return ATTENTION[cfg.model.attention]
 
 
-def span_of(token_MBL, m, cfg: Config, first_row=0) -> Span:
+def full_row_span(token_MBL, m, cfg: Config, first_row=0) -> Span:
     """The Span of whole rows, of microbatch m of them all.
 
     first_row: microbatch 0's first row in the global batch.
@@ -365,5 +379,5 @@ def span_of(token_MBL, m, cfg: Config, first_row=0) -> Span:
     row_B = first_row + (m * lax.axis_size("dp") + lax.axis_index("dp")) * B + jnp.arange(B)
     if not cfg.data.document_mask:
         return Span(index_BL, index_BL, row_B=row_B)
-    document_BL, position_BL = documents(token_MBL[m], cfg.data.end_id)
+    document_BL, position_BL = document_ids(token_MBL[m], cfg.data.end_id)
     return Span(index_BL, position_BL, document_BL, document_BL, row_B)

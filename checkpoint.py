@@ -16,10 +16,10 @@ from jax import lax
 
 import config
 from config import UserError
-from utils import all_agree, free_name, is_remote, leaf_table, move, on_lead, warn
+from utils import all_agree, free_name, is_remote, leaf_table, move_folder, on_lead, warn
 
 
-def mix(x):
+def mix_bits(x):
     """A bijection of uint32 that spreads every bit (the finalizer of MurmurHash3)."""
     x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
@@ -38,7 +38,9 @@ def digest(x):
     for dim in reversed(range(x.ndim)):
         index += lax.broadcasted_iota(jnp.uint32, x.shape, dim) * np.uint32(stride % 2**32)
         stride *= x.shape[dim]
-    spread = [mix(bits ^ mix(index + np.uint32(seed))) for seed in (0x9E3779B9, 0x7F4A7C15)]
+    spread = [
+        mix_bits(bits ^ mix_bits(index + np.uint32(seed))) for seed in (0x9E3779B9, 0x7F4A7C15)
+    ]
     return jnp.stack([x.sum(dtype=jnp.uint32) for x in spread])
 
 
@@ -49,7 +51,7 @@ def digests(leaves: list):
     return jnp.stack([digest(x) for x in leaves]), jnp.stack(finite).all()
 
 
-def checksum(meta: dict) -> int:
+def meta_checksum(meta: dict) -> int:
     rest = {name: value for name, value in meta.items() if name != "checksum"}
     return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
 
@@ -93,7 +95,7 @@ class Checkpoints:
         """
         found = self.manager.all_steps()
         if step >= 0 and step not in found:
-            what = f"{self.path} has no checkpoint {step}, only {config.listed(found or ['none'])}"
+            what = f"{self.path} has no checkpoint {step}, only {config.or_list(found or ['none'])}"
             fix = "give --step one of those, or leave it out for the newest"
             raise UserError(config.CHECKPOINT, what, fix)
         bad = []
@@ -122,7 +124,7 @@ class Checkpoints:
         if not is_remote(self.path) and os.path.islink(self.path / str(step)):
             raise Damaged("it is a symbolic link")
         meta = self.read(step, meta=ocp.args.JsonRestore())["meta"]
-        if not isinstance(meta, dict) or meta.get("checksum") != checksum(meta):
+        if not isinstance(meta, dict) or meta.get("checksum") != meta_checksum(meta):
             raise Damaged("its meta does not match its checksum")
         self.compare(step, meta, abstract)
         items = {name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()}
@@ -187,7 +189,7 @@ class Checkpoints:
             raise UserError(config.CHECKPOINT, what, fix)
         where = free_name(self.run / "damaged" / str(step))
         self.manager.close()
-        on_lead(move, self.path / str(step), where)
+        on_lead(move_folder, self.path / str(step), where)
         self.open()
         return where
 
@@ -209,7 +211,7 @@ class Checkpoints:
         leaves = {name: [list(x.shape), str(x.dtype), d] for (name, x), d in rows}
         meta = dict(format=self.FORMAT, step=step, must=self.must, leaves=leaves)
         items = {name: ocp.args.StandardSave(tree) for name, tree in state.items()}
-        items["meta"] = ocp.args.JsonSave(meta | dict(checksum=checksum(meta)))
+        items["meta"] = ocp.args.JsonSave(meta | dict(checksum=meta_checksum(meta)))
         with self.storage_errors(step):
             started = self.manager.save(step, args=ocp.args.Composite(**items), force=True)
             assert started, f"orbax declined to save {step}; it has {self.manager.all_steps()}"

@@ -11,10 +11,10 @@ from config import (
     Problem,
     UserError,
     all_kinds,
+    field_value,
     layer_kinds,
-    listed,
     n_blocks,
-    value,
+    or_list,
 )
 
 
@@ -74,7 +74,7 @@ RANGES = {  # name: (low, high), both allowed
 # fmt: on
 def range_problems(cfg: Config):
     for name, (low, high) in RANGES.items():
-        x, auto = value(cfg, name), name in AUTO
+        x, auto = field_value(cfg, name), name in AUTO
         if not (low <= x <= high or (x == -1 and auto)):  # so written, a NaN is out of range too
             limits = f"between {low} and {high}" if high < BIG or x > BIG else f"at least {low}"
             fix = f"set --{name} accordingly{', or to -1' if auto else ''}"
@@ -107,14 +107,14 @@ def divide_problems(cfg: Config):
     """Each axis once, with all that it fails to divide; and the heads and batch likewise."""
     m, t = cfg.model, cfg.train
     for axis, parts in axis_divides(cfg).items():
-        size, of = value(cfg, axis), {name: n for name, n in parts.items() if n > 0}
+        size, of = field_value(cfg, axis), {name: n for name, n in parts.items() if n > 0}
         wrong = [f"{name}={n}" for name, n in of.items() if size > 1 and n % size]
         if wrong:
             what = f"{axis}={size} must divide {' and '.join(wrong)}"
-            yield Problem(what, f"set --{axis} to {listed(divisors(math.gcd(*of.values())))}")
+            yield Problem(what, f"set --{axis} to {or_list(divisors(math.gcd(*of.values())))}")
     if m.attention == "gqa" and m.n_kv_heads > 0 and m.n_heads % m.n_kv_heads:
         what = f"model.n_kv_heads={m.n_kv_heads} must divide model.n_heads={m.n_heads}"
-        yield Problem(what, f"set --model.n_kv_heads to {listed(divisors(m.n_heads))}")
+        yield Problem(what, f"set --model.n_kv_heads to {or_list(divisors(m.n_heads))}")
     turned = "d_rope" if m.attention == "mla" else "d_head"
     if m.positions == "rope" and getattr(m, turned) % 2:
         what = f"model.{turned}={getattr(m, turned)} must be even: RoPE turns pairs of elements"
@@ -146,7 +146,7 @@ def pipeline_problems(cfg: Config):
         what = f"mesh.pp*mesh.virtual_stages = {pp}*{v} = {pp * v} must divide the {blocks}"
         what += " layers" if blocks == cfg.model.n_layers else " blocks of layers"
         some = divisors(blocks // pp)[1:]
-        fix = f"set --mesh.virtual_stages to {listed(some)}, or " if some else ""
+        fix = f"set --mesh.virtual_stages to {or_list(some)}, or " if some else ""
         yield Problem(what, fix + "take --mesh.schedule 1f1b")
     if cfg.train.remat == "offload" and pp > 1:
         what = f"train.remat=offload needs mesh.pp=1, and it is {pp}"
@@ -176,7 +176,7 @@ def pattern_problems(cfg: Config):
             yield Problem(what, f"set --model.n_layers {near}")
 
 
-def idle(m: Model) -> dict[str, str]:
+def unused_fields(m: Model) -> dict[str, str]:
     """{field: why} of what has no effect in m."""
     kinds = all_kinds(m)
     moe, dense, local = (any(word in kind for kind in kinds) for word in ("moe", "dense", "local"))
@@ -199,15 +199,15 @@ def idle(m: Model) -> dict[str, str]:
 
 
 # Sizes that a preset has set may stay when a flag makes them idle.
-MAY_IDLE = {"n_kv_heads", "d_ff", "mlp_bias"}
+MAY_BE_UNUSED = {"n_kv_heads", "d_ff", "mlp_bias"}
 
 
 def model_problems(cfg: Config):
     """Settings of the architecture that need each other, or would be without effect."""
     m, t, usual = cfg.model, cfg.train, Model()
     kinds = set(all_kinds(m))
-    for name, why in idle(m).items():
-        if (x := getattr(m, name)) != getattr(usual, name) and name not in MAY_IDLE:
+    for name, why in unused_fields(m).items():
+        if (x := getattr(m, name)) != getattr(usual, name) and name not in MAY_BE_UNUSED:
             yield Problem(f"model.{name}={x} has no effect: {why}", f"leave --model.{name} out")
 
     def missing(names, why):
@@ -221,7 +221,7 @@ def model_problems(cfg: Config):
         if E % groups or best > groups:
             what = f"model.n_groups={groups} must divide model.n_experts={E}"
             what += f" and be at least model.n_active_groups={best}"
-            yield Problem(what, f"set --model.n_groups to {listed(divisors(E))}")
+            yield Problem(what, f"set --model.n_groups to {or_list(divisors(E))}")
         elif E and m.n_active > E // groups * best:
             what = f"model.n_active={m.n_active} is more than the {E // groups * best} experts"
             yield Problem(f"{what} of {best} of {groups} groups", "set a smaller --model.n_active")
@@ -273,7 +273,7 @@ def other_problems(cfg: Config):
         fix = "give the number of the first update and how many to trace, or 0 0"
         yield Problem(f"{what} train.steps={t.steps}", fix)
     for name in ("run.dir", "data.train", "data.val"):
-        path = value(cfg, name)
+        path = field_value(cfg, name)
         if not path or "\0" in path or re.match(r"[a-z]+://[^/]*@", path):
             what = f"{name}={path!r} must be a path without NUL bytes or credentials"
             yield Problem(what, f"give --{name} a local path or gs://bucket/path")

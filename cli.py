@@ -24,8 +24,8 @@ from config import (
     Config,
     Mesh,
     UserError,
-    listed,
-    value,
+    field_value,
+    or_list,
 )
 
 # What config.json holds beside the config.
@@ -67,7 +67,9 @@ def file_flags(path: str) -> list[str]:
         flags = []
         for section in SECTIONS:
             for name, v in record.get(section, {}).items():
-                if isinstance(v, list) and isinstance(value(Config(), f"{section}.{name}"), tuple):
+                if isinstance(v, list) and isinstance(
+                    field_value(Config(), f"{section}.{name}"), tuple
+                ):
                     flags += [f"--{section}.{name}", *(f"{int(str(x))}" for x in v)]
                 elif isinstance(v, (str, int, float, bool)):
                     flags.append(f"--{section}.{name}={v}")
@@ -76,7 +78,7 @@ def file_flags(path: str) -> list[str]:
         return flags
     except FileNotFoundError:
         what = f"--config {path}: no such preset or file"
-        fix = f"use {listed(PRESETS)}, or the config.json of a run"
+        fix = f"use {or_list(PRESETS)}, or the config.json of a run"
         raise UserError(USAGE, what, fix) from None
     except (OSError, ValueError, AttributeError, RecursionError) as e:
         what = f"--config {path!r} cannot be read: {str(e)[:200]}"
@@ -94,7 +96,7 @@ def parse(argv: list[str]) -> Config:
     given, rest = pre.parse_known_args(argv)
     asks_help = "-h" in rest or "--help" in rest
     if given.config is None and not asks_help:
-        fix = f"add --config and one of {listed(PRESETS)}, or a config.json"
+        fix = f"add --config and one of {or_list(PRESETS)}, or a config.json"
         raise UserError(USAGE, "no --config given", fix)
     base = PRESETS.get(given.config, Config)()
     flags = [] if given.config is None or given.config in PRESETS else file_flags(given.config)
@@ -128,7 +130,7 @@ def simulate_devices(mesh: Mesh, n_processes: int = 1):
         os.environ["XLA_FLAGS"] = f"{xla_flags} {timeout}".strip()
 
 
-def of_run(run: str, mesh: Mesh, *flags: str) -> Config:
+def config_of_run(run: str, mesh: Mesh, *flags: str) -> Config:
     """The config of a run directory on another mesh, for scripts that do not train.
 
     The devices are prepared too.

@@ -487,7 +487,7 @@ PRESETS = {
 }
 
 
-def listed(values) -> str:
+def or_list(values) -> str:
     *head, last = map(str, values)
     return f"{', '.join(head)} or {last}" if head else last
 
@@ -506,5 +506,5 @@ def moe_layers(m: Model) -> list[int]:
     return [n for n, kind in enumerate(all_kinds(m)) if "moe" in kind]
 
 
-def value(cfg: Config, name: str):
+def field_value(cfg: Config, name: str):
     return reduce(getattr, name.split("."), cfg)

@@ -16,8 +16,8 @@ from etils import epath
 from jax.sharding import NamedSharding
 
 from config import DATA, Config, Problem, UserError
-from model import TOKENS
-from utils import absolute, is_remote
+from model import TOKEN_SPEC
+from utils import absolute_path, is_remote
 
 # The manifest's are unsigned; bare shards may be any of these.
 DTYPES = ("uint16", "uint32", "int32", "int64")
@@ -270,14 +270,14 @@ class Dataset:
     """
 
     def __init__(self, cfg: Config, split: str):
-        path = absolute(getattr(cfg.data, split))
+        path = absolute_path(getattr(cfg.data, split))
         shards, self.manifest = find_shards(path, split)
         self.cfg, self.fingerprint = cfg, fingerprint(shards)
         self.stream = Stream(shards, cfg.model.vocab_size, cfg.data.cache)
         tokenizer = path / "tokenizer.json"
         self.tokenizer = tokenizer if path.is_dir() and tokenizer.exists() else None
         self.worker, self.ahead = ThreadPoolExecutor(1), {}
-        self.sharding = NamedSharding(jax.sharding.get_mesh(), TOKENS)
+        self.sharding = NamedSharding(jax.sharding.get_mesh(), TOKEN_SPEC)
 
         L, T = cfg.train.seq_len, len(self.stream)
         self.windows = (T - 1) // L

@@ -15,36 +15,36 @@ from config import Config
 from layers import (
     Param,
     activate,
-    all_rows,
-    as_rows,
-    as_sequences,
+    add_bias,
+    add_to_row,
     einsum,
     feed_forward,
-    grown,
+    gather_rows,
     layer_places,
     mlp_table,
     normal,
-    piece,
-    plus,
-    sum_rows,
-    vector,
+    rows_to_sequences,
+    scatter_rows,
+    sequences_to_rows,
+    tp_part,
+    zero_bias,
 )
 
 
 def moe_table(cfg: Config) -> dict:
     m = cfg.model
     D, N, E, F, C = m.d_model, m.n_layers, m.n_experts, m.d_expert, 1 + (m.activation == "swiglu")
-    own = cfg.mesh.experts == "alltoall"
+    stays_sharded = cfg.mesh.experts == "alltoall"
     up, down = P(None, "dp", None, "tp"), P(None, "tp", "dp")
-    if own:
+    if stays_sharded:
         up, down = P("dp", None, None, "tp"), P("dp", "tp", None)
     table = dict(
-        router_DE=Param((D, E), P("dp", None), normal(D), wide=True),
-        in_EDCF=Param((E, D, C, F), up, normal(D), own=own),
-        out_EFD=Param((E, F, D), down, normal(2 * N * F), own=own),
+        router_DE=Param((D, E), P("dp", None), normal(D), keep_float32=True),
+        in_EDCF=Param((E, D, C, F), up, normal(D), stays_sharded=stays_sharded),
+        out_EFD=Param((E, F, D), down, normal(2 * N * F), stays_sharded=stays_sharded),
     )
     if m.router_bias:
-        table |= dict(router_bias_E=vector(E))
+        table |= dict(router_bias_E=zero_bias(E))
     if m.n_shared:
         table |= mlp_table(cfg, m.n_shared * F, "shared_")
     return table
@@ -61,7 +61,7 @@ def route(x_BLD, w, cfg):
     )
     softmax = m.router == "softmax"
     score_BLE = jax.nn.softmax(logit_BLE, -1) if softmax else jax.nn.sigmoid(logit_BLE)
-    choice_BLE = plus(lax.stop_gradient(score_BLE), w.get("router_bias_E"))
+    choice_BLE = add_bias(lax.stop_gradient(score_BLE), w.get("router_bias_E"))
     if m.n_groups > 1:
         group = choice_BLE.reshape(*choice_BLE.shape[:2], m.n_groups, -1)
         worth = lax.top_k(group, min(2, group.shape[-1]))[0].sum(-1)
@@ -75,10 +75,10 @@ def route(x_BLD, w, cfg):
     return score_BLE, gate_BLX * m.score_scale, expert_BLX
 
 
-MOE_SUMS = ("entropy", "balance", "dropped")  # beside load_E, the statistics of a moe layer
+MOE_STATS = ("entropy", "balance", "dropped")  # beside load_E, the statistics of a moe layer
 
 
-def balance(score_BLE, expert_BLX):
+def routing_stats(score_BLE, expert_BLX):
     """What a moe layer's routing looks like, summed over this device's tokens.
 
     load_E: pairs of token and expert.  entropy: of the scores, nats.  balance: of each sequence
@@ -96,7 +96,7 @@ def balance(score_BLE, expert_BLX):
     )
 
 
-def queue(to_U, n: int):
+def queue_positions(to_U, n: int):
     """The place of each element in the queue of its destination, one of n, first come first."""
     order_U = jnp.argsort(to_U)
     length_n = jnp.bincount(to_U, length=n)
@@ -105,14 +105,14 @@ def queue(to_U, n: int):
     return jnp.zeros_like(to_U).at[order_U].set(place_U)
 
 
-def inverse(place_U, n: int):
+def slot_owners(place_U, n: int):
     """Who has each of n places; U, which is nobody, where it is free.  A place >= n is none."""
     U = place_U.size
     return jnp.full(n, U).at[place_U].set(jnp.arange(U), mode="drop")
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
-def moved(x_QD, from_O, to_U, copies: int = 1):
+def move_rows(x_QD, from_O, to_U, copies: int = 1):
     """x_QD[from_O // copies], and anything where from_O is nobody.
 
     to_U is the way back: with it the gradient is a gather too, where XLA would scatter.  Nobody's
@@ -121,20 +121,20 @@ def moved(x_QD, from_O, to_U, copies: int = 1):
     return x_QD.at[from_O // copies].get(mode="clip")
 
 
-def moved_forward(x_QD, from_O, to_U, copies):
-    return moved(x_QD, from_O, to_U, copies), to_U
+def move_rows_forward(x_QD, from_O, to_U, copies):
+    return move_rows(x_QD, from_O, to_U, copies), to_U
 
 
-def moved_backward(copies, to_U, g_OD):
+def move_rows_backward(copies, to_U, g_OD):
     g_UD = g_OD.at[to_U].get(mode="fill", fill_value=0)
     return g_UD.reshape(-1, copies, g_UD.shape[-1]).sum(1), None, None
 
 
-moved.defvjp(moved_forward, moved_backward)
+move_rows.defvjp(move_rows_forward, move_rows_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
-def through_tiles(x_YZD, gate_YZ, in_EDCF, out_EFD, expert_Y, cfg):
+def experts_on_tiles(x_YZD, gate_YZ, in_EDCF, out_EFD, expert_Y, cfg):
     """y_YZD: each tile of rows through its expert, times their gates.
 
     One tile after the other: lax.ragged_dot multiplies with all E experts on CPUs and GPUs, and on
@@ -159,7 +159,7 @@ def hidden_units(x_ZD, in_DCF, cfg):
     return jax.vjp(lambda h_ZCF: activate(h_ZCF, 1, cfg), h_ZCF)
 
 
-def through_tiles_backward(cfg, kept, g_YZD):
+def experts_on_tiles_backward(cfg, kept, g_YZD):
     x_YZD, gate_YZ, in_EDCF, out_EFD, expert_Y = kept
 
     def one(of_weights, tile):
@@ -173,17 +173,19 @@ def through_tiles_backward(cfg, kept, g_YZD):
             einsum("ZF,ZD->FD", h_ZF, gate_Z[:, None] * g_ZD, jnp.float32),
         ]
         of_x_ZD = einsum("ZCF,DCF->ZD", g_ZCF, in_EDCF[expert])
-        return jax.tree.map(partial(grown, row=expert), of_weights, new), (of_x_ZD, of_gate_Z)
+        return jax.tree.map(partial(add_to_row, row=expert), of_weights, new), (of_x_ZD, of_gate_Z)
 
     zeros = [jnp.zeros_like(w, jnp.float32) for w in (in_EDCF, out_EFD)]
     of_weights, of_rows = lax.scan(one, zeros, (x_YZD, gate_YZ, g_YZD, expert_Y))
     return *of_rows, *(x.astype(in_EDCF.dtype) for x in of_weights), None
 
 
-through_tiles.defvjp(lambda *args: (through_tiles(*args), args[:5]), through_tiles_backward)
+experts_on_tiles.defvjp(
+    lambda *args: (experts_on_tiles(*args), args[:5]), experts_on_tiles_backward
+)
 
 
-def tiles(U: int, E: int) -> tuple[int, int]:
+def tile_shape(U: int, E: int) -> tuple[int, int]:
     """(Y, Z): Y tiles of Z rows hold U rows, however they are spread over E experts, when a tile is
     of one expert.  With many rows an expert at most a fifth is filling."""
     Z = max(8, min(1024, U // (4 * E)))
@@ -197,20 +199,20 @@ def run_experts(x_QD, gate_U, expert_U, w, cfg):
     Rows are put in tiles of one expert each; only its last one is not full.
     """
     (E, D, *_), U = w["in_EDCF"].shape, expert_U.size
-    Y, Z = tiles(U, E)
+    Y, Z = tile_shape(U, E)
     tiles_E = -(-jnp.bincount(expert_U, length=E + 1)[:E] // Z)
     ends_E = jnp.cumsum(tiles_E)
     first = jnp.append(ends_E - tiles_E, Y)  # those that are no expert's have no tile
-    to_U = first[expert_U] * Z + queue(expert_U, E + 1)
-    from_O = inverse(to_U, Y * Z)
+    to_U = first[expert_U] * Z + queue_positions(expert_U, E + 1)
+    from_O = slot_owners(to_U, Y * Z)
     expert_Y = jnp.minimum(jnp.searchsorted(ends_E, jnp.arange(Y), side="right"), E - 1)
-    x_YZD = moved(x_QD, from_O, to_U, U // len(x_QD)).reshape(Y, Z, D)
-    gate_YZ = moved(gate_U[:, None], from_O, to_U).reshape(Y, Z)
-    y_YZD = through_tiles(x_YZD, gate_YZ, w["in_EDCF"], w["out_EFD"], expert_Y, cfg)
-    return moved(y_YZD.reshape(-1, D), to_U, from_O)
+    x_YZD = move_rows(x_QD, from_O, to_U, U // len(x_QD)).reshape(Y, Z, D)
+    gate_YZ = move_rows(gate_U[:, None], from_O, to_U).reshape(Y, Z)
+    y_YZD = experts_on_tiles(x_YZD, gate_YZ, w["in_EDCF"], w["out_EFD"], expert_Y, cfg)
+    return move_rows(y_YZD.reshape(-1, D), to_U, from_O)
 
 
-def dropless(x_BLD, gate_BLX, expert_BLX, w, cfg):
+def dispatch_dropless(x_BLD, gate_BLX, expert_BLX, w, cfg):
     """(y_BLXD, all kept): every token through each of its experts, times its gate.
 
     Where experts stay with their dp rank, the pairs of a rank are sent there.  As all may go to
@@ -224,43 +226,43 @@ def dropless(x_BLD, gate_BLX, expert_BLX, w, cfg):
     else:
         dp, E = lax.axis_size("dp"), w["in_EDCF"].shape[0]
         rank_U, room = expert_U // E, len(x_QD) * min(X, E)
-        to_U = rank_U * room + queue(rank_U, dp)
-        from_O = inverse(to_U, dp * room)
-        x_OD = moved(x_QD, from_O, to_U, X)
-        gate_O1 = moved(gate_U[:, None], from_O, to_U)
+        to_U = rank_U * room + queue_positions(rank_U, dp)
+        from_O = slot_owners(to_U, dp * room)
+        x_OD = move_rows(x_QD, from_O, to_U, X)
+        gate_O1 = move_rows(gate_U[:, None], from_O, to_U)
         expert_O = (expert_U % E).at[from_O].get(mode="fill", fill_value=E)
         x_OD = lax.all_to_all(x_OD, "dp", 0, 0, tiled=True)
         gate_O1 = lax.all_to_all(gate_O1, "dp", 0, 0, tiled=True)
         expert_O = lax.all_to_all(expert_O, "dp", 0, 0, tiled=True)
         y_OD = run_experts(x_OD, gate_O1[:, 0], expert_O, w, cfg)
-        y_UD = moved(lax.all_to_all(y_OD, "dp", 0, 0, tiled=True), to_U, from_O)
+        y_UD = move_rows(lax.all_to_all(y_OD, "dp", 0, 0, tiled=True), to_U, from_O)
     return y_UD.reshape(*expert_BLX.shape, D), jnp.ones(expert_BLX.shape, bool)
 
 
-def with_capacity(x_BLD, gate_BLX, expert_BLX, w, cfg):
+def dispatch_with_capacity(x_BLD, gate_BLX, expert_BLX, w, cfg):
     """(y_BLXD, kept_BLX): each expert takes at most its slots' worth of each sequence.
 
     First come, first served along the sequence, so that no token is dropped for a later one's sake
     and the sequence, whole on any mesh, decides alone.  Arguments and results are in the order of
     `all_rows`.
     """
-    D, sequences = x_BLD.shape[-1], as_sequences(expert_BLX)
+    D, sequences = x_BLD.shape[-1], rows_to_sequences(expert_BLX)
     (B, L, X), E = sequences.shape, cfg.model.n_experts  # of all dp ranks
     Z = min(L, math.ceil(cfg.train.capacity_factor * L * X / E))
     expert_BU, row_B1 = sequences.reshape(B, -1), jnp.arange(B)[:, None]
-    place_BU = jax.vmap(partial(queue, n=E))(expert_BU)
+    place_BU = jax.vmap(partial(queue_positions, n=E))(expert_BU)
     to_BU = jnp.where(place_BU < Z, (row_B1 * E + expert_BU) * Z + place_BU, B * E * Z)
-    to_BLX = as_rows(to_BU.reshape(B, L, X))
+    to_BLX = sequences_to_rows(to_BU.reshape(B, L, X))
     to_U = to_BLX.reshape(-1)
-    from_O = inverse(to_U, B * E * Z)
-    x_BEZD = moved(x_BLD.reshape(-1, D), from_O, to_U, X).reshape(B, E, Z, D)
+    from_O = slot_owners(to_U, B * E * Z)
+    x_BEZD = move_rows(x_BLD.reshape(-1, D), from_O, to_U, X).reshape(B, E, Z, D)
     if cfg.mesh.experts == "alltoall":
         x_BEZD = lax.all_to_all(x_BEZD, "dp", split_axis=1, concat_axis=0, tiled=True)
     h_BEZCF = einsum("BEZD,EDCF->BEZCF", x_BEZD, w["in_EDCF"])
     y_BEZD = einsum("BEZF,EFD->BEZD", activate(h_BEZCF, 3, cfg), w["out_EFD"])
     if cfg.mesh.experts == "alltoall":
         y_BEZD = lax.all_to_all(y_BEZD, "dp", split_axis=0, concat_axis=1, tiled=True)
-    y_BLXD = moved(y_BEZD.reshape(-1, D), to_U, from_O).reshape(*to_BLX.shape, D)
+    y_BLXD = move_rows(y_BEZD.reshape(-1, D), to_U, from_O).reshape(*to_BLX.shape, D)
     kept_BLX = to_BLX < B * E * Z
     return y_BLXD * jnp.where(kept_BLX, gate_BLX, 0)[..., None], kept_BLX
 
@@ -271,18 +273,20 @@ def moe(x_BLD, w, cfg, training: bool):
     Tokens are routed where they are, then gathered over tp: each tp shard has a part of d_expert.
     """
     score_BLE, gate_BLX, expert_BLX = route(x_BLD, w, cfg)
-    stats = balance(score_BLE, expert_BLX) if training else None
-    x_BLD = all_rows(x_BLD)
-    gate_BLX = all_rows(gate_BLX).astype(x_BLD.dtype)
-    expert_BLX = all_rows(expert_BLX)
-    dispatch = with_capacity if training and cfg.train.capacity_factor else dropless
+    stats = routing_stats(score_BLE, expert_BLX) if training else None
+    x_BLD = gather_rows(x_BLD)
+    gate_BLX = gather_rows(gate_BLX).astype(x_BLD.dtype)
+    expert_BLX = gather_rows(expert_BLX)
+    dispatch = (
+        dispatch_with_capacity if training and cfg.train.capacity_factor else dispatch_dropless
+    )
     y_BLXD, kept_BLX = dispatch(x_BLD, gate_BLX, expert_BLX, w, cfg)
     y_BLD = y_BLXD.sum(2)
     if cfg.model.n_shared:
         y_BLD += feed_forward(x_BLD, w, cfg, "shared_")
     if training:
-        stats["dropped"] = (~piece(kept_BLX, 0)).sum(dtype=jnp.float32)
-    return sum_rows(y_BLD), stats
+        stats["dropped"] = (~tp_part(kept_BLX, 0)).sum(dtype=jnp.float32)
+    return scatter_rows(y_BLD), stats
 
 
 def moe_metrics(stats, cfg: Config) -> dict:
@@ -303,7 +307,7 @@ def moe_metrics(stats, cfg: Config) -> dict:
     )
 
 
-def move_router_biases(params, stats, cfg: Config):
+def update_router_biases(params, stats, cfg: Config):
     """Each expert's bias one step down where it had more than its share of the batch, else up
     (DeepSeek-V3, section 2.1.2)."""
 

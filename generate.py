@@ -13,24 +13,24 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from attention import Span, attention_of, documents
+from attention import Span, attention_of, document_ids
 from config import Config
-from layers import norm, piece, unshard, varying
-from model import hidden, layer_table, logits, param_specs, ready
+from layers import gather_over_dp, mark_varying, norm, tp_part
+from model import hidden_states, layer_table, logits, param_specs, prepare_weights
 
 # What the layers remember belongs to its device: [dp, pp, tp, *as the device holds it].
-MEMORY = P("dp", "pp", "tp")
+CACHE_SPEC = P("dp", "pp", "tp")
 
 
-def blank_memory(params, cfg: Config, B: int, S: int) -> dict:
+def empty_cache(params, cfg: Config, B: int, S: int) -> dict:
     """Room for S tokens of B rows in each of pp microbatches, in every layer."""
 
     def entries(kind, weights):
         """Keys and values of one token a row."""
         table = layer_table(cfg, kind)
         w = jax.tree.map(lambda x: x[0], weights)
-        w = unshard(w, table) if cfg.mesh.fsdp == "layer" else w
-        x_BLD = varying(
+        w = gather_over_dp(w, table) if cfg.mesh.fsdp == "layer" else w
+        x_BLD = mark_varying(
             jnp.zeros((B // lax.axis_size("tp"), 1, cfg.model.d_model), cfg.train.dtype)
         )
         at = Span(jnp.zeros((B, 1), int), jnp.zeros((B, 1), int), split=0)
@@ -50,7 +50,7 @@ def blank_memory(params, cfg: Config, B: int, S: int) -> dict:
     memory = dict(layers=blank(lax.axis_size("pp"), params["layers"]))
     if "prefix" in params:
         memory |= dict(prefix=blank(1, params["prefix"]))
-    return varying(memory)
+    return mark_varying(memory)
 
 
 @partial(jax.jit, static_argnames=("n_new", "cfg"), donate_argnames="memory")
@@ -63,7 +63,8 @@ def next_logits(params, memory, token_MBS, length_MB, n_new: int, cfg: Config):
     rows = P("pp", "dp")
 
     @jax.shard_map(
-        in_specs=(param_specs(cfg), MEMORY, rows, rows), out_specs=(P("pp", "dp", "tp"), MEMORY)
+        in_specs=(param_specs(cfg), CACHE_SPEC, rows, rows),
+        out_specs=(P("pp", "dp", "tp"), CACHE_SPEC),
     )
     def per_device(params, memory, token_MBS, length_MB):
         first_MB = length_MB - n_new if memory else jnp.zeros_like(length_MB)
@@ -75,16 +76,16 @@ def next_logits(params, memory, token_MBS, length_MB, n_new: int, cfg: Config):
             index_BL = all_MBL[m]
             if not cfg.data.document_mask:
                 return Span(index_BL, index_BL, split=0)
-            document_BS, position_BS = documents(all_MBS[m], cfg.data.end_id)
+            document_BS, position_BS = document_ids(all_MBS[m], cfg.data.end_id)
             document_BL = jnp.take_along_axis(document_BS, index_BL, 1)
             position_BL = jnp.take_along_axis(position_BS, index_BL, 1)
             return Span(index_BL, position_BL, document_BL, document_BS, split=0)
 
-        params, (_, B, S) = ready(params, cfg, cfg.train.dtype), token_MBS.shape
-        memory = jax.tree.map(lambda x: x[0, 0, 0], memory) or blank_memory(params, cfg, B, S)
+        params, (_, B, S) = prepare_weights(params, cfg, cfg.train.dtype), token_MBS.shape
+        memory = jax.tree.map(lambda x: x[0, 0, 0], memory) or empty_cache(params, cfg, B, S)
         new_MBL = jnp.take_along_axis(token_MBS, index_MBL, 2)
-        x_MBLD, memory = hidden(params, new_MBL, span, cfg, memory)
-        last_MB = piece(length_MB - 1 - first_MB, 1)
+        x_MBLD, memory = hidden_states(params, new_MBL, span, cfg, memory)
+        last_MB = tp_part(length_MB - 1 - first_MB, 1)
         x_MBD = jnp.take_along_axis(x_MBLD, last_MB[..., None, None], 2)[:, :, 0]
         x_MBD = norm(x_MBD, params, "norm", cfg)
         x_MBD = lax.all_gather(x_MBD, "tp", axis=1, tiled=True)
@@ -93,7 +94,7 @@ def next_logits(params, memory, token_MBS, length_MB, n_new: int, cfg: Config):
     return per_device(params, memory, token_MBS, length_MB)
 
 
-def choose(logit_V, rng, temperature: float, top_k: int, top_p: float) -> int:
+def choose_token(logit_V, rng, temperature: float, top_k: int, top_p: float) -> int:
     """One token id: the likeliest at temperature 0, else drawn from the top_k likeliest (0: all)
     and of those from the fewest that hold top_p of the probability (Holtzman et al. 2020)."""
     if temperature == 0:
@@ -154,7 +155,7 @@ def generate(
         logit_RV = logit_MBV.reshape(pp * B, -1)
         for n, row in enumerate(rows):
             if not done[n]:
-                token = choose(logit_RV[n, :vocab_size], rngs[n], temperature, top_k, top_p)
+                token = choose_token(logit_RV[n, :vocab_size], rngs[n], temperature, top_k, top_p)
                 done[n] = token == stop_id
                 row += [] if done[n] else [token]
         yield rows

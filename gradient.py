@@ -10,12 +10,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from attention import span_of
+from attention import full_row_span
 from config import Config, layer_kinds
-from experts import MOE_SUMS
-from layers import all_rows, as_rows, norm, norm_table, varying
-from model import cross_entropy, enter, in_chunks, n_rows, ready, stack
-from pipeline import Stage, branching, deal, run_schedule, schedule_of
+from experts import MOE_STATS
+from layers import gather_rows, mark_varying, norm, norm_table, sequences_to_rows
+from model import (
+    apply_front,
+    apply_layers,
+    count_layers,
+    cross_entropy,
+    prepare_weights,
+    split_chunks,
+)
+from pipeline import Stage, branch_policy, layers_to_parts, make_schedule, run_schedule
 
 
 def head_names(cfg: Config) -> list[str]:
@@ -39,7 +46,7 @@ def score_and_gradient(head, grads, y_BLD, target_BL, n_tokens, cfg: Config):
         if pp > 1:  # XLA's CPU program would copy y for a scatter among one, too
             y_BLD = jnp.pad(jnp.where(s == pp - 1, y_BLD, 0), ((0, 0), (0, fill), (0, 0)))
             y_BLD = lax.psum_scatter(y_BLD, "pp", scatter_dimension=1, tiled=True)
-        return all_rows(norm(y_BLD, gains, "norm", cfg))
+        return gather_rows(norm(y_BLD, gains, "norm", cfg))
 
     def objective(last, x_BLD, target_BL):
         nll_BL, z_BL = cross_entropy(x_BLD, target_BL, last, cfg)
@@ -57,9 +64,12 @@ def score_and_gradient(head, grads, y_BLD, target_BL, n_tokens, cfg: Config):
     last = {name: x for name, x in head.items() if name not in gains}
     x_BLD, back = jax.vjp(share, gains, y_BLD)
     B, L, D = x_BLD.shape
-    target_BL = jnp.pad(as_rows(target_BL), ((0, 0), (0, fill)), constant_values=-1)
+    target_BL = jnp.pad(sequences_to_rows(target_BL), ((0, 0), (0, fill)), constant_values=-1)
     target_BL = lax.dynamic_slice_in_dim(target_BL, s * L, L, 1)
-    chunks = in_chunks(x_BLD.reshape(-1, D), cfg), in_chunks(target_BL.reshape(-1), cfg, fill=-1)
+    chunks = (
+        split_chunks(x_BLD.reshape(-1, D), cfg),
+        split_chunks(target_BL.reshape(-1), cfg, fill=-1),
+    )
     loss = lax.pcast(jnp.float32(0), ("dp", "pp"), to="varying")
     (loss, of_last), of_x = lax.scan(add, (loss, {name: grads[name] for name in last}), chunks)
     of_gains, of_y_BLD = back(of_x.reshape(-1, D)[: B * L].reshape(B, L, D))
@@ -67,35 +77,37 @@ def score_and_gradient(head, grads, y_BLD, target_BL, n_tokens, cfg: Config):
     return loss, of_last | of_gains, of_y_BLD
 
 
-def dealt(params, cfg: Config, dtype) -> dict:
+def prepare_parts(params, cfg: Config, dtype) -> dict:
     """`ready` weights, with the layers as mesh.schedule takes them."""
-    w = ready(params, cfg, dtype)
-    return w | dict(layers=deal(w["layers"], cfg))
+    w = prepare_weights(params, cfg, dtype)
+    return w | dict(layers=layers_to_parts(w["layers"], cfg))
 
 
-def collect(total, params, cfg: Config):
+def reduce_total(total, params, cfg: Config):
     """(loss, gradient, statistics) of the global batch from this device's Total, as params rest."""
-    _, back = jax.vjp(partial(dealt, cfg=cfg, dtype=jnp.float32), params)
+    _, back = jax.vjp(partial(prepare_parts, cfg=cfg, dtype=jnp.float32), params)
     stats, layers = total.stats, total.stats["layers"]
     if cfg.mesh.virtual_stages > 1:
         rest = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), layers)
-        (layers,) = jax.linear_transpose(partial(deal, cfg=cfg), rest)(layers)
+        (layers,) = jax.linear_transpose(partial(layers_to_parts, cfg=cfg), rest)(layers)
     stats = stats | dict(layers=lax.psum(layers, ("dp", "tp")))
     if "prefix" in stats:  # stage 0 has it
         stats |= dict(prefix=lax.psum(stats["prefix"], ("dp", "pp", "tp")))
     return lax.psum(total.loss, ("dp", "pp")), back(total.grads)[0], stats
 
 
-def no_sums(params, cfg: Config) -> dict:
+def zero_stats(params, cfg: Config) -> dict:
     """The sums of moe layers' statistics before any layer has run."""
 
     def of(kind, w):
         n, E = w["attn_norm_D"].shape[:-1], cfg.model.n_experts
-        zeros = dict(load_E=jnp.zeros((*n, E)), **{k: jnp.zeros(n) for k in MOE_SUMS})
+        zeros = dict(load_E=jnp.zeros((*n, E)), **{k: jnp.zeros(n) for k in MOE_STATS})
         return zeros if "moe" in kind else None
 
     groups = {group: params[group] for group in ("layers", "prefix") if group in params}
-    return varying({g: {kind: of(kind, w) for kind, w in ws.items()} for g, ws in groups.items()})
+    return mark_varying(
+        {g: {kind: of(kind, w) for kind, w in ws.items()} for g, ws in groups.items()}
+    )
 
 
 def accumulate(total, new):
@@ -147,7 +159,7 @@ def packing(example):
     own = ["pp" in jax.typeof(x).manual_axis_type.varying for x in constants]
 
     def pack(back):
-        return [varying(x) for x, own in zip(flat(back)[0], own, strict=True) if own]
+        return [mark_varying(x) for x, own in zip(flat(back)[0], own, strict=True) if own]
 
     def unpack(arrays, weights):
         arrays = iter(arrays)
@@ -159,24 +171,26 @@ def packing(example):
     return pack, unpack
 
 
-def gradient(w, token_MBL, target_MBL, total: Total, key, first_row, n_tokens, cfg: Config):
+def add_slice_gradient(
+    w, token_MBL, target_MBL, total: Total, key, first_row, n_tokens, cfg: Config
+):
     """total, and the gradient of a slice's microbatches (all stages', of this dp rank) added.
 
     w: `ready` weights, the layers dealt.  key: dropout's, for this step.  first_row: the slice's
     first row in the global batch.  n_tokens: those counted in the global batch.
     """
     before, kinds = len(layer_kinds(cfg.model.prefix)), layer_kinds(cfg.model.pattern)
-    plan, s = schedule_of(cfg, token_MBL.shape[0]), lax.axis_index("pp")
-    span = partial(span_of, token_MBL, cfg=cfg, first_row=first_row)
+    plan, s = make_schedule(cfg, token_MBL.shape[0]), lax.axis_index("pp")
+    span = partial(full_row_span, token_MBL, cfg=cfg, first_row=first_row)
     head = {name: w[name] for name in head_names(cfg)}
     first = {name: x for name, x in w.items() if name in ("embed_VD", "position_LD", "prefix")}
 
     def opening(m):
-        return lambda first, grads: enter(first, token_MBL[m], span(m), cfg, key, grads=grads)
+        return lambda first, grads: apply_front(first, token_MBL[m], span(m), cfg, key, grads=grads)
 
     def run(m, r):
-        number = before + (r * plan.pp + s) * n_rows(plan.part(w["layers"], r))
-        own = partial(stack, kinds=kinds, first=number, at=span(m), cfg=cfg, key=key)
+        number = before + (r * plan.pp + s) * count_layers(plan.part(w["layers"], r))
+        own = partial(apply_layers, kinds=kinds, first=number, at=span(m), cfg=cfg, key=key)
         return lambda w, grads, x_BLD: own(w, x_BLD=x_BLD, grads=grads)
 
     def of_part(total, r):
@@ -213,8 +227,8 @@ def gradient(w, token_MBL, target_MBL, total: Total, key, first_row, n_tokens, c
         return total.put(back((g_BLD, stats and balance_cotangent(stats, cfg), grads))[1])
 
     x_BLD = jax.eval_shape(lambda: opening(s)(first, None)[0])
-    x_BLD = varying(jnp.zeros(x_BLD.shape, x_BLD.dtype))
+    x_BLD = mark_varying(jnp.zeros(x_BLD.shape, x_BLD.dtype))
     (_, stats, _), example = jax.vjp(run(s, s), *of_part(total, s), x_BLD)
     pack, unpack = packing(example)
     work = Stage(begin, forward, score, backward, finish)
-    return run_schedule(plan, work, x_BLD, pack(example), total, branching(cfg))
+    return run_schedule(plan, work, x_BLD, pack(example), total, branch_policy(cfg))

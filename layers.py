@@ -20,17 +20,19 @@ from utils import AXES
 
 @dataclass(frozen=True)
 class Param:
-    """One weight: shape, where it rests, how it starts, and whether weight decay pulls at it.
-
-    wide: it stays float32 in use.  own: each dp rank uses its own part, and gathers nothing.
-    """
+    """One weight.  Everything that is known about it is here and nowhere else."""
 
     shape: tuple[int, ...]
     spec: P
+    """The mesh axis that each dim is sharded over."""
     init: Callable
+    """(key, shape) -> initial values."""
     decay: bool = True
-    wide: bool = False
-    own: bool = False
+    """Whether weight decay applies: to matrices, not to gains and biases."""
+    keep_float32: bool = False
+    """Computed with in float32, not in train.dtype."""
+    stays_sharded: bool = False
+    """Each dp rank uses only its own part (expert parallelism), so it is never gathered."""
 
 
 def normal(fan_in):
@@ -41,7 +43,7 @@ def norm_gain(dim):
     return Param((dim,), P(None), lambda key, shape: jnp.ones(shape), decay=False)
 
 
-def vector(*shape, spec=None):
+def zero_bias(*shape, spec=None):
     """A bias: zero at first."""
     spec = spec or P(*[None] * len(shape))
     return Param(shape, spec, lambda key, shape: jnp.zeros(shape), decay=False)
@@ -55,14 +57,14 @@ def mlp_table(cfg: Config, F: int, name: str = "") -> dict:
         f"{name}out_FD": Param((F, D), P("tp", "dp"), normal(2 * N * F)),
     }
     if m.mlp_bias and not name:
-        table |= dict(in_bias_CF=vector(C, F, spec=P(None, "tp")), out_bias_D=vector(D))
+        table |= dict(in_bias_CF=zero_bias(C, F, spec=P(None, "tp")), out_bias_D=zero_bias(D))
     return table
 
 
 def norm_table(cfg: Config, name: str = "norm") -> dict:
     D = cfg.model.d_model
     table = {f"{name}_D": norm_gain(D)}
-    return table | {f"{name}_bias_D": vector(D)} if cfg.model.norm_bias else table
+    return table | {f"{name}_bias_D": zero_bias(D)} if cfg.model.norm_bias else table
 
 
 def layer_places(cfg: Config) -> list[tuple[str, str, int]]:
@@ -74,48 +76,48 @@ def layer_places(cfg: Config) -> list[tuple[str, str, int]]:
     return places
 
 
-def unshard(w: dict, table: dict) -> dict:
+def gather_over_dp(w: dict, table: dict) -> dict:
     """FSDP: gather over dp.  The transpose reduce-scatters the gradient."""
     alone = lax.axis_size("dp") == 1  # XLA would copy, on a CPU more than a decoding step computes
 
     def gather(x, p: Param):
-        if alone or p.own or "dp" not in p.spec:
+        if alone or p.stays_sharded or "dp" not in p.spec:
             return x
         return lax.all_gather(x, "dp", axis=p.spec.index("dp"), tiled=True)
 
     return jax.tree.map(gather, w, table)
 
 
-def piece(x, dim):
+def tp_part(x, dim):
     """This tp shard's part of an array that all of them hold."""
     size = x.shape[dim] // lax.axis_size("tp")
     return lax.dynamic_slice_in_dim(x, lax.axis_index("tp") * size, size, dim)
 
 
-def all_rows(x_BLD):
+def gather_rows(x_BLD):
     """x of all tp shards, where the order of tokens does not matter: each shard's pieces of the
     sequences are rows of their own.  Gathered along the sequence they would all be copied again."""
     return lax.all_gather(x_BLD, "tp", tiled=True)
 
 
-def sum_rows(y_BLD):
+def scatter_rows(y_BLD):
     """The sum over tp of what was made of `all_rows`, for the rows of this shard."""
     return lax.psum_scatter(y_BLD, "tp", tiled=True)
 
 
-def as_rows(x_BL):
+def sequences_to_rows(x_BL):
     """What all shards hold of whole sequences, put in the order of `all_rows`."""
     x = x_BL.reshape(len(x_BL), lax.axis_size("tp"), -1, *x_BL.shape[2:]).swapaxes(0, 1)
     return x.reshape(-1, *x.shape[2:])
 
 
-def as_sequences(x_BL):
+def rows_to_sequences(x_BL):
     """The inverse of `as_rows`."""
     x = x_BL.reshape(lax.axis_size("tp"), -1, *x_BL.shape[1:]).swapaxes(0, 1)
     return x.reshape(len(x), -1, *x_BL.shape[2:])
 
 
-def plus(x, bias):
+def add_bias(x, bias):
     """x + bias, where there is one."""
     return x if bias is None else x + bias.astype(x.dtype)
 
@@ -134,7 +136,7 @@ def norm(x_BLD, w, name, cfg):
     if cfg.model.norm == "layer":
         x32 -= x32.mean(-1, keepdims=True)
     y_BLD = rms_norm(x32, w[f"{name}_D"], cfg.model.norm_eps)
-    return plus(y_BLD, w.get(f"{name}_bias_D")).astype(x_BLD.dtype)
+    return add_bias(y_BLD, w.get(f"{name}_bias_D")).astype(x_BLD.dtype)
 
 
 def softcap(x, cap: float):
@@ -146,7 +148,7 @@ def platform() -> str:
     return jax.sharding.get_abstract_mesh().abstract_device.platform
 
 
-def product(sums: str, x, w, dtype=None):
+def multiply(sums: str, x, w, dtype=None):
     """jnp.einsum of two arrays of one dtype, in that dtype or the one given.
 
     On a CPU bfloat16 is multiplied into float32 and rounded after: only so does XLA use bfloat16
@@ -166,16 +168,16 @@ def product(sums: str, x, w, dtype=None):
 def einsum(sums: str, x, w, dtype=None):
     """`product`, but a gradient is rounded to the arrays' dtype before it is multiplied on, or
     bfloat16 would be trained at the speed of float32."""
-    return product(sums, x, w, dtype)
+    return multiply(sums, x, w, dtype)
 
 
 def einsum_backward(sums, dtype, xw, g):
     of_x, of_w, of_y = re.split(",|->", sums)
     (x, w), g = xw, g.astype(xw[0].dtype)
-    return product(f"{of_y},{of_w}->{of_x}", g, w), product(f"{of_x},{of_y}->{of_w}", x, g)
+    return multiply(f"{of_y},{of_w}->{of_x}", g, w), multiply(f"{of_x},{of_y}->{of_w}", x, g)
 
 
-einsum.defvjp(lambda sums, x, w, dtype: (product(sums, x, w, dtype), (x, w)), einsum_backward)
+einsum.defvjp(lambda sums, x, w, dtype: (multiply(sums, x, w, dtype), (x, w)), einsum_backward)
 
 
 def activate(h_CF, dim, cfg):
@@ -192,16 +194,18 @@ def activate(h_CF, dim, cfg):
 
 def feed_forward(x_BLD, w, cfg, name=""):
     """This tp shard's part of a feed-forward's output, still to be summed."""
-    h_BLCF = plus(einsum("BLD,CDF->BLCF", x_BLD, w[f"{name}in_CDF"]), w.get(f"{name}in_bias_CF"))
+    h_BLCF = add_bias(
+        einsum("BLD,CDF->BLCF", x_BLD, w[f"{name}in_CDF"]), w.get(f"{name}in_bias_CF")
+    )
     return einsum("BLF,FD->BLD", activate(h_BLCF, 2, cfg), w[f"{name}out_FD"])
 
 
 def mlp(x_BLD, w, cfg):
-    y_BLD = feed_forward(all_rows(x_BLD), w, cfg)
-    return plus(sum_rows(y_BLD), w.get("out_bias_D"))
+    y_BLD = feed_forward(gather_rows(x_BLD), w, cfg)
+    return add_bias(scatter_rows(y_BLD), w.get("out_bias_D"))
 
 
-def grown(total, new, row):
+def add_to_row(total, new, row):
     """total with new added to one row, which there has to be: total.at[row].add would make sure."""
     new = lax.dynamic_index_in_dim(total, row, keepdims=False) + new.astype(total.dtype)
     return lax.dynamic_update_index_in_dim(total, new, row, 0)
@@ -228,7 +232,7 @@ def dropout(x_BLD, key, row_B, cfg):
     return jnp.where(jax.vmap(kept_LD)(row_B), x_BLD / keep, 0)
 
 
-def varying(tree):
+def mark_varying(tree):
     """The same, typed as different on every device."""
 
     def vary(x):

@@ -15,14 +15,14 @@ from etils import epath
 import config
 from config import Config, UserError
 from utils import (
-    arrived,
-    duration,
-    finite,
+    finite_or_none,
+    format_duration,
     is_lead,
     is_remote,
     on_lead,
     peak_flops,
     say,
+    wait_for,
     warn,
     write_text,
 )
@@ -36,7 +36,7 @@ class RowFile:
     """
 
     def __init__(self, path: epath.Path, step: int):
-        rows = kept_rows(path, step)
+        rows = read_rows(path, step)
         self.path, self.rows = path, [json.loads(row) for row in rows]
         self.local = path
         if is_remote(path):
@@ -107,19 +107,25 @@ class MetricsLog:
         if self.held is None:
             return
         (step, metrics), self.held = self.held, None
-        arrived(metrics)
+        wait_for(metrics)
         loss, norm, lr = (float(metrics[name]) for name in ("loss", "grad_norm", "lr"))
         now = time.perf_counter()
         seconds, self.clock = now - self.clock, now
         rate = self.tokens_per_step / seconds
-        row = dict(kind="train", step=step, loss=finite(loss), grad_norm=finite(norm), lr=lr)
+        row = dict(
+            kind="train",
+            step=step,
+            loss=finite_or_none(loss),
+            grad_norm=finite_or_none(norm),
+            lr=lr,
+        )
         row |= dict(tokens=step * self.tokens_per_step, step_time=seconds, tokens_per_sec=rate)
         self.write(row | dict(mfu=self.peak and rate * self.flops / self.peak))
         steps = self.cfg.train.steps
         if step == self.first + 1 or step % self.cfg.log.every == 0 or step == steps:
             moe = self.experts(step, metrics["moe"]) if "moe" in metrics else ""
             mfu = f"{rate * self.flops / self.peak:.1%}" if self.peak else "-"
-            left = duration((steps - step) * (now - self.began) / (step - self.first))
+            left = format_duration((steps - step) * (now - self.began) / (step - self.first))
             say(
                 f"update {step}/{steps}  loss {loss:.4f}  grad norm {norm:.3f}  lr {lr:.2e}  "
                 f"{rate:,.0f} tokens/s  mfu {mfu}{moe}  eta {left}"
@@ -131,7 +137,7 @@ class MetricsLog:
         table = {name: np.asarray(x, np.float64) for name, x in moe.items()}
         share, dead = table.pop("load"), (np.asarray(moe["load"]) == 0).sum(-1)
         share = share / share.sum(-1, keepdims=True)
-        row = {name: [finite(x) for x in table[name]] for name in table}
+        row = {name: [finite_or_none(x) for x in table[name]] for name in table}
         row |= dict(load=share.round(6).tolist(), dead=dead.tolist())
         self.write(dict(kind="moe", step=step, layer=config.moe_layers(self.cfg.model)) | row)
         most = (share.max(-1) * share.shape[-1]).max()
@@ -162,7 +168,7 @@ class MetricsLog:
         if result is None:
             return
         self.write(dict(kind="eval", step=step) | result)
-        say_eval(step, result)
+        print_eval(step, result)
         if is_lead():
             draw_loss(self.run / "loss.png", self.train, self.eval)
             if self.load:
@@ -187,7 +193,7 @@ class MetricsLog:
             self.wandb(None)
 
 
-def say_eval(step: int, result: dict | None):
+def print_eval(step: int, result: dict | None):
     """Print an evaluation; one that was cut short ends the process as interrupted."""
     if result is None:
         sys.exit(config.INTERRUPTED)
@@ -200,7 +206,7 @@ def say_eval(step: int, result: dict | None):
     say(f"update {step}  validation loss {loss}  bits per byte {bits}  over {n:,} tokens")
 
 
-def farewell(log: MetricsLog, step: int):
+def print_end(log: MetricsLog, step: int):
     """The last line of a run; one that was asked to stop leaves with its own exit code."""
     if step == log.cfg.train.steps and step in log.eval:
         return say(f"finished: {log.run}")
@@ -208,7 +214,7 @@ def farewell(log: MetricsLog, step: int):
     sys.exit(config.INTERRUPTED)
 
 
-def kept_rows(path: epath.Path, step: int) -> list[str]:
+def read_rows(path: epath.Path, step: int) -> list[str]:
     """The whole lines of a .jsonl up to update `step`; a torn last line goes with the rest."""
     rows = []
     for line in path.read_text().splitlines(keepends=True) if path.exists() else []:

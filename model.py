@@ -16,37 +16,37 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from attention import Span, attention_of, span_of
+from attention import Span, attention_of, full_row_span
 from config import Config, layer_kinds, n_blocks
 from experts import moe, moe_table
 from layers import (
     Param,
-    all_rows,
-    as_rows,
-    as_sequences,
+    add_to_row,
     dropout,
     einsum,
-    grown,
+    gather_over_dp,
+    gather_rows,
     layer_places,
+    mark_varying,
     mlp,
     mlp_table,
     norm,
     norm_table,
     normal,
-    piece,
+    rows_to_sequences,
+    scatter_rows,
+    sequences_to_rows,
     softcap,
-    sum_rows,
-    unshard,
-    varying,
+    tp_part,
 )
-from pipeline import pipeline
+from pipeline import forward_pipeline
 from utils import leaf_table
 
 # AMBL: tokens and targets as they rest; in evaluation a stage embeds and scores its own.
-TOKENS = P(None, "pp", "dp", None)
+TOKEN_SPEC = P(None, "pp", "dp", None)
 
 
-INPUT = "a layer's input"  # its name for train.remat
+LAYER_INPUT = "a layer's input"  # its name for train.remat
 
 
 def layer_table(cfg: Config, kind: str) -> dict:
@@ -92,7 +92,7 @@ def param_table(cfg: Config) -> dict:
 
     def whole(p: Param):
         spec = P(*(None if axis == "dp" else axis for axis in p.spec))
-        return p if p.own else replace(p, spec=spec)
+        return p if p.stays_sharded else replace(p, spec=spec)
 
     return jax.tree.map(whole, table) if cfg.mesh.fsdp == "none" else table
 
@@ -149,7 +149,7 @@ def init_params(cfg: Config) -> dict:
     return jax.tree_util.tree_map_with_path(init, param_table(cfg))
 
 
-def ready(params, cfg: Config, dtype) -> dict:
+def prepare_weights(params, cfg: Config, dtype) -> dict:
     """The weights as the layers take them: matrices cast to dtype, and gathered over dp, but those
     of layers only if mesh.fsdp does not leave it to the layer.
 
@@ -158,16 +158,16 @@ def ready(params, cfg: Config, dtype) -> dict:
     """
 
     def cast(x, p: Param):
-        return x.astype(dtype) if p.decay and not p.wide else x
+        return x.astype(dtype) if p.decay and not p.keep_float32 else x
 
     table = param_table(cfg)
     w = jax.tree.map(cast, params, table)
     late = ("layers", "prefix") if cfg.mesh.fsdp == "layer" else ()
     early = {name: x for name, x in w.items() if name not in late}
-    return varying(w | unshard(early, {name: table[name] for name in early}))
+    return mark_varying(w | gather_over_dp(early, {name: table[name] for name in early}))
 
 
-def block(kind, x_BLD, w, cfg, key, at: Span, memory):
+def decoder_layer(kind, x_BLD, w, cfg, key, at: Span, memory):
     """(x_BLD, (keys and values where there is memory, a moe layer's statistics in training))."""
     attn_key, mlp_key = (None, None) if key is None else jax.random.split(key)
     at = at._replace(window=cfg.model.window if "local" in kind else 0)
@@ -204,11 +204,11 @@ lookup.defvjp(lambda grads, table, row: (lookup(grads, table, row), row), lookup
 def embed(grads_VD, embed_VD, token_BL, split: int):
     """(grads, x): vocab-parallel `lookup`: each tp shard answers for its own rows; the sum leaves
     each a piece of the sequence (split 1) or of the rows (0)."""
-    token_BL = as_rows(token_BL) if split else token_BL
+    token_BL = sequences_to_rows(token_BL) if split else token_BL
     row_BL = token_BL - lax.axis_index("tp") * embed_VD.shape[0]
     mine_BL = (row_BL >= 0) & (row_BL < embed_VD.shape[0])
     grads_VD, x_BLD = lookup(grads_VD, embed_VD, jnp.where(mine_BL, row_BL, 0))
-    return grads_VD, sum_rows(jnp.where(mine_BL[..., None], x_BLD, 0))
+    return grads_VD, scatter_rows(jnp.where(mine_BL[..., None], x_BLD, 0))
 
 
 def logits(x_BLD, ends, cfg):
@@ -238,7 +238,7 @@ def cross_entropy(x_BLD, target_BL, ends, cfg):
     return z_BL - lax.psum(hit_BL, "tp"), z_BL
 
 
-def remat(layer, cfg: Config):
+def rematerialize(layer, cfg: Config):
     """layer, but its backward pass recomputes what train.remat says.
 
     Weights that the layer itself gathers are gathered again, not kept.
@@ -255,7 +255,7 @@ def remat(layer, cfg: Config):
     elif kept == "offload":
         policy = policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[],
-            names_which_can_be_offloaded=[INPUT],
+            names_which_can_be_offloaded=[LAYER_INPUT],
             offload_src="device",
             offload_dst="pinned_host",
         )
@@ -264,7 +264,7 @@ def remat(layer, cfg: Config):
     return jax.checkpoint(layer, policy=policy, prevent_cse=False)
 
 
-def runs(kinds: list[str]) -> list[tuple[str, int, int]]:
+def kind_runs(kinds: list[str]) -> list[tuple[str, int, int]]:
     """(kind, start, stop) of each run of one kind, counted among the layers of that kind."""
     found, seen = [], dict.fromkeys(kinds, 0)
     for kind, run in groupby(kinds):
@@ -274,7 +274,7 @@ def runs(kinds: list[str]) -> list[tuple[str, int, int]]:
     return found
 
 
-def run_layers(x, kinds: list[str], params, own, first, layer, unroll: int):
+def scan_layers(x, kinds: list[str], params, own, first, layer, unroll: int):
     """Repeat the block of `kinds` over params, {kind: its layers' weights, [N, ...]}.
 
     layer(kind, x, w, n, own) -> (x, out) runs layer number n; numbers count from `first`.  own and
@@ -282,7 +282,7 @@ def run_layers(x, kinds: list[str], params, own, first, layer, unroll: int):
     in them: the program does not grow with their number.
     """
     kinds = kinds[:1] if len(set(kinds)) == 1 else kinds
-    times = n_rows(params) // len(kinds)
+    times = count_layers(params) // len(kinds)
     single = {kind: kinds.count(kind) == 1 for kind in params}
 
     def split(kind, tree):
@@ -303,7 +303,7 @@ def run_layers(x, kinds: list[str], params, own, first, layer, unroll: int):
     def one_block(x, parts):
         blocks, n = parts
         outs = {kind: [] for kind in params}
-        for kind, start, stop in runs(kinds):
+        for kind, start, stop in kind_runs(kinds):
             if single[kind]:
                 w, own = blocks[kind]
                 x, out = layer(kind, x, w, n, own)
@@ -323,17 +323,17 @@ def run_layers(x, kinds: list[str], params, own, first, layer, unroll: int):
     return x, {kind: join(kind, out) for kind, out in outs.items()}
 
 
-def n_rows(params) -> int:
+def count_layers(params) -> int:
     """Layers in {kind: weights}."""
     return sum(w["attn_norm_D"].shape[0] for w in params.values())
 
 
-def fold(key, n):
+def fold_key(key, n):
     return None if key is None else jax.random.fold_in(key, n)
 
 
 @jax.custom_vjp
-def tap(grads, w, row):
+def tap_gradient(grads, w, row):
     """(grads, w) as they are; backward, w's gradient is added to that row of grads' own.
 
     Handed on from layer to layer, the gradient of grads is a sum that grows in place (interleaved,
@@ -344,14 +344,14 @@ def tap(grads, w, row):
     return grads, w
 
 
-def tap_backward(row, of_both):
-    return jax.tree.map(partial(grown, row=row), *of_both), None, None
+def tap_gradient_backward(row, of_both):
+    return jax.tree.map(partial(add_to_row, row=row), *of_both), None, None
 
 
-tap.defvjp(lambda grads, w, row: ((grads, w), row), tap_backward)
+tap_gradient.defvjp(lambda grads, w, row: ((grads, w), row), tap_gradient_backward)
 
 
-def stack(
+def apply_layers(
     params, kinds: list[str], first, x_BLD, at: Span, cfg: Config, key=None, memory=None, grads=None
 ):
     """(x_BLD, outs, grads): x through some of the layers, numbered from `first`.
@@ -363,24 +363,26 @@ def stack(
 
     def layer(kind, x_BLD, w, n, memory):
         if cfg.mesh.fsdp == "layer":
-            w = unshard(w, layer_table(cfg, kind))
-        return block(kind, checkpoint_name(x_BLD, INPUT), w, cfg, fold(key, n), at, memory)
+            w = gather_over_dp(w, layer_table(cfg, kind))
+        return decoder_layer(
+            kind, checkpoint_name(x_BLD, LAYER_INPUT), w, cfg, fold_key(key, n), at, memory
+        )
 
     def one(kind, state, w, n, own):
         (x_BLD, grads), (row, memory) = state, own
         if grads is not None:
-            of_kind, w = tap(grads[kind], w, row)
+            of_kind, w = tap_gradient(grads[kind], w, row)
             grads = grads | {kind: of_kind}
-        x_BLD, out = remat(partial(layer, kind), cfg)(x_BLD, w, n, memory)
+        x_BLD, out = rematerialize(partial(layer, kind), cfg)(x_BLD, w, n, memory)
         return (x_BLD, grads), out
 
-    own = {k: (jnp.arange(n_rows({k: w})), memory and memory[k]) for k, w in params.items()}
+    own = {k: (jnp.arange(count_layers({k: w})), memory and memory[k]) for k, w in params.items()}
     state = x_BLD, grads
-    (x_BLD, grads), outs = run_layers(state, kinds, params, own, first, one, cfg.train.unroll)
-    return x_BLD, varying({kind: out[memory is None] for kind, out in outs.items()}), grads
+    (x_BLD, grads), outs = scan_layers(state, kinds, params, own, first, one, cfg.train.unroll)
+    return x_BLD, mark_varying({kind: out[memory is None] for kind, out in outs.items()}), grads
 
 
-def enter(params, token_BL, at: Span, cfg: Config, key=None, memory=None, grads=None):
+def apply_front(params, token_BL, at: Span, cfg: Config, key=None, memory=None, grads=None):
     """The embedding, and the layers of the prefix: what `stack` returns, of both."""
     grads = dict(grads or {})
     pair = grads.get("embed_VD"), params["embed_VD"]
@@ -388,18 +390,18 @@ def enter(params, token_BL, at: Span, cfg: Config, key=None, memory=None, grads=
     if cfg.model.positions == "learned":
         position_BL = jnp.broadcast_to(at.position_BL, token_BL.shape)
         pair = grads.get("position_LD"), params["position_LD"]
-        grads["position_LD"], position_BLD = lookup(*pair, piece(position_BL, at.split))
+        grads["position_LD"], position_BLD = lookup(*pair, tp_part(position_BL, at.split))
         x_BLD += position_BLD
-    x_BLD = varying(dropout(x_BLD, fold(key, cfg.model.n_layers), at.row_B, cfg))
+    x_BLD = mark_varying(dropout(x_BLD, fold_key(key, cfg.model.n_layers), at.row_B, cfg))
     prefix = layer_kinds(cfg.model.prefix)
     if not prefix:
         return x_BLD, None, grads
     args = x_BLD, at, cfg, key, memory, grads.get("prefix")
-    x_BLD, outs, grads["prefix"] = stack(params["prefix"], prefix, 0, *args)
+    x_BLD, outs, grads["prefix"] = apply_layers(params["prefix"], prefix, 0, *args)
     return x_BLD, outs, grads
 
 
-def hidden(params, token_MBL, span, cfg: Config, memory=None):
+def hidden_states(params, token_MBL, span, cfg: Config, memory=None):
     """(x_MBLD, memory): the residual stream after the last layer, for this device's microbatches.
 
     span(m): the Span of microbatch m.  memory: what the layers remember, "layers" and "prefix" of
@@ -410,23 +412,25 @@ def hidden(params, token_MBL, span, cfg: Config, memory=None):
 
     def start(parts):
         token_BL, m, own = parts
-        return enter(params, token_BL, span(m), cfg, memory=own)[:2]
+        return apply_front(params, token_BL, span(m), cfg, memory=own)[:2]
 
     def stage(x_BLD, m, carry):
-        first = len(prefix) + s * n_rows(params["layers"])
+        first = len(prefix) + s * count_layers(params["layers"])
         own = jax.tree.map(lambda x: x[m], carry)
-        x_BLD, new, _ = stack(params["layers"], kinds, first, x_BLD, span(m), cfg, memory=own)
+        x_BLD, new, _ = apply_layers(
+            params["layers"], kinds, first, x_BLD, span(m), cfg, memory=own
+        )
         if carry is None:
             return x_BLD, None
         return x_BLD, jax.tree.map(lambda x, new: x.at[m].set(new), carry, new)
 
     parts = token_MBL, s * slots + jnp.arange(slots), memory.get("prefix")
     x_MBLD, prefix_memory = lax.map(start, parts)
-    x_MBLD, layers_memory = pipeline(stage, x_MBLD, memory.get("layers"))
+    x_MBLD, layers_memory = forward_pipeline(stage, x_MBLD, memory.get("layers"))
     return x_MBLD, dict(layers=layers_memory) | (dict(prefix=prefix_memory) if prefix else {})
 
 
-def in_chunks(x, cfg: Config, fill=0):
+def split_chunks(x, cfg: Config, fill=0):
     """[tokens, ...] as [n, 1, tokens of a chunk, ...], at most train.loss_chunk each, filled up."""
     n = -(-x.shape[0] // cfg.train.loss_chunk)
     size = -(-x.shape[0] // n)
@@ -436,17 +440,17 @@ def in_chunks(x, cfg: Config, fill=0):
 
 def token_nll(params, token_MBL, target_MBL, cfg: Config):
     """Negative log likelihood (nats) of each token of this device's share, MBL; no gradient."""
-    params = ready(params, cfg, cfg.train.dtype)
+    params = prepare_weights(params, cfg, cfg.train.dtype)
     all_MBL = lax.all_gather(token_MBL, "pp", axis=0, tiled=True)  # any stage may meet them
-    x_MBLD, _ = hidden(params, token_MBL, lambda m: span_of(all_MBL, m, cfg), cfg)
+    x_MBLD, _ = hidden_states(params, token_MBL, lambda m: full_row_span(all_MBL, m, cfg), cfg)
 
     def score(parts):
         x_BLD, target_BL = parts
-        x_BLD = all_rows(norm(x_BLD, params, "norm", cfg))
-        target_BL = as_rows(target_BL)
-        x = in_chunks(x_BLD.reshape(-1, x_BLD.shape[-1]), cfg)
-        chunks = x, in_chunks(target_BL.reshape(-1), cfg, fill=-1)
+        x_BLD = gather_rows(norm(x_BLD, params, "norm", cfg))
+        target_BL = sequences_to_rows(target_BL)
+        x = split_chunks(x_BLD.reshape(-1, x_BLD.shape[-1]), cfg)
+        chunks = x, split_chunks(target_BL.reshape(-1), cfg, fill=-1)
         nll, _ = lax.map(lambda chunk: cross_entropy(*chunk, params, cfg), chunks)
-        return as_sequences(nll.reshape(-1)[: target_BL.size].reshape(target_BL.shape))
+        return rows_to_sequences(nll.reshape(-1)[: target_BL.size].reshape(target_BL.shape))
 
     return lax.map(score, (x_MBLD, target_MBL))

@@ -13,10 +13,10 @@ import numpy as np
 from jax import lax
 
 from config import Config
-from layers import platform, varying
+from layers import mark_varying, platform
 
 
-def pipeline(stage, x_MBLD, carry):
+def forward_pipeline(stage, x_MBLD, carry):
     """Forward only: n = pp * slots microbatches pass pp stages in n + pp - 1 ticks.
 
     Stage s starts with its own slots' microbatches, m = s * slots and on, and ends with the same
@@ -124,7 +124,7 @@ class Schedule(NamedTuple):
         return int(held.max())
 
 
-def schedule_of(cfg: Config, microbatches: int) -> Schedule:
+def make_schedule(cfg: Config, microbatches: int) -> Schedule:
     pp, parts = cfg.mesh.pp, cfg.mesh.virtual_stages
     one_through = parts * pp - 1
     all_through = parts * microbatches + pp - 1
@@ -162,7 +162,7 @@ def run_schedule(plan: Schedule, stage: Stage, x_BLD, saved, total, branch: Call
     back = [(i, (i - 1) % pp) for i in range(pp)]
     late = plan.delay >= plan.n  # the last stage's y waits for its score
     ring = jax.tree.map(
-        lambda x: varying(jnp.zeros((plan.parts, depth, *x.shape), x.dtype)),
+        lambda x: mark_varying(jnp.zeros((plan.parts, depth, *x.shape), x.dtype)),
         (saved, x_BLD if late else None),
     )
 
@@ -207,7 +207,7 @@ def run_schedule(plan: Schedule, stage: Stage, x_BLD, saved, total, branch: Call
     return lax.scan(tick, start, jnp.arange(plan.ticks))[0][-1]
 
 
-def deal(layers, cfg: Config):
+def layers_to_parts(layers, cfg: Config):
     """Layers as they rest, [N, ...] in one piece a stage, as the parts of the interleaved schedule,
     [parts, N / parts, ...]; pieces change stages, so that checkpoints know of no schedule."""
     parts, pp, s = cfg.mesh.virtual_stages, cfg.mesh.pp, lax.axis_index("pp")
@@ -237,7 +237,7 @@ def deal(layers, cfg: Config):
     return jax.tree.map(leaf, layers)
 
 
-def branching(cfg: Config) -> Callable:
+def branch_policy(cfg: Config) -> Callable:
     """What chooses whether to work, for `run_schedule`.
 
     Without other stages there always is work.  On a CPU, branches still keep collectives in order;

@@ -24,13 +24,13 @@ OTHER = "other programs"
 IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"  # [2,4]T(1,0): 0, 1 .. in that shape, transposed
 
 
-def numbers(text: str | None) -> list[int]:
+def parse_ints(text: str | None) -> list[int]:
     return [int(x) for x in re.findall(r"\d+", text or "")]
 
 
 def iota(shape: str | None, order: str | None):
-    x = np.arange(math.prod(numbers(shape))).reshape(numbers(shape))
-    return x.transpose(numbers(order)) if order else x
+    x = np.arange(math.prod(parse_ints(shape))).reshape(parse_ints(shape))
+    return x.transpose(parse_ints(order)) if order else x
 
 
 def device_groups(text: str, n: int):
@@ -41,9 +41,9 @@ def device_groups(text: str, n: int):
     """
     if found := re.search(r"(?:_groups|_pairs)=\{((?:\{[\d,]+\},?)*)\}", text):
         rows = re.findall(r"\{([\d,]+)\}", found[1])
-        return np.array([numbers(row) for row in rows] or [range(n)])
+        return np.array([parse_ints(row) for row in rows] or [range(n)])
     if found := re.search(rf"_groups=\[([\d,]+)\]<={IOTA}", text):
-        return iota(found[2], found[3]).reshape(numbers(found[1]))
+        return iota(found[2], found[3]).reshape(parse_ints(found[1]))
     form = rf"_groups=mesh\[([^\]]+)\](?:, device_ids=\({IOTA}\))? \{{((?:'\w+',?)+)\}}"
     if found := re.search(form, text):
         axes = dict(re.findall(r"'(\w+)'=(\d+)", found[1]))
@@ -125,7 +125,7 @@ def read_trace(data) -> tuple[dict, dict]:
     return accelerator or cpu, marks
 
 
-def spans_of(events: list, module: str, classes: dict[str, str]) -> dict[str, list]:
+def op_spans(events: list, module: str, classes: dict[str, str]) -> dict[str, list]:
     """{class: [(start, stop)]} of a device's ops in read_trace's form."""
     spans = {}
     for op, its_module, *span in events:
@@ -151,7 +151,7 @@ def ledger(data, hlo: str, sizes: tuple[int, ...]) -> dict[str, float]:
     """
     (devices, marks), classes = read_trace(data), op_classes(hlo, sizes)
     module = re.match(r"HloModule ([\w.-]+)", hlo)[1]
-    devices = [spans_of(events, module, classes) for events in devices.values()]
+    devices = [op_spans(events, module, classes) for events in devices.values()]
     if not devices or not marks[UPDATE]:
         return {}
     first, last = np.min(marks[UPDATE]), np.max(marks[UPDATE])

@@ -21,7 +21,7 @@ from etils import epath
 import config
 from cli import to_json
 from config import Config, UserError
-from utils import absolute, free_name, is_remote, move, on_lead, say, warn, write_text
+from utils import absolute_path, free_name, is_remote, move_folder, on_lead, say, warn, write_text
 
 
 class Lock:
@@ -110,7 +110,7 @@ class Lock:
 OURS = {"lock", "config.json"}  # what a run killed at its very start has left
 
 
-def record(cfg: Config, fingerprint: str, run_id: str) -> str:
+def run_record(cfg: Config, fingerprint: str, run_id: str) -> str:
     """config.json: the resolved configuration, and what tells this run from another."""
     versions = {module.__name__: module.__version__ for module in (jax, np, ocp)}
     versions |= dict(python=platform.python_version(), device=jax.devices()[0].device_kind)
@@ -132,7 +132,7 @@ def open_run(cfg: Config, data):
     data: the training Dataset, for its fingerprint and tokenizer.  Raises UserError BUSY where
     another run holds it, USAGE where it is something else, STORAGE where it can't be written.
     """
-    path = absolute(cfg.run.dir) / cfg.run.name
+    path = absolute_path(cfg.run.dir) / cfg.run.name
     lock = on_lead(prepare_run, path, cfg, data)
     try:
         yield path
@@ -157,7 +157,7 @@ def prepare_run(path: epath.Path, cfg: Config, data) -> Lock:
         lock = Lock(path / "lock")
         if cfg.fresh and settings.exists():
             aside = free_name(path.with_name(path.name + ".old"))
-            move(path, aside)
+            move_folder(path, aside)
             say(f"the old run is now {aside}")
             if not lock.remote:  # the flock went along
                 lock.release()
@@ -185,7 +185,7 @@ def write_record(path: epath.Path, cfg: Config, data):
     except (ValueError, AttributeError) as e:
         what = f"{settings} is not what a run wrote there: {e}"
         raise UserError(config.USAGE, what, "mend it, or start over with --fresh") from None
-    write_text(settings, record(cfg, data.fingerprint, run_id))
+    write_text(settings, run_record(cfg, data.fingerprint, run_id))
     for section in config.SECTIONS:
         for name, value in asdict(getattr(cfg, section)).items():
             before = old.get(section, {}).get(name, value)

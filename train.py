@@ -27,10 +27,10 @@ import utils
 from checkpoint import Checkpoints
 from config import CHECKPOINT, USAGE, Config, UserError
 from dataset import Dataset
-from experts import moe_metrics, move_router_biases
+from experts import moe_metrics, update_router_biases
 from generate import generate
-from metrics import MetricsLog, farewell, say_eval
-from model import TOKENS
+from metrics import MetricsLog, print_end, print_eval
+from model import TOKEN_SPEC
 from optim import learning_rate, optimizer
 from profiling import DATA_WAIT, Profile
 from rundir import open_run, write_record
@@ -64,7 +64,7 @@ def init_state(cfg: Config) -> State:
     return jax.jit(make_state, static_argnums=0, out_shardings=homes)(cfg)
 
 
-def items(state: State) -> dict:
+def checkpoint_items(state: State) -> dict:
     """A State as the items of a checkpoint: the weights apart, for those who want nothing else."""
     return dict(params=state.params, rest=dict(step=state.step, opt=state.opt))
 
@@ -78,10 +78,10 @@ def step_shapes(cfg: Config) -> tuple:
 
 
 def step_specs(cfg: Config) -> tuple:
-    return state_specs(cfg), TOKENS, TOKENS
+    return state_specs(cfg), TOKEN_SPEC, TOKEN_SPEC
 
 
-def placed(shapes, specs):
+def with_shardings(shapes, specs):
     """The shapes, each with where it rests on the ambient mesh."""
 
     def leaf(x, home):
@@ -92,13 +92,13 @@ def placed(shapes, specs):
 
 def abstract_state(cfg: Config) -> State:
     """State without its numbers."""
-    return placed(step_shapes(cfg)[0], state_specs(cfg))
+    return with_shardings(step_shapes(cfg)[0], state_specs(cfg))
 
 
 def restore_or_init(run, train: Dataset, cfg: Config) -> tuple[Checkpoints, State]:
     """The run's checkpoints, and the State of the newest one or a new one."""
-    store = Checkpoints(run, cfg.checkpoint.keep, continues(cfg, train))
-    found = store.restore(items(abstract_state(cfg)))
+    store = Checkpoints(run, cfg.checkpoint.keep, fixed_settings(cfg, train))
+    found = store.restore(checkpoint_items(abstract_state(cfg)))
     if found is None and cfg.eval_only:
         what = f"{store.run} has no checkpoint to evaluate"
         raise UserError(CHECKPOINT, what, "train it first, without --eval_only")
@@ -121,7 +121,7 @@ def load_params(run, cfg: Config, step: int = -1):
     return found["params"]
 
 
-def continues(cfg: Config, train: Dataset) -> dict:
+def fixed_settings(cfg: Config, train: Dataset) -> dict:
     """The settings that a run and the checkpoint it goes on from must share; the others may change
     between starts."""
     m = {f"model.{name}": value for name, value in vars(cfg.model).items()}
@@ -138,7 +138,7 @@ def loss_and_grads(params, tokens_AMBL, targets_AMBL, key, cfg: Config):
     specs = model.param_specs(cfg)
     out_specs = P(), specs, dict(layers=P("pp")) | (dict(prefix=P()) if cfg.model.prefix else {})
 
-    @jax.shard_map(in_specs=(specs, TOKENS, TOKENS, P()), out_specs=out_specs)
+    @jax.shard_map(in_specs=(specs, TOKEN_SPEC, TOKEN_SPEC, P()), out_specs=out_specs)
     def per_device(params, tokens_AMBL, targets_AMBL, key):
         n_tokens = lax.psum((targets_AMBL >= 0).sum(dtype=jnp.float32), ("dp", "pp"))
         tokens_AMBL, targets_AMBL = (
@@ -149,19 +149,19 @@ def loss_and_grads(params, tokens_AMBL, targets_AMBL, key, cfg: Config):
                 x.reshape(1, -1, *x.shape[2:]) for x in (tokens_AMBL, targets_AMBL)
             )
         n_rows = cfg.train.batch_size // tokens_AMBL.shape[0]
-        w = gradient.dealt(params, cfg, cfg.train.dtype)
+        w = gradient.prepare_parts(params, cfg, cfg.train.dtype)
 
         def add(total, slice):
             tokens_MBL, targets_MBL, a = slice
             rows = tokens_MBL, targets_MBL, total, key, a * n_rows
-            return gradient.gradient(w, *rows, n_tokens, cfg), None
+            return gradient.add_slice_gradient(w, *rows, n_tokens, cfg), None
 
         grads = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), w)
         loss = lax.pcast(jnp.float32(0), ("dp", "pp"), to="varying")
-        zero = gradient.Total(loss, grads, gradient.no_sums(w, cfg))
+        zero = gradient.Total(loss, grads, gradient.zero_stats(w, cfg))
         slices = (tokens_AMBL, targets_AMBL, jnp.arange(len(tokens_AMBL)))
         total, _ = lax.scan(add, zero, slices)
-        return gradient.collect(total, params, cfg)
+        return gradient.reduce_total(total, params, cfg)
 
     return per_device(params, tokens_AMBL, targets_AMBL, key)
 
@@ -173,7 +173,7 @@ def train_step(state: State, tokens_AMBL, targets_AMBL, cfg: Config):
     loss, grads, stats = loss_and_grads(state.params, tokens_AMBL, targets_AMBL, key, cfg)
     grad_norm = optax.tree.norm(grads)
     updates, opt = optimizer(cfg).update(grads, state.opt, state.params)
-    params = move_router_biases(optax.apply_updates(state.params, updates), stats, cfg)
+    params = update_router_biases(optax.apply_updates(state.params, updates), stats, cfg)
     good = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
     def pick(new, old):
@@ -192,7 +192,7 @@ def eval_step(params, tokens_AMBL, targets_AMBL, cfg: Config):
     """(sum of the losses, tokens counted, AMBL loss of each token, 0 where it is not counted)."""
     specs = model.param_specs(cfg)
 
-    @jax.shard_map(in_specs=(specs, TOKENS, TOKENS), out_specs=(P(), P(), TOKENS))
+    @jax.shard_map(in_specs=(specs, TOKEN_SPEC, TOKEN_SPEC), out_specs=(P(), P(), TOKEN_SPEC))
     def per_device(params, tokens_AMBL, targets_AMBL):
         def score(slice):
             return model.token_nll(params, *slice, cfg)
@@ -212,19 +212,23 @@ def evaluate(params, data: Dataset, step: int, cfg: Config, stop=False) -> dict 
     for i in tqdm(indices, **bar):
         if stop:
             return None
-        nll, n, _ = utils.arrived(eval_step(params, *data.eval_batch(i), cfg))
+        nll, n, _ = utils.wait_for(eval_step(params, *data.eval_batch(i), cfg))
         total, tokens = total + float(nll), tokens + int(n)
     loss = total / tokens
     bits = data.bytes_per_token and loss / jnp.log(2).item() / data.bytes_per_token
-    return dict(loss=utils.finite(loss), bits_per_byte=bits and utils.finite(bits), tokens=tokens)
+    return dict(
+        loss=utils.finite_or_none(loss),
+        bits_per_byte=bits and utils.finite_or_none(bits),
+        tokens=tokens,
+    )
 
 
-def due(step: int, every: int, cfg: Config) -> bool:
+def is_due(step: int, every: int, cfg: Config) -> bool:
     """Whether what comes every so many updates (0: only at the end) comes after update `step`."""
     return step == cfg.train.steps or (step > 0 and every > 0 and step % every == 0)
 
 
-def sample(params, step: int, cfg: Config, data: Dataset) -> dict:
+def sample_row(params, step: int, cfg: Config, data: Dataset) -> dict:
     """A row of samples.jsonl: the start of a document, from the same random numbers every time."""
     end = data.manifest.get("eot_id", 0)
     ids = dict(vocab_size=data.manifest["vocab_size"], stop_id=end)
@@ -237,14 +241,16 @@ def compile_step(cfg: Config):
     """The program of train_step on the ambient mesh; says what it needs."""
     begin = time.monotonic()
     utils.say("compiling the update")
-    program = utils.compiled(train_step, *placed(step_shapes(cfg), step_specs(cfg)), cfg)
-    took, use = utils.duration(time.monotonic() - begin), program.memory_analysis()
+    program = utils.compile_program(
+        train_step, *with_shardings(step_shapes(cfg), step_specs(cfg)), cfg
+    )
+    took, use = utils.format_duration(time.monotonic() - begin), program.memory_analysis()
     size = f": {use.peak_memory_in_bytes / 2**30:,.2f} GiB on a device" if use else ""
     utils.say(f"compiled in {took}{size}")
     return program
 
 
-def take_updates(run, store, state: State, train: Dataset, val: Dataset, stop, cfg: Config):
+def train_loop(run, store, state: State, train: Dataset, val: Dataset, stop, cfg: Config):
     """Train to the last step, or to the update at which `stop` is set, evaluating and saving on the
     way; the State then, and the log."""
     start = int(state.step)
@@ -254,14 +260,14 @@ def take_updates(run, store, state: State, train: Dataset, val: Dataset, stop, c
     program = log.aside(compile_step, cfg) if start < cfg.train.steps else None
     profile = Profile(run, program, cfg)
     for step in range(start, cfg.train.steps + 1):
-        if due(step, cfg.train.eval_every, cfg) and step not in log.eval:
+        if is_due(step, cfg.train.eval_every, cfg) and step not in log.eval:
             log.evaluation(step, log.aside(evaluate, state.params, val, step, cfg, stop))
-        samples = cfg.train.sample_every and due(step, cfg.train.sample_every, cfg)
+        samples = cfg.train.sample_every and is_due(step, cfg.train.sample_every, cfg)
         if samples and step not in log.samples:
-            log.sample(log.aside(sample, state.params, step, cfg, train))
+            log.sample(log.aside(sample_row, state.params, step, cfg, train))
         last = step == cfg.train.steps or bool(stop)
-        if step == 0 or last or due(step, cfg.checkpoint.every, cfg):
-            log.aside(store.save, step, items(state))
+        if step == 0 or last or is_due(step, cfg.checkpoint.every, cfg):
+            log.aside(store.save, step, checkpoint_items(state))
         if last:
             break
         with profile.update(step + 1, log):
@@ -288,11 +294,11 @@ def main(cfg: Config) -> State | None:
         store, state = restore_or_init(run, train, cfg)
         if cfg.eval_only:
             step = int(state.step)
-            return say_eval(step, evaluate(state.params, val, step, cfg, stop))
+            return print_eval(step, evaluate(state.params, val, step, cfg, stop))
         of_token = f", {n_active:,} active" if n_active < n_params else ""
         utils.say(f"train: {train}\nval: {val}\nmodel: {n_params:,} parameters{of_token}")
-        state, log = take_updates(run, store, state, train, val, stop, cfg)
-    farewell(log, int(state.step))
+        state, log = train_loop(run, store, state, train, val, stop, cfg)
+    print_end(log, int(state.step))
     return state
 
 

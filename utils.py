@@ -71,7 +71,7 @@ def all_agree(ok: bool) -> bool:
     return bool(multihost_utils.process_allgather(np.int32(ok)).all())
 
 
-def arrived(tree):
+def wait_for(tree):
     """tree of arrays, once every device of this process has them; raises when one has failed.
 
     A lost peer fails the devices that talk to it; the others here wait for those, and whoever waits
@@ -219,26 +219,26 @@ def run_main(main, cfg: Config):
         start_processes(cfg)
         return main(cfg)
     except UserError as e:
-        leave(e)
+        exit_with(e)
     except KeyboardInterrupt:  # before Stop takes it
-        leave(UserError(config.INTERRUPTED, "interrupted", again))
+        exit_with(UserError(config.INTERRUPTED, "interrupted", again))
     except Exception as e:
         reason = f"{type(e).__name__}: {str(e).splitlines()[0][:200] if str(e) else ''}"
         if jax.distributed.is_initialized() and re.search(LOST_PEER, str(e)):
             fix = f"look at that process's log, then {again}, everywhere"
-            leave(UserError(config.DISTRIBUTED, f"a peer process was lost: {reason}", fix))
+            exit_with(UserError(config.DISTRIBUTED, f"a peer process was lost: {reason}", fix))
         if isinstance(e, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(e):
             rows = "fewer rows at a time (in training, train.microbatches or train.grad_accum)"
             fix = f"take more devices, {rows}, or train.remat=layer; scripts/plan.py says what fits"
-            leave(UserError(config.USAGE, f"a device's memory is too small: {reason}", fix))
+            exit_with(UserError(config.USAGE, f"a device's memory is too small: {reason}", fix))
         if isinstance(e, OSError) or type(e).__module__.split(".")[0] in CLOUD:
             fix = f"make room, or mend the storage or the permissions, then {again}"
-            leave(UserError(config.STORAGE, f"storage failed: {reason}", fix))
+            exit_with(UserError(config.STORAGE, f"storage failed: {reason}", fix))
         traceback.print_exc()
-        leave(None)
+        exit_with(None)
 
 
-def leave(error: UserError | None):
+def exit_with(error: UserError | None):
     """Print the error and exit at once: a normal exit waits for lost peers and for failed saves."""
     if error:
         print(error, file=sys.stderr)
@@ -295,7 +295,7 @@ def xla_options(mesh: jax.sharding.Mesh) -> dict:
     return {k: value for k, value in wanted.items() if k not in users and taken(k, value)}
 
 
-def compiled(step, *args):
+def compile_program(step, *args):
     """The program of a jitted function for such arguments, on the ambient mesh."""
     return step.lower(*args).compile(compiler_options=xla_options(jax.sharding.get_mesh()))
 
@@ -322,7 +322,7 @@ def is_remote(path) -> bool:
     return "://" in os.fspath(path)
 
 
-def absolute(path: str) -> epath.Path:
+def absolute_path(path: str) -> epath.Path:
     return epath.Path(path if is_remote(path) else os.path.abspath(path))
 
 
@@ -341,7 +341,7 @@ def free_name(path: epath.Path) -> epath.Path:
     return next(name for name in names if not name.exists())
 
 
-def move(path: epath.Path, where: epath.Path):
+def move_folder(path: epath.Path, where: epath.Path):
     """Rename a folder.
 
     On object stores that is each object in it, but a lease; the deepest first, for those at the
@@ -359,12 +359,12 @@ def move(path: epath.Path, where: epath.Path):
         fs.mv(names, [new + name.removeprefix(old) for name in names])
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     h, m, s = int(seconds // 3600), int(seconds // 60 % 60), int(seconds % 60)
     return f"{h}h{m:02d}m" if h else f"{m}m{s:02d}s" if m else f"{s}s"
 
 
-def finite(x) -> float | None:
+def finite_or_none(x) -> float | None:
     return float(x) if math.isfinite(x) else None
 
 

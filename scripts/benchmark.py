@@ -221,7 +221,7 @@ def alone(f, *args):
 
 def compiled(name: str, n_devices: int, step, begin, batch, cfg: Config) -> Contestant:
     state, start = begin(), time.perf_counter()
-    program = utils.compiled(step, state, *batch, cfg)
+    program = utils.compile_program(step, state, *batch, cfg)
     seconds, use = time.perf_counter() - start, program.memory_analysis()
     memory = use.argument_size_in_bytes + use.temp_size_in_bytes
     memory += use.output_size_in_bytes - use.alias_size_in_bytes  # what is donated becomes output
@@ -232,7 +232,7 @@ def compiled(name: str, n_devices: int, step, begin, batch, cfg: Config) -> Cont
 def trifold(row_BL, cfg: Config, name: str = "trifold") -> Contestant:
     """train.train_step on the ambient mesh.  row_BL: the batch, each row a token longer than a
     sequence, int32."""
-    home, t, mesh = utils.shardings(model.TOKENS), cfg.train, jax.sharding.get_mesh()
+    home, t, mesh = utils.shardings(model.TOKEN_SPEC), cfg.train, jax.sharding.get_mesh()
     shape = t.grad_accum, t.microbatches, -1, t.seq_len
     batch = [jax.device_put(x.reshape(shape), home) for x in (row_BL[:, :-1], row_BL[:, 1:])]
 
@@ -315,7 +315,11 @@ PEERS = dict(plain=plain, transformers=transformers)
 def enter_peers(names, row_BL, cfg: Config) -> tuple[list[Contestant], dict[str, str]]:
     """The peers, and why those are left out that are."""
     entered, left_out = [], {}
-    beyond = [f"{n}={config.value(cfg, n)}" for n, x in PLAIN.items() if config.value(cfg, n) != x]
+    beyond = [
+        f"{n}={config.field_value(cfg, n)}"
+        for n, x in PLAIN.items()
+        if config.field_value(cfg, n) != x
+    ]
     beyond += ["several processes"] if jax.process_count() > 1 else []
     for name in names:
         try:
@@ -442,7 +446,7 @@ def measure(args: Args, cfg: Config, others: dict[str, Config]) -> dict:
     ratios = {r["name"]: rows[0]["rate"] / r["rate"] for r in rows[1:]}
     result = dict(rows=rows, ratios=ratios, left_out=left_out, matmul_flops=ceiling)
     result |= dict(peak_bytes_in_use=stats.get("peak_bytes_in_use"))
-    return result | dict(run=json.loads(rundir.record(cfg, "", "")))
+    return result | dict(run=json.loads(rundir.run_record(cfg, "", "")))
 
 
 def main(cfg: Config):
@@ -464,7 +468,7 @@ def main(cfg: Config):
     for name, why in result["left_out"].items():
         utils.say(f"left out: {name} ({why})")
     if args.json and utils.is_lead():
-        utils.write_text(utils.absolute(args.json), json.dumps(result, indent=1) + "\n")
+        utils.write_text(utils.absolute_path(args.json), json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

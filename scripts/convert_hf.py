@@ -433,7 +433,7 @@ def read_rope(k: Keys, family: str) -> dict:
     turned = k.take("partial_rotary_factor", 1)
     k.must("partial_rotary_factor", r.pop("partial_rotary_factor", turned), 1)
     if kind not in ("default", *RAMP):
-        k.must("rope_type", kind, f"default, {config.listed(RAMP)}")
+        k.must("rope_type", kind, f"default, {config.or_list(RAMP)}")
         return ours
     if kind != "default":
         longest = k.all.get("max_position_embeddings", 2048)
@@ -491,7 +491,7 @@ def read_model(hf: dict) -> Model:
     """model of a config.json.  Raises UserError DATA with all that cannot be represented."""
     name = hf.get("model_type")
     if name not in FAMILIES:
-        what = f"config.json: model_type={name!r} is none of {config.listed(FAMILIES)}"
+        what = f"config.json: model_type={name!r} is none of {config.or_list(FAMILIES)}"
         raise UserError(DATA, what, "convert a model of one of these families")
     if hf.get("quantization_config"):
         what = f"config.json: quantization_config={hf['quantization_config']!r:.200} is not read"
@@ -511,7 +511,7 @@ def read_model(hf: dict) -> Model:
             k.wrong(what, "make sure that it changes nothing, and delete it from config.json")
     if k.problems:
         raise UserError(DATA, problems=k.problems)
-    without = set(checks.idle(m)) - checks.MAY_IDLE
+    without = set(checks.unused_fields(m)) - checks.MAY_BE_UNUSED
     return replace(m, **{name: getattr(Model(), name) for name in without})
 
 
@@ -524,7 +524,7 @@ def complete(k: Keys, name: str, taken: dict) -> dict:
     H, D = ours["n_heads"], ours["d_model"]
     if name == "gpt2":
         act = ours["activation"]
-        k.must("activation_function", act, act if act in GELU else config.listed(GELU))
+        k.must("activation_function", act, act if act in GELU else config.or_list(GELU))
         k.must("n_embd % n_head", D % H, 0)
         ours |= dict(n_kv_heads=H, d_head=D // H, d_ff=ours["d_ff"] or 4 * D)
         return ours | dict(activation=GELU.get(act, "gelu"))
@@ -571,7 +571,7 @@ def family_of(m: Model) -> str:
 
 def meaning(m: Model) -> dict:
     """The fields that have an effect in m."""
-    idle = {"pattern", "prefix", *checks.idle(m)}
+    idle = {"pattern", "prefix", *checks.unused_fields(m)}
     if not m.yarn_mscale_all_dim:  # then yarn_mscale has none
         idle.add("yarn_mscale")
     rest = {name: x for name, x in asdict(m).items() if name not in idle}
@@ -618,7 +618,7 @@ def write_config(cfg: config.Config, dtype: str, end: int | None) -> dict:
         hf |= {key: hf[key] or 1 for key in needed}
     mine, theirs = meaning(m), meaning(read_model(hf))
     if wrong := [n for n in mine | theirs if mine.get(n) != theirs.get(n)]:
-        fix = f"export models that are all of {config.listed(FAMILIES)}"
+        fix = f"export models that are all of {config.or_list(FAMILIES)}"
         so = f"but a {name} of transformers has"
         told = [f"model.{n} is {mine.get(n)}, {so} {theirs.get(n)}" for n in wrong]
         raise UserError(DATA, problems=[Problem(what, fix) for what in told])
@@ -829,7 +829,9 @@ def block_digest(bits, n, first, column, columns, stride):
     row, column = jnp.divmod(column + i, columns)
     index, mine = first + row * stride + column, i < n
     seeds = (0x9E3779B9, 0x7F4A7C15)
-    spread = [checkpoint.mix(bits ^ checkpoint.mix(index + np.uint32(seed))) for seed in seeds]
+    spread = [
+        checkpoint.mix_bits(bits ^ checkpoint.mix_bits(index + np.uint32(seed))) for seed in seeds
+    ]
     sums = [jnp.where(mine, x, 0).sum(dtype=jnp.uint32) for x in spread]
     infinite = np.uint32(0x7F800000)
     return jnp.stack(sums), ~(mine & (bits & infinite == infinite)).any()
@@ -882,7 +884,7 @@ def zero_digest(shape: tuple[int, ...]) -> list[int]:
 
 def import_hf(hf_dir, run_dir):
     """Make a run directory from a Hugging Face one.  Raises UserError USAGE, DATA and STORAGE."""
-    folder, run = Path(hf_dir), utils.absolute(os.fspath(run_dir))
+    folder, run = Path(hf_dir), utils.absolute_path(os.fspath(run_dir))
     refuse_taken(run, "--run")
     hf = read_json(folder / "config.json")
     cfg = run_config(hf, run)
@@ -892,7 +894,7 @@ def import_hf(hf_dir, run_dir):
     save(found, wanted, run, cfg)
     if (folder / "tokenizer.json").exists():
         utils.write_text(run / "tokenizer.json", (folder / "tokenizer.json").read_text())
-    utils.write_text(run / "config.json", rundir.record(cfg, "", uuid.uuid4().hex[:12]))
+    utils.write_text(run / "config.json", rundir.run_record(cfg, "", uuid.uuid4().hex[:12]))
     utils.say(f"{folder} -> {run}: {model.param_count(cfg):,} parameters")
 
 
@@ -921,7 +923,7 @@ def run_config(hf: dict, run) -> config.Config:
 
 def save(found: dict[str, Tensor], wanted: list[Piece], run, cfg: config.Config):
     """Write checkpoint 0.  All is read twice: the digests go into what orbax writes first."""
-    state = train.items(jax.eval_shape(partial(train.make_state, cfg)))
+    state = train.checkpoint_items(jax.eval_shape(partial(train.make_state, cfg)))
     table = utils.leaf_table(state)
     fill, blocks = cfg.model.vocab_rows - cfg.model.vocab_size, {}
 
@@ -952,10 +954,10 @@ def save(found: dict[str, Tensor], wanted: list[Piece], run, cfg: config.Config)
         what = f"{len(broken)} weights hold a NaN or infinity: {', '.join(broken[:10])}"
         raise UserError(DATA, what, "fetch the model again")
 
-    must = train.continues(cfg, SimpleNamespace(fingerprint=None))
+    must = train.fixed_settings(cfg, SimpleNamespace(fingerprint=None))
     must = {name: x if name.startswith("model.") else None for name, x in must.items()}
     meta = dict(format=checkpoint.Checkpoints.FORMAT, step=0, must=must, leaves=leaves)
-    meta |= dict(checksum=checkpoint.checksum(meta))
+    meta |= dict(checksum=checkpoint.meta_checksum(meta))
     store = checkpoint.Checkpoints(run)
     with progress("write", wanted) as bar, streaming(), store.storage_errors(0):
 
@@ -1023,11 +1025,11 @@ def find_checkpoint(run, cfg: config.Config, step: int) -> tuple[int, dict]:
     n = max(found, default=None) if step < 0 else step
     if n not in found:
         what = f"{store.path} has no checkpoint {'' if n is None else n}"
-        what += f", only {config.listed(found or ['none'])}"
+        what += f", only {config.or_list(found or ['none'])}"
         raise UserError(config.CHECKPOINT, what, "give --step one of those, or train it first")
     try:
         meta = store.read(n, meta=ocp.args.JsonRestore())["meta"]
-        if not isinstance(meta, dict) or meta.get("checksum") != checkpoint.checksum(meta):
+        if not isinstance(meta, dict) or meta.get("checksum") != checkpoint.meta_checksum(meta):
             raise checkpoint.Damaged("its meta does not match its checksum")
     except checkpoint.Damaged as e:
         raise damaged(store.path / str(n), e) from None
@@ -1043,11 +1045,11 @@ def damaged(path, why) -> UserError:
 def export_hf(run_dir, hf_dir, step=-1, dtype="float32", shard_size=5_000_000_000):
     """Write a run's weights as a Hugging Face directory.  Raises UserError USAGE, DATA, STORAGE,
     and CHECKPOINT."""
-    run, folder = utils.absolute(os.fspath(run_dir)), Path(hf_dir)
+    run, folder = utils.absolute_path(os.fspath(run_dir)), Path(hf_dir)
     if utils.is_remote(hf_dir):
         raise UserError(USAGE, f"--hf {hf_dir} is remote", "give a local directory, and copy it")
     refuse_taken(folder, "--hf")
-    cfg = cli.of_run(os.fspath(run), config.Mesh(1, 1, 1))
+    cfg = cli.config_of_run(os.fspath(run), config.Mesh(1, 1, 1))
     tokenizer = run / "tokenizer.json"
     tokenizer = tokenizer.read_text() if tokenizer.exists() else ""
     end = cfg.data.end_id if cfg.data.end_id >= 0 else end_id(tokenizer)

@@ -41,7 +41,7 @@ def parse() -> tuple[Args, config.Config]:
         what = f"batch_size={args.batch_size} must be at least 1"
         raise config.UserError(config.USAGE, what, "set --batch_size 1 or more")
     flags = ["--data.val", args.data] if args.data else []
-    return args, cli.of_run(args.run, args.mesh, *flags)
+    return args, cli.config_of_run(args.run, args.mesh, *flags)
 
 
 if __name__ == "__main__":  # before jax is imported, see train.py
@@ -61,7 +61,7 @@ def main(cfg: config.Config):
     args = ARGS
     cfg = utils.start_mesh(cfg, rows=args.batch_size)
     data = Dataset(cfg, "val")
-    params = train.load_params(utils.absolute(args.run), cfg, args.step)
+    params = train.load_params(utils.absolute_path(args.run), cfg, args.step)
     nlls, bar = [], dict(desc="evaluate", unit="batch", disable=not utils.is_lead())
     for i in tqdm(range(data.n_eval_batches), **bar):
         _, _, nll_AMBL = train.eval_step(params, *data.eval_batch(i), cfg)
@@ -70,12 +70,14 @@ def main(cfg: config.Config):
     loss = nll.sum(dtype=np.float64) / len(nll)
     per_byte = loss / math.log(2) / data.bytes_per_token if data.bytes_per_token else math.nan
     scores = dict(loss=loss, perplexity=np.exp(loss), bits_per_byte=per_byte)
-    scores = {name: utils.finite(score) for name, score in scores.items()}  # JSON has no NaN
+    scores = {
+        name: utils.finite_or_none(score) for name, score in scores.items()
+    }  # JSON has no NaN
     utils.say(json.dumps(scores | dict(tokens=len(nll))))
     if args.per_token and utils.is_lead():
         out = io.BytesIO()
         np.save(out, -nll, allow_pickle=False)
-        utils.absolute(args.per_token).write_bytes(out.getvalue())
+        utils.absolute_path(args.per_token).write_bytes(out.getvalue())
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def topology(name: str) -> tuple[Chip, int]:
     chip, _, shape = name.partition(":")
     sizes = shape.split("x")
     if chip not in CHIPS or not all(size.isdecimal() and 0 < int(size) < 10**5 for size in sizes):
-        what = f"topology={name!r} is no chip of {config.listed(CHIPS)} with its shape"
+        what = f"topology={name!r} is no chip of {config.or_list(CHIPS)} with its shape"
         raise UserError(USAGE, what, "give one such as v5p:4x4x4, v5e:16x16 or h200:8")
     return CHIPS[chip], math.prod(map(int, sizes))
 
@@ -271,7 +271,7 @@ def count(jaxpr, cfg: Config, chip: Chip, at_work=()) -> Tally:
 def schedule(cfg: Config) -> pipeline.Schedule:
     """That of a pipeline's run; of gpipe there is one for each accumulation slice."""
     slices = 1 if cfg.mesh.schedule == "gpipe" else cfg.train.grad_accum
-    return pipeline.schedule_of(cfg, slices * cfg.train.microbatches)
+    return pipeline.make_schedule(cfg, slices * cfg.train.microbatches)
 
 
 def shares(plan: pipeline.Schedule) -> tuple:
@@ -620,7 +620,9 @@ def compile_step(cfg: Config, name: str, devices: list) -> dict:
     begin = time.monotonic()
     try:
         with as_hopper(chip):
-            done = utils.compiled(train.train_step, *train.placed(shapes, specs), cfg)
+            done = utils.compile_program(
+                train.train_step, *train.with_shardings(shapes, specs), cfg
+            )
     except jax.errors.JaxRuntimeError as e:
         if "RESOURCE_EXHAUSTED" not in str(e):
             raise

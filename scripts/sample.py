@@ -59,7 +59,7 @@ def parse() -> tuple[Args, config.Config]:
     if wrong:
         raise config.UserError(config.USAGE, problems=wrong)
     length = ["--train.seq_len", str(args.seq_len)] if args.seq_len else []
-    return args, cli.of_run(args.run, args.mesh, *length)
+    return args, cli.config_of_run(args.run, args.mesh, *length)
 
 
 if __name__ == "__main__":  # before jax is imported, see train.py
@@ -73,7 +73,7 @@ import utils
 
 
 def load_tokenizer(args: Args) -> Tokenizer:
-    path = utils.absolute(args.tokenizer or args.run)
+    path = utils.absolute_path(args.tokenizer or args.run)
     path = path if args.tokenizer else path / "tokenizer.json"
     if not path.exists():
         what = f"{path} does not exist: the run's data came without a tokenizer"
@@ -93,7 +93,7 @@ def main(cfg: config.Config):
     """Print each prompt with its continuation, a single one as it grows."""
     args, tokenizer = ARGS, load_tokenizer(ARGS)
     cfg = utils.start_mesh(cfg, rows=len(args.prompt) or 1)
-    params = train.load_params(utils.absolute(args.run), cfg, args.step)
+    params = train.load_params(utils.absolute_path(args.run), cfg, args.step)
     end = cfg.data.end_id if cfg.data.end_id >= 0 else tokenizer.token_to_id(config.END)
     if tokenizer.get_vocab_size() > cfg.model.vocab_size:
         what = f"the tokenizer has {tokenizer.get_vocab_size()} tokens, above the model's"

@@ -167,12 +167,12 @@ def leaves(run: Path) -> dict:
 
 
 def config_of(run: Path, mesh=(1, 1, 1)) -> config.Config:
-    return utils.start_mesh(cli.of_run(str(run), config.Mesh(*mesh)), rows=4)
+    return utils.start_mesh(cli.config_of_run(str(run), config.Mesh(*mesh)), rows=4)
 
 
 def leaf(run: Path, name: str):
     """A stacked weight of checkpoint 0."""
-    weights = convert_hf.Weights(utils.absolute(str(run / "checkpoints/0/params")), [name])
+    weights = convert_hf.Weights(utils.absolute_path(str(run / "checkpoints/0/params")), [name])
     return weights.arrays[name].read().result()
 
 
@@ -205,14 +205,14 @@ def test_a_model_comes_back_bit_for_bit(family, tmp_path):
         np.testing.assert_array_equal(exported[name], x, err_msg=name)
     convert_hf.import_hf(tmp_path / "out", tmp_path / "runs" / "b")
     assert leaves(tmp_path / "runs" / "b") == leaves(tmp_path / "runs" / "a")
-    models = [cli.of_run(str(tmp_path / "runs" / x), config.Mesh()).model for x in "ab"]
+    models = [cli.config_of_run(str(tmp_path / "runs" / x), config.Mesh()).model for x in "ab"]
     assert models[0] == models[1]
     assert (tmp_path / "out" / "tokenizer.json").read_text() == '{"added_tokens": []}'
 
 
 def test_an_imported_run_resumes_on_a_mesh_and_decides_nothing_about_data(tmp_path):
     hf_dir(tmp_path / "hf", "llama")
-    run = utils.absolute(str(tmp_path / "runs" / "x"))
+    run = utils.absolute_path(str(tmp_path / "runs" / "x"))
     convert_hf.import_hf(tmp_path / "hf", run)
     cfg = config_of(run, (1, 2, 2))
     params = train.load_params(run, cfg)
@@ -221,7 +221,7 @@ def test_an_imported_run_resumes_on_a_mesh_and_decides_nothing_about_data(tmp_pa
     assert embed_VD.shape[0] == 128 and not embed_VD[V:].any()
     must = dict.fromkeys(["train.seq_len", "train.batch_size", "run.seed"], 7)
     must |= {"data.train fingerprint": "another", "model.d_model": D}
-    state = train.items(train.abstract_state(cfg))
+    state = train.checkpoint_items(train.abstract_state(cfg))
     found = checkpoint.Checkpoints(run, must=must).restore(state)
     assert not any(x.any() for x in jax.tree.leaves(found["rest"]))
     must["model.d_model"] = 2 * D
@@ -270,7 +270,7 @@ def test_a_checkpoint_of_training_is_exported(tmp_path):
     m = Model(vocab_size=V, pattern="moe", n_experts=4, d_expert=8, qk_norm=True)
     cfg = config.Config(run=config.Run("x", str(tmp_path / "runs")), model=m)
     cfg = on_mesh(cfg, (1, 2, 2))
-    rng, run = np.random.default_rng(0), utils.absolute(str(tmp_path / "runs" / "x"))
+    rng, run = np.random.default_rng(0), utils.absolute_path(str(tmp_path / "runs" / "x"))
     table = model.param_table(cfg)
     params = jax.tree.map(lambda p: rng.normal(size=p.shape).astype(np.float32), table)
     params = jax.device_put(params, utils.shardings(model.param_specs(cfg)))
@@ -481,7 +481,7 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path):
     meta = tmp_path / "runs/x/checkpoints/0/meta/metadata"
     text = json.loads(meta.read_text())
     text["leaves"]["params/norm_D"][2][0] ^= 1
-    text["checksum"] = checkpoint.checksum(text)
+    text["checksum"] = checkpoint.meta_checksum(text)
     meta.write_text(json.dumps(text))
     with pytest.raises(UserError, match="damaged: norm_D is not as saved"):
         convert_hf.export_hf(tmp_path / "runs" / "x", tmp_path / "out")

@@ -99,8 +99,8 @@ def record(request):
 def load(run, mesh=(1, 2, 2)):
     """(cfg, params) of a run on that mesh, which becomes the ambient one."""
     flags = ["--train.seq_len", "48", "--train.dtype", "float32"]
-    cfg = utils.start_mesh(cli.of_run(str(run), config.Mesh(*mesh), *flags), rows=2)
-    return cfg, train.load_params(utils.absolute(str(run)), cfg)
+    cfg = utils.start_mesh(cli.config_of_run(str(run), config.Mesh(*mesh), *flags), rows=2)
+    return cfg, train.load_params(utils.absolute_path(str(run)), cfg)
 
 
 @partial(jax.jit, static_argnames="cfg")
@@ -110,9 +110,12 @@ def score(params, token_MBL, target_MBL, cfg):
 
     @jax.shard_map(in_specs=(model.param_specs(cfg), rows, rows), out_specs=(P(*rows, "tp"), rows))
     def per_device(params, token_MBL, target_MBL):
-        w, index_BL = model.ready(params, cfg, cfg.train.dtype), jnp.arange(token_MBL.shape[-1])
+        w, index_BL = (
+            model.prepare_weights(params, cfg, cfg.train.dtype),
+            jnp.arange(token_MBL.shape[-1]),
+        )
         at = attention.Span(index_BL[None], index_BL[None])
-        x_MBLD, _ = model.hidden(w, token_MBL, lambda m: at, cfg)
+        x_MBLD, _ = model.hidden_states(w, token_MBL, lambda m: at, cfg)
 
         def one(parts):
             x_BLD, target_BL = parts
@@ -272,8 +275,8 @@ def test_transformers_computes_the_same_from_our_own_model(family, imported, tmp
     (run / "config.json").write_text((imported / "config.json").read_text())
     state = train.init_state(cfg)
     state = state._replace(params=scattered(state.params))
-    store = checkpoint.Checkpoints(utils.absolute(str(run)), keep=1)
-    store.save(0, train.items(state))
+    store = checkpoint.Checkpoints(utils.absolute_path(str(run)), keep=1)
+    store.save(0, train.checkpoint_items(state))
     store.close()
     convert_hf.export_hf(run, tmp_path / "hf", shard_size=20_000)
     cfg, params = load(run)

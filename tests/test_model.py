@@ -21,7 +21,7 @@ import model
 import pipeline
 import train
 import utils
-from model import TOKENS, P
+from model import TOKEN_SPEC, P
 
 PLAIN = config.tiny()
 RICH = replace(
@@ -75,7 +75,7 @@ def batch(cfg, seed=0):
 
     def place(x):
         x = x.reshape(t.grad_accum, t.microbatches, -1, t.seq_len)
-        return jax.device_put(x, utils.shardings(TOKENS))
+        return jax.device_put(x, utils.shardings(TOKEN_SPEC))
 
     return place(tokens), place(targets)
 
@@ -207,19 +207,19 @@ def test_every_stage_does_each_microbatch_of_each_part_once_both_ways(name, part
     M = 2 * pp
     cfg = on_mesh(replace(PLAIN, mesh=config.Mesh(schedule=name, virtual_stages=parts)), (1, pp, 1),
                   model=dict(n_layers=pp * parts), train=dict(seq_len=16))  # fmt: skip
-    plan = pipeline.schedule_of(cfg, M)
+    plan = pipeline.make_schedule(cfg, M)
 
     @jax.jit
     @jax.shard_map(in_specs=(), out_specs=(P("pp"), P("pp"), P("pp")))
     def run():
-        s = layers.varying(lax.axis_index("pp"))
+        s = layers.mark_varying(lax.axis_index("pp"))
 
         def number(r):
             """Of a part in the model."""
             return r * pp + s
 
         def begin(x, m, total):
-            return m * 1000.0 + layers.varying(jnp.float32(0)), total
+            return m * 1000.0 + layers.mark_varying(jnp.float32(0)), total
 
         def forward(x, m, r, total):
             done, back, good = total
@@ -242,10 +242,10 @@ def test_every_stage_does_each_microbatch_of_each_part_once_both_ways(name, part
             return done, back, good & (g == m * 1000)
 
         count = jnp.zeros((parts, M), int)
-        start = layers.varying((count, count, jnp.bool(True)))
-        x = layers.varying(jnp.float32(0))
+        start = layers.mark_varying((count, count, jnp.bool(True)))
+        x = layers.mark_varying(jnp.float32(0))
         stage = pipeline.Stage(begin, forward, score, backward, finish)
-        total = pipeline.run_schedule(plan, stage, x, [x], start, pipeline.branching(cfg))
+        total = pipeline.run_schedule(plan, stage, x, [x], start, pipeline.branch_policy(cfg))
         return jax.tree.map(lambda x: lax.pmin(x.astype(int), ("dp", "tp"))[None], total)
 
     done, back, good = jax.device_get(run())
@@ -260,8 +260,8 @@ def test_stages_work_once_a_microbatch_and_in_lock_step_through_the_bubble_too(n
     cfg = on_mesh(replace(PLAIN, mesh=mesh), (1, pp, 1), model=dict(n_layers=pp * parts))
 
     def runs(skip):
-        branch = pipeline.branching(replace(cfg, mesh=replace(cfg.mesh, skip_bubbles=skip)))
-        plan, ran = pipeline.schedule_of(cfg, M), Counter()
+        branch = pipeline.branch_policy(replace(cfg, mesh=replace(cfg.mesh, skip_bubbles=skip)))
+        plan, ran = pipeline.make_schedule(cfg, M), Counter()
 
         @jax.jit
         @jax.shard_map(in_specs=(), out_specs=P(("dp", "pp", "tp")))
@@ -283,7 +283,7 @@ def test_stages_work_once_a_microbatch_and_in_lock_step_through_the_bubble_too(n
             def finish(g, m, total):
                 return total
 
-            x = total = layers.varying(jnp.float32(0))
+            x = total = layers.mark_varying(jnp.float32(0))
             stage = pipeline.Stage(pass_on, forward, pass_on, backward, finish)
             return pipeline.run_schedule(plan, stage, x, [x], total, branch)[None]
 
@@ -473,8 +473,8 @@ def test_a_moe_layer_is_a_loop_over_tokens_and_their_experts(fields, capacity_fa
     @jax.jit
     @jax.shard_map(in_specs=(P("dp", "tp"), specs), out_specs=(P("dp", "tp"), sums))
     def moe(x_BLD, w):
-        y_BLD, stats = experts.moe(x_BLD, layers.unshard(w, table), cfg, training=True)
-        return y_BLD, lax.psum(layers.varying(stats), ("dp", "pp", "tp"))
+        y_BLD, stats = experts.moe(x_BLD, layers.gather_over_dp(w, table), cfg, training=True)
+        return y_BLD, lax.psum(layers.mark_varying(stats), ("dp", "pp", "tp"))
 
     to32 = partial(jax.tree.map, lambda x: jnp.asarray(x, jnp.float32))
     y_BLD, stats = jax.device_get(moe(to32(x_BLD), to32(w)))
@@ -509,7 +509,7 @@ def test_balance_is_one_when_even_and_the_number_of_experts_over_active_at_worst
     def sums(score_BLE, expert_BLX):
         @jax.shard_map(in_specs=(P("dp", "tp"), P("dp", "tp")), out_specs=P())
         def total(score_BLE, expert_BLX):
-            return lax.psum(experts.balance(score_BLE, expert_BLX), ("dp", "tp"))
+            return lax.psum(experts.routing_stats(score_BLE, expert_BLX), ("dp", "tp"))
 
         return jax.device_get(total(score_BLE, expert_BLX))
 
@@ -785,7 +785,7 @@ def test_sampling_options():
         """How often each of the four was chosen."""
         options = dict(temperature=1, top_k=0, top_p=1.0) | options
         chosen = [
-            generate.choose(logit_V, np.random.default_rng(n), **options) for n in range(2000)
+            generate.choose_token(logit_V, np.random.default_rng(n), **options) for n in range(2000)
         ]
         return np.bincount(chosen, minlength=4) / 2000
 
@@ -871,7 +871,7 @@ def test_a_frequent_tokens_gradient_survives_bfloat16():
 
 def test_tiles_hold_any_routing():
     for U, E in [(1, 8), (7, 2), (64, 8), (4096, 16), (65536, 16), (524288, 128)]:
-        Y, Z = experts.tiles(U, E)
+        Y, Z = experts.tile_shape(U, E)
         # At worst k experts have one row in a tile of their own, and one has the rest.
         assert max(k + (U - k) // Z for k in range(1, min(E, U) + 1)) <= Y
         assert U < 64 * E or (Y * Z - U) / (Y * Z) <= 0.2

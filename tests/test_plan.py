@@ -160,8 +160,8 @@ def test_xla_compiles_just_the_collectives_that_are_counted(mesh, train):
     want = {(*k, "calls"): n for k, n in tally.calls.items() if k[0] in NAMES.values()}
     want |= {k: n for k, n in tally.moved.items() if k[0] in NAMES.values()}
     cfg = utils.start_mesh(cfg)
-    args = plan.train.placed(plan.train.step_shapes(cfg), plan.train.step_specs(cfg))
-    text = utils.compiled(plan.train.train_step, *args, cfg).as_text()
+    args = plan.train.with_shardings(plan.train.step_shapes(cfg), plan.train.step_specs(cfg))
+    text = utils.compile_program(plan.train.train_step, *args, cfg).as_text()
     got = plan.hlo_total(text, cfg, partial(by_program, sizes=cfg.mesh.sizes))
     assert {k: n for k, n in got.items() if k[1]} == pytest.approx(want, rel=1e-12)
 

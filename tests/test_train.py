@@ -51,8 +51,8 @@ def loss_curve(run: Path) -> list[float]:
 
 
 def final_weights(run: Path) -> dict:
-    cfg = utils.start_mesh(replace(cli.of_run(str(run), config.Mesh(1, 1, 1))), rows=1)
-    return utils.leaf_table(jax.device_get(train.load_params(utils.absolute(str(run)), cfg)))
+    cfg = utils.start_mesh(replace(cli.config_of_run(str(run), config.Mesh(1, 1, 1))), rows=1)
+    return utils.leaf_table(jax.device_get(train.load_params(utils.absolute_path(str(run)), cfg)))
 
 
 def flags(cfg: Config, *more) -> list[str]:
@@ -430,9 +430,9 @@ def test_a_state_with_a_nan_is_not_saved(base, tmp_path):
     cfg = on_mesh(base, (1, 1, 1))
     state = train.init_state(cfg)
     state.params["norm_D"] = state.params["norm_D"].at[3].set(jnp.nan)
-    store = checkpoint.Checkpoints(utils.absolute(str(tmp_path)))
+    store = checkpoint.Checkpoints(utils.absolute_path(str(tmp_path)))
     with pytest.raises(UserError) as error:
-        store.save(5, train.items(state))
+        store.save(5, train.checkpoint_items(state))
     assert error.value.code == DIVERGED and store.manager.latest_step() is None
 
 
@@ -470,7 +470,7 @@ def test_clipping_uses_the_norm_of_the_whole_gradient():
         state = train.init_state(cfg)
         rng, M = np.random.default_rng(0), cfg.train.microbatches
         pair = rng.integers(512, size=(2, 1, M, 64 // M, 16), dtype=np.int32)
-        tokens, targets = (jax.device_put(x, utils.shardings(model.TOKENS)) for x in pair)
+        tokens, targets = (jax.device_put(x, utils.shardings(model.TOKEN_SPEC)) for x in pair)
         state, metrics = train.train_step(state, tokens, targets, cfg)
         assert metrics["grad_norm"] > 1
         mu = state.opt[1].mu
@@ -502,7 +502,9 @@ def test_two_processes_have_the_losses_of_one_stop_together_and_go_on_as_one(bas
         assert code == INTERRUPTED, err
     np.testing.assert_allclose(loss_curve(run)[:10], loss_curve(whole)[:10], rtol=1e-6)
     assert rows(run, "eval")[10]["tokens"] == rows(whole, "eval")[10]["tokens"]
-    assert cli.of_run(str(run), config.Mesh(1, 1, 1)).run.coordinator == ""  # scripts run alone
+    assert (
+        cli.config_of_run(str(run), config.Mesh(1, 1, 1)).run.coordinator == ""
+    )  # scripts run alone
     train.main(cfg)
     np.testing.assert_allclose(loss_curve(run), loss_curve(whole), rtol=1e-5)
 

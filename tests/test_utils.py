@@ -67,7 +67,7 @@ def saved(tmp_path_factory):
     state = train.init_state(cfg)
     states = {10: state, 20: jax.tree.map(lambda x: x + 1, state)}
     for step, s in states.items():
-        store.save(step, train.items(s))
+        store.save(step, train.checkpoint_items(s))
     store.close()
     return cfg, run, states
 
@@ -86,13 +86,13 @@ def open_store(run, keep=2) -> checkpoint.Checkpoints:
 def restored(run, cfg):
     """(step, state) of what a start would resume from."""
     store = open_store(run)
-    found = store.restore(train.items(train.abstract_state(cfg)))
+    found = store.restore(train.checkpoint_items(train.abstract_state(cfg)))
     store.manager.close()
     return store.newest, found
 
 
 def assert_equal(found, state):
-    jax.tree.map(np.testing.assert_array_equal, found, train.items(state))
+    jax.tree.map(np.testing.assert_array_equal, found, train.checkpoint_items(state))
 
 
 def files(folder) -> list[Path]:
@@ -130,9 +130,9 @@ def test_a_flipped_bit_is_reported_set_aside_and_survived(copy, capsys):
     assert (run / "damaged" / "20" / "meta").exists() and not (run / "checkpoints" / "20").exists()
 
     store = open_store(run)  # and later saves still happen, at the bad one's step too
-    store.restore(train.items(train.abstract_state(cfg)))
+    store.restore(train.checkpoint_items(train.abstract_state(cfg)))
     for later in (15, 20):
-        store.save(later, train.items(states[20]))
+        store.save(later, train.checkpoint_items(states[20]))
     store.close()
     step, found = restored(run, cfg)
     assert step == 20
@@ -147,7 +147,7 @@ def test_no_mutation_of_any_file_gives_a_wrong_state(copy, capsys):
     cfg, run, states = copy
     rng, outcomes = np.random.default_rng(0), []
     store = open_store(run)
-    abstract = train.items(train.abstract_state(cfg))
+    abstract = train.checkpoint_items(train.abstract_state(cfg))
     for path in files(run / "checkpoints" / "20"):
         original = path.read_bytes()
         for mutation in ("flip", "cut", "zero", "remove"):
@@ -205,15 +205,15 @@ def test_a_readers_view_moves_nothing(copy):
     cfg, run, _ = copy
     flip(largest(run, 20), 5000)
     with pytest.raises(UserError, match="checkpoint .*20 is damaged"):
-        open_store(run, keep=0).restore(train.items(train.abstract_state(cfg)))
+        open_store(run, keep=0).restore(train.checkpoint_items(train.abstract_state(cfg)))
     assert (run / "checkpoints" / "20").exists()
     with pytest.raises(UserError, match="has no checkpoint 15, only 10 or 20"):
-        open_store(run, keep=0).restore(train.items(train.abstract_state(cfg)), step=15)
+        open_store(run, keep=0).restore(train.checkpoint_items(train.abstract_state(cfg)), step=15)
 
 
 def test_another_setting_or_dtype_is_an_error_with_the_fields(copy):
     cfg, run, _ = copy
-    abstract = train.items(train.abstract_state(cfg))
+    abstract = train.checkpoint_items(train.abstract_state(cfg))
     with pytest.raises(UserError, match="colour: red there, blue here"):
         checkpoint.Checkpoints(run, must=dict(colour="blue")).restore(abstract)
 
@@ -229,9 +229,9 @@ def test_another_setting_or_dtype_is_an_error_with_the_fields(copy):
 def test_the_oldest_checkpoints_are_dropped(copy):
     cfg, run, states = copy
     store = open_store(run)
-    store.restore(train.items(train.abstract_state(cfg)))
+    store.restore(train.checkpoint_items(train.abstract_state(cfg)))
     for step in (30, 40):
-        store.save(step, train.items(states[10]))
+        store.save(step, train.checkpoint_items(states[10]))
     store.close()
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["30", "40"]
 
@@ -269,7 +269,7 @@ def row(step, kind="train") -> str:
 def test_rows_after_the_checkpoint_and_torn_lines_are_dropped(tmp_path):
     path = epath.Path(tmp_path / "metrics.jsonl")
     path.write_text(row(1) + row(2) + row(2, "eval") + "not json\n" + row(3) + row(4)[:-9])
-    assert metrics.kept_rows(path, 2) == [row(1), row(2), row(2, "eval")]
+    assert metrics.read_rows(path, 2) == [row(1), row(2), row(2, "eval")]
     file = metrics.RowFile(path, 2)
     file.add(dict(kind="train", step=3))
     assert path.read_text() == row(1) + row(2) + row(2, "eval") + '{"kind": "train", "step": 3}\n'
@@ -334,7 +334,7 @@ def test_wandb_reads_the_same_rows_offline_and_without_a_key(cfg, monkeypatch, t
         log=config.Log(wandb="online"),
     )
     with_wandb = train.main(cfg)
-    run = utils.absolute(cfg.run.dir) / cfg.run.name
+    run = utils.absolute_path(cfg.run.dir) / cfg.run.name
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     train_rows, evals = ([r for r in rows if r["kind"] == kind] for kind in ("train", "eval"))
     deadline = time.monotonic() + 20
@@ -390,7 +390,7 @@ def test_only_options_that_xla_takes_are_set(monkeypatch, capsys):
     of_cpu, of_gpu = known | dict(xla_no_such_option=True), dict(xla_gpu_autotune_level=0)
     monkeypatch.setattr(utils, "XLA_OPTIONS", dict(cpu=of_cpu, gpu=of_gpu))
     assert utils.xla_options(mesh) == known
-    assert utils.compiled(jax.jit(jnp.sin), jnp.float32(0))(jnp.float32(0)) == 0
+    assert utils.compile_program(jax.jit(jnp.sin), jnp.float32(0))(jnp.float32(0)) == 0
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_prefer_vector_width=512")
     assert utils.xla_options(mesh) == {}
     monkeypatch.delenv("XLA_FLAGS")
@@ -445,11 +445,11 @@ def test_secrets_stay_out_of_the_run_directory(cfg, monkeypatch):
         log=config.Log(wandb="offline"),
     )
     train.main(cfg)
-    run = utils.absolute(cfg.run.dir) / cfg.run.name
+    run = utils.absolute_path(cfg.run.dir) / cfg.run.name
     assert files(run)
     for path in files(run):
         assert b"canary-7f3a" not in path.read_bytes(), path
 
 
 def test_durations_read_well():
-    assert [utils.duration(s) for s in (5, 65, 3700)] == ["5s", "1m05s", "1h01m"]
+    assert [utils.format_duration(s) for s in (5, 65, 3700)] == ["5s", "1m05s", "1h01m"]
