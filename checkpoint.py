@@ -16,7 +16,8 @@ from jax import lax
 
 import config
 from config import UserError
-from utils import all_agree, free_name, is_remote, leaf_table, move_folder, on_lead, warn
+from files import free_name, is_remote, move_folder
+from utils import all_agree, leaf_table, on_lead, warn
 
 
 def mix_bits(x):

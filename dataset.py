@@ -16,8 +16,8 @@ from etils import epath
 from jax.sharding import NamedSharding
 
 from config import DATA, Config, Problem, UserError
+from files import absolute_path, is_remote
 from model import TOKEN_SPEC
-from utils import absolute_path, is_remote
 
 # The manifest's are unsigned; bare shards may be any of these.
 DTYPES = ("uint16", "uint32", "int32", "int64")

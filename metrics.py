@@ -14,18 +14,8 @@ from etils import epath
 
 import config
 from config import Config, UserError
-from utils import (
-    finite_or_none,
-    format_duration,
-    is_lead,
-    is_remote,
-    on_lead,
-    peak_flops,
-    say,
-    wait_for,
-    warn,
-    write_text,
-)
+from files import is_remote, write_whole
+from utils import finite_or_none, format_duration, is_lead, on_lead, peak_flops, say, wait_for, warn
 
 
 class RowFile:
@@ -42,7 +32,7 @@ class RowFile:
         if is_remote(path):
             self.local = epath.Path(tempfile.mkdtemp(prefix="trifold-")) / path.name
         if is_lead() and (rows or path.exists()):
-            write_text(self.local, "".join(rows))
+            write_whole(self.local, "".join(rows))
 
     def add(self, row: dict):
         with self.local.open("a") as f:

@@ -12,8 +12,9 @@ import numpy as np
 from etils import epath
 
 from config import Config
+from files import is_remote, write_whole
 from metrics import MetricsLog
-from utils import AXES, is_lead, is_remote, say, warn, write_text
+from utils import AXES, is_lead, say, warn
 
 UPDATE, DATA_WAIT = "update", "data wait"  # what the host marks in a trace
 
@@ -196,7 +197,7 @@ class Profile:
         self.last, self.state = self.first + n - 1, "none"
         self.hlo = program.as_text() if program and (cfg.log.hlo or self.first) else ""
         if self.hlo and cfg.log.hlo and is_lead():
-            write_text(run / "step.hlo.txt", self.hlo)
+            write_whole(run / "step.hlo.txt", self.hlo)
 
     @contextmanager
     def update(self, step: int, log: MetricsLog):
@@ -244,4 +245,4 @@ class Profile:
             lines.append(f"  {row:<28}{ms:12.3f}{ms / wall:8.1%}")
         path, text = self.path / "ledger.txt", "\n".join(lines)
         say(text)
-        write_text(path, (path.read_text() if path.exists() else "") + text + "\n")
+        write_whole(path, (path.read_text() if path.exists() else "") + text + "\n")

@@ -21,7 +21,8 @@ from etils import epath
 import config
 from cli import to_json
 from config import Config, UserError
-from utils import absolute_path, free_name, is_remote, move_folder, on_lead, say, warn, write_text
+from files import absolute_path, free_name, is_remote, move_folder, write_whole
+from utils import on_lead, say, warn
 
 
 class Lock:
@@ -185,7 +186,7 @@ def write_record(path: epath.Path, cfg: Config, data):
     except (ValueError, AttributeError) as e:
         what = f"{settings} is not what a run wrote there: {e}"
         raise UserError(config.USAGE, what, "mend it, or start over with --fresh") from None
-    write_text(settings, run_record(cfg, data.fingerprint, run_id))
+    write_whole(settings, run_record(cfg, data.fingerprint, run_id))
     for section in config.SECTIONS:
         for name, value in asdict(getattr(cfg, section)).items():
             before = old.get(section, {}).get(name, value)
@@ -193,4 +194,4 @@ def write_record(path: epath.Path, cfg: Config, data):
             if not same and section != "run":
                 say(f"changed since this run's last start: {section}.{name} {before} -> {value}")
     if data.tokenizer:  # so that the run can be sampled without its data
-        write_text(path / "tokenizer.json", text)
+        write_whole(path / "tokenizer.json", text)

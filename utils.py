@@ -13,10 +13,8 @@ from functools import partial
 from itertools import compress
 from types import CoroutineType
 
-import fsspec
 import jax
 import numpy as np
-from etils import epath
 from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -316,47 +314,6 @@ def peak_flops(cfg: Config) -> float | None:
     if peak is None or cfg.train.dtype != "bfloat16":
         return None
     return peak * 1e12 * math.prod(cfg.mesh.sizes)
-
-
-def is_remote(path) -> bool:
-    return "://" in os.fspath(path)
-
-
-def absolute_path(path: str) -> epath.Path:
-    return epath.Path(path if is_remote(path) else os.path.abspath(path))
-
-
-def write_text(path: epath.Path, text: str):
-    """Replace a file whole: a reader, or a crash, meets the old text or the new, never a half."""
-    if is_remote(path):
-        return path.write_text(text)  # an object appears whole
-    part = path.with_name(path.name + ".part")
-    part.write_text(text)
-    part.replace(path)
-
-
-def free_name(path: epath.Path) -> epath.Path:
-    """path, or path.2, path.3 .. where it is taken."""
-    names = (path if n == 1 else path.with_name(f"{path.name}.{n}") for n in range(1, 10_000))
-    return next(name for name in names if not name.exists())
-
-
-def move_folder(path: epath.Path, where: epath.Path):
-    """Rename a folder.
-
-    On object stores that is each object in it, but a lease; the deepest first, for those at the
-    top tell what the folder is, and a move that was cut short can then be made again.
-    """
-    if not is_remote(path):
-        where.parent.mkdir(parents=True, exist_ok=True)
-        path.rename(where)
-        return
-    fs, old = fsspec.url_to_fs(os.fspath(path))
-    new = os.fspath(where).partition("://")[2]
-    found = [name for name in fs.find(old) if name != f"{old}/lock"]
-    for depth in sorted({name.count("/") for name in found}, reverse=True):
-        names = [name for name in found if name.count("/") == depth]
-        fs.mv(names, [new + name.removeprefix(old) for name in names])
 
 
 def format_duration(seconds: float) -> str:

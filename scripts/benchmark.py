@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import checks
 import cli
 import config
+import files
 from config import Config, UserError
 
 
@@ -468,7 +469,7 @@ def main(cfg: Config):
     for name, why in result["left_out"].items():
         utils.say(f"left out: {name} ({why})")
     if args.json and utils.is_lead():
-        utils.write_text(utils.absolute_path(args.json), json.dumps(result, indent=1) + "\n")
+        files.write_whole(files.absolute_path(args.json), json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import checks
 import cli
 import config
+import files
 from config import DATA, USAGE, Model, Problem, UserError
 
 
@@ -884,7 +885,7 @@ def zero_digest(shape: tuple[int, ...]) -> list[int]:
 
 def import_hf(hf_dir, run_dir):
     """Make a run directory from a Hugging Face one.  Raises UserError USAGE, DATA and STORAGE."""
-    folder, run = Path(hf_dir), utils.absolute_path(os.fspath(run_dir))
+    folder, run = Path(hf_dir), files.absolute_path(os.fspath(run_dir))
     refuse_taken(run, "--run")
     hf = read_json(folder / "config.json")
     cfg = run_config(hf, run)
@@ -893,8 +894,8 @@ def import_hf(hf_dir, run_dir):
     check_tensors(found, wanted, hf, cfg)
     save(found, wanted, run, cfg)
     if (folder / "tokenizer.json").exists():
-        utils.write_text(run / "tokenizer.json", (folder / "tokenizer.json").read_text())
-    utils.write_text(run / "config.json", rundir.run_record(cfg, "", uuid.uuid4().hex[:12]))
+        files.write_whole(run / "tokenizer.json", (folder / "tokenizer.json").read_text())
+    files.write_whole(run / "config.json", rundir.run_record(cfg, "", uuid.uuid4().hex[:12]))
     utils.say(f"{folder} -> {run}: {model.param_count(cfg):,} parameters")
 
 
@@ -1045,8 +1046,8 @@ def damaged(path, why) -> UserError:
 def export_hf(run_dir, hf_dir, step=-1, dtype="float32", shard_size=5_000_000_000):
     """Write a run's weights as a Hugging Face directory.  Raises UserError USAGE, DATA, STORAGE,
     and CHECKPOINT."""
-    run, folder = utils.absolute_path(os.fspath(run_dir)), Path(hf_dir)
-    if utils.is_remote(hf_dir):
+    run, folder = files.absolute_path(os.fspath(run_dir)), Path(hf_dir)
+    if files.is_remote(hf_dir):
         raise UserError(USAGE, f"--hf {hf_dir} is remote", "give a local directory, and copy it")
     refuse_taken(folder, "--hf")
     cfg = cli.config_of_run(os.fspath(run), config.Mesh(1, 1, 1))

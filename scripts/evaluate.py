@@ -4,7 +4,6 @@ as one line of JSON.
     python scripts/evaluate.py --run runs/demo --data data/demo/val --per_token logprob.npy
 """
 
-import io
 import json
 import math
 import sys
@@ -17,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import cli
 import config
+import files
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def main(cfg: config.Config):
     args = ARGS
     cfg = utils.start_mesh(cfg, rows=args.batch_size)
     data = Dataset(cfg, "val")
-    params = train.load_params(utils.absolute_path(args.run), cfg, args.step)
+    params = train.load_params(files.absolute_path(args.run), cfg, args.step)
     nlls, bar = [], dict(desc="evaluate", unit="batch", disable=not utils.is_lead())
     for i in tqdm(range(data.n_eval_batches), **bar):
         _, _, nll_AMBL = train.eval_step(params, *data.eval_batch(i), cfg)
@@ -75,9 +75,7 @@ def main(cfg: config.Config):
     }  # JSON has no NaN
     utils.say(json.dumps(scores | dict(tokens=len(nll))))
     if args.per_token and utils.is_lead():
-        out = io.BytesIO()
-        np.save(out, -nll, allow_pickle=False)
-        utils.absolute_path(args.per_token).write_bytes(out.getvalue())
+        files.write_whole(files.absolute_path(args.per_token), files.npy_bytes(-nll))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ the last finished shard; finished, it does nothing.
 """
 
 import hashlib
-import io
 import json
 import os
 import sys
@@ -29,6 +28,7 @@ from tqdm import tqdm
 
 from cli import quit_on_error
 from config import DATA, END, USAGE, UserError
+from files import npy_bytes, write_whole
 
 
 @dataclass(frozen=True)
@@ -186,19 +186,6 @@ def make_tokenizer(args: Args, parts: dict[str, list[Piece]]) -> Tokenizer:
 
 
 # ---- shards
-
-
-def write_whole(path: epath.Path, data: bytes):
-    """A file appears under its name with all of its bytes, or not at all."""
-    part = path.with_name(path.name + ".part")
-    part.write_bytes(data)
-    part.replace(path)
-
-
-def npy_bytes(tokens: np.ndarray) -> bytes:
-    out = io.BytesIO()
-    np.save(out, tokens, allow_pickle=False)
-    return out.getvalue()
 
 
 def tokenize(parts: list, out: epath.Path, tokenizer: Tokenizer, recipe: dict, args: Args):

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import cli
 import config
+import files
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ import utils
 
 
 def load_tokenizer(args: Args) -> Tokenizer:
-    path = utils.absolute_path(args.tokenizer or args.run)
+    path = files.absolute_path(args.tokenizer or args.run)
     path = path if args.tokenizer else path / "tokenizer.json"
     if not path.exists():
         what = f"{path} does not exist: the run's data came without a tokenizer"
@@ -93,7 +94,7 @@ def main(cfg: config.Config):
     """Print each prompt with its continuation, a single one as it grows."""
     args, tokenizer = ARGS, load_tokenizer(ARGS)
     cfg = utils.start_mesh(cfg, rows=len(args.prompt) or 1)
-    params = train.load_params(utils.absolute_path(args.run), cfg, args.step)
+    params = train.load_params(files.absolute_path(args.run), cfg, args.step)
     end = cfg.data.end_id if cfg.data.end_id >= 0 else tokenizer.token_to_id(config.END)
     if tokenizer.get_vocab_size() > cfg.model.vocab_size:
         what = f"the tokenizer has {tokenizer.get_vocab_size()} tokens, above the model's"

@@ -16,8 +16,11 @@ import cli
 import config
 from config import USAGE, UserError
 
-MODULES = """config checks cli utils layers attention experts pipeline model gradient generate optim
-    dataset rundir metrics checkpoint profiling train""".split()  # noqa: SIM905
+# In the order of their imports.
+MODULES = """
+    config checks cli files utils layers attention experts pipeline model gradient generate optim
+    dataset rundir metrics checkpoint profiling train
+""".split()  # noqa: SIM905
 
 
 def problems(*flags) -> list[str]:

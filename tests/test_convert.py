@@ -19,6 +19,7 @@ import checkpoint
 import checks
 import cli
 import config
+import files
 import model
 import train
 import utils
@@ -172,7 +173,7 @@ def config_of(run: Path, mesh=(1, 1, 1)) -> config.Config:
 
 def leaf(run: Path, name: str):
     """A stacked weight of checkpoint 0."""
-    weights = convert_hf.Weights(utils.absolute_path(str(run / "checkpoints/0/params")), [name])
+    weights = convert_hf.Weights(files.absolute_path(str(run / "checkpoints/0/params")), [name])
     return weights.arrays[name].read().result()
 
 
@@ -212,7 +213,7 @@ def test_a_model_comes_back_bit_for_bit(family, tmp_path):
 
 def test_an_imported_run_resumes_on_a_mesh_and_decides_nothing_about_data(tmp_path):
     hf_dir(tmp_path / "hf", "llama")
-    run = utils.absolute_path(str(tmp_path / "runs" / "x"))
+    run = files.absolute_path(str(tmp_path / "runs" / "x"))
     convert_hf.import_hf(tmp_path / "hf", run)
     cfg = config_of(run, (1, 2, 2))
     params = train.load_params(run, cfg)
@@ -270,7 +271,7 @@ def test_a_checkpoint_of_training_is_exported(tmp_path):
     m = Model(vocab_size=V, pattern="moe", n_experts=4, d_expert=8, qk_norm=True)
     cfg = config.Config(run=config.Run("x", str(tmp_path / "runs")), model=m)
     cfg = on_mesh(cfg, (1, 2, 2))
-    rng, run = np.random.default_rng(0), utils.absolute_path(str(tmp_path / "runs" / "x"))
+    rng, run = np.random.default_rng(0), files.absolute_path(str(tmp_path / "runs" / "x"))
     table = model.param_table(cfg)
     params = jax.tree.map(lambda p: rng.normal(size=p.shape).astype(np.float32), table)
     params = jax.device_put(params, utils.shardings(model.param_specs(cfg)))

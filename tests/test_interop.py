@@ -20,6 +20,7 @@ import attention
 import checkpoint
 import cli
 import config
+import files
 import generate
 import layers
 import model
@@ -100,7 +101,7 @@ def load(run, mesh=(1, 2, 2)):
     """(cfg, params) of a run on that mesh, which becomes the ambient one."""
     flags = ["--train.seq_len", "48", "--train.dtype", "float32"]
     cfg = utils.start_mesh(cli.config_of_run(str(run), config.Mesh(*mesh), *flags), rows=2)
-    return cfg, train.load_params(utils.absolute_path(str(run)), cfg)
+    return cfg, train.load_params(files.absolute_path(str(run)), cfg)
 
 
 @partial(jax.jit, static_argnames="cfg")
@@ -275,7 +276,7 @@ def test_transformers_computes_the_same_from_our_own_model(family, imported, tmp
     (run / "config.json").write_text((imported / "config.json").read_text())
     state = train.init_state(cfg)
     state = state._replace(params=scattered(state.params))
-    store = checkpoint.Checkpoints(utils.absolute_path(str(run)), keep=1)
+    store = checkpoint.Checkpoints(files.absolute_path(str(run)), keep=1)
     store.save(0, train.checkpoint_items(state))
     store.close()
     convert_hf.export_hf(run, tmp_path / "hf", shard_size=20_000)

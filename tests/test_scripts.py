@@ -18,8 +18,8 @@ from tokenizers import Tokenizer
 
 import cli
 import config
+import files
 import train
-import utils
 from config import CHECKPOINT, DATA, USAGE
 from dataset import Dataset
 
@@ -235,7 +235,7 @@ def test_evaluate_agrees_with_training_and_writes_each_token(trained, corpus, tm
     # In the data's order.
     cfg = cli.config_of_run(str(trained), config.Mesh(1, 1, 1))
     cfg = on_mesh(cfg, train=dict(batch_size=8))
-    params = train.load_params(utils.absolute_path(str(trained)), cfg)
+    params = train.load_params(files.absolute_path(str(trained)), cfg)
     nll = np.asarray(train.eval_step(params, *Dataset(cfg, "val").eval_batch(3), cfg)[2]).ravel()
     np.testing.assert_allclose(logprob[3 * 8 * 16 :][: len(nll)], -nll, atol=1e-5)
 

@@ -21,6 +21,7 @@ from conftest import ROOT, on_mesh
 import checkpoint
 import cli
 import config
+import files
 import model
 import optim
 import train
@@ -52,7 +53,7 @@ def loss_curve(run: Path) -> list[float]:
 
 def final_weights(run: Path) -> dict:
     cfg = utils.start_mesh(replace(cli.config_of_run(str(run), config.Mesh(1, 1, 1))), rows=1)
-    return utils.leaf_table(jax.device_get(train.load_params(utils.absolute_path(str(run)), cfg)))
+    return utils.leaf_table(jax.device_get(train.load_params(files.absolute_path(str(run)), cfg)))
 
 
 def flags(cfg: Config, *more) -> list[str]:
@@ -430,7 +431,7 @@ def test_a_state_with_a_nan_is_not_saved(base, tmp_path):
     cfg = on_mesh(base, (1, 1, 1))
     state = train.init_state(cfg)
     state.params["norm_D"] = state.params["norm_D"].at[3].set(jnp.nan)
-    store = checkpoint.Checkpoints(utils.absolute_path(str(tmp_path)))
+    store = checkpoint.Checkpoints(files.absolute_path(str(tmp_path)))
     with pytest.raises(UserError) as error:
         store.save(5, train.checkpoint_items(state))
     assert error.value.code == DIVERGED and store.manager.latest_step() is None

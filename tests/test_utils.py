@@ -19,6 +19,7 @@ from etils import epath
 
 import checkpoint
 import config
+import files
 import metrics
 import train
 import utils
@@ -95,14 +96,14 @@ def assert_equal(found, state):
     jax.tree.map(np.testing.assert_array_equal, found, train.checkpoint_items(state))
 
 
-def files(folder) -> list[Path]:
+def files_below(folder) -> list[Path]:
     """Every file below."""
     return sorted(p for p in Path(folder).rglob("*") if p.is_file())
 
 
 def largest(run, step) -> Path:
     """The file with most of a checkpoint's numbers."""
-    return max(files(run / "checkpoints" / str(step)), key=lambda p: p.stat().st_size)
+    return max(files_below(run / "checkpoints" / str(step)), key=lambda p: p.stat().st_size)
 
 
 def flip(path, at: int, bit: int = 0):
@@ -148,7 +149,7 @@ def test_no_mutation_of_any_file_gives_a_wrong_state(copy, capsys):
     rng, outcomes = np.random.default_rng(0), []
     store = open_store(run)
     abstract = train.checkpoint_items(train.abstract_state(cfg))
-    for path in files(run / "checkpoints" / "20"):
+    for path in files_below(run / "checkpoints" / "20"):
         original = path.read_bytes()
         for mutation in ("flip", "cut", "zero", "remove"):
             if not original:
@@ -334,7 +335,7 @@ def test_wandb_reads_the_same_rows_offline_and_without_a_key(cfg, monkeypatch, t
         log=config.Log(wandb="online"),
     )
     with_wandb = train.main(cfg)
-    run = utils.absolute_path(cfg.run.dir) / cfg.run.name
+    run = files.absolute_path(cfg.run.dir) / cfg.run.name
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     train_rows, evals = ([r for r in rows if r["kind"] == kind] for kind in ("train", "eval"))
     deadline = time.monotonic() + 20
@@ -445,9 +446,9 @@ def test_secrets_stay_out_of_the_run_directory(cfg, monkeypatch):
         log=config.Log(wandb="offline"),
     )
     train.main(cfg)
-    run = utils.absolute_path(cfg.run.dir) / cfg.run.name
-    assert files(run)
-    for path in files(run):
+    run = files.absolute_path(cfg.run.dir) / cfg.run.name
+    assert files_below(run)
+    for path in files_below(run):
         assert b"canary-7f3a" not in path.read_bytes(), path
 
 

@@ -1,0 +1,61 @@
+"""Files and folders, local or in a bucket: paths, writing a file whole, arrays, moving a folder.
+
+This module does not import jax, so that scripts that only prepare files start at once.
+"""
+
+import io
+import os
+
+import fsspec
+import numpy as np
+from etils import epath
+
+
+def is_remote(path) -> bool:
+    return "://" in os.fspath(path)
+
+
+def absolute_path(path: str) -> epath.Path:
+    return epath.Path(path if is_remote(path) else os.path.abspath(path))
+
+
+def write_whole(path: epath.Path, data: bytes | str):
+    """Replace a file: a reader, or a crash, meets the old content or the new, never a part."""
+    data = data.encode() if isinstance(data, str) else data
+    if is_remote(path):
+        path.write_bytes(data)  # an object appears whole
+        return
+    part = path.with_name(path.name + ".part")
+    part.write_bytes(data)
+    part.replace(path)
+
+
+def free_name(path: epath.Path) -> epath.Path:
+    """path, or path.2, path.3 .. where it is taken."""
+    names = (path if n == 1 else path.with_name(f"{path.name}.{n}") for n in range(1, 10_000))
+    return next(name for name in names if not name.exists())
+
+
+def move_folder(path: epath.Path, where: epath.Path):
+    """Rename a folder.
+
+    On object stores that is each object in it, but a lease; the deepest first, for those at the
+    top tell what the folder is, and a move that was cut short can then be made again.
+    """
+    if not is_remote(path):
+        where.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(where)
+        return
+    fs, old = fsspec.url_to_fs(os.fspath(path))
+    new = os.fspath(where).partition("://")[2]
+    found = [name for name in fs.find(old) if name != f"{old}/lock"]
+    for depth in sorted({name.count("/") for name in found}, reverse=True):
+        names = [name for name in found if name.count("/") == depth]
+        fs.mv(names, [new + name.removeprefix(old) for name in names])
+
+
+def npy_bytes(array: np.ndarray) -> bytes:
+    """The array as the bytes of a .npy file."""
+    out = io.BytesIO()
+    np.save(out, array, allow_pickle=False)
+    return out.getvalue()
