@@ -1,29 +1,38 @@
-# make demo: a small language model, from nothing to text.   make test: the whole suite.   make lint: ruff.
-# make test-interop: its models against Hugging Face transformers, its plans against TPUs' compiler.
+# make demo: train a small language model and sample from it.   make lint: ruff.
+# make test: the tests, without the slow ones.   make test-full: all of them.
+# make test-interop: compare models with Hugging Face transformers, and plans with the TPU compiler.
 # PYTHON is any Python from 3.11 on; everything is installed into .venv.
 
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-interop lint
+.PHONY: demo test test-full test-interop lint
 
 .venv/installed: requirements.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --disable-pip-version-check -r requirements.txt
 	touch $@
 
-# JAX_PLATFORMS=cpu: eight fake CPU devices also where there is an accelerator.
+# JAX_PLATFORMS=cpu: eight fake CPU devices even if there is an accelerator.
 demo: export JAX_PLATFORMS := cpu
 demo: .venv/installed
-	$(BIN)/python scripts/prepare_data.py --stdlib --vocab_size 4096 --val_fraction 0.05 --out data/demo
+	$(BIN)/python scripts/prepare_data.py --pydocs --val_fraction 0.05 --out data/demo
 	$(BIN)/python train.py --config demo
-	$(BIN)/python scripts/sample.py --run runs/demo --prompt "def " --tokens 100 --temperature 0.7 --top_p 0.9
+	$(BIN)/python scripts/sample.py --run runs/demo --prompt "Return" "If the file" "A function" --temperature 0.6 --top_p 0.9
 	$(BIN)/python scripts/report.py --run runs/demo
+	@echo
+	@echo "Next: sample with a prompt of your own, train longer on the devices you have, prepare another text."
+	@echo '  $(BIN)/python scripts/sample.py --run runs/demo --prompt "This method"'
+	@echo '  $(BIN)/python train.py --config demo --run.name longer --train.steps 1000 --mesh.dp -1 --mesh.pp 1 --mesh.tp 1'
+	@echo '  $(BIN)/python scripts/prepare_data.py --input docs --suffix .md --out data/mine'
 
 test: .venv/installed
 	$(BIN)/python -m pytest
 
-# Against transformers and libtpu, which nothing else needs: in an environment of its own.
+test-full: .venv/installed
+	$(BIN)/python -m pytest -m ""
+
+# transformers and libtpu are needed for nothing else, so they have a separate environment.
 .venv-interop/installed: tests/requirements-interop.txt requirements.txt
 	$(PYTHON) -m venv .venv-interop
 	.venv-interop/bin/pip install --disable-pip-version-check -r tests/requirements-interop.txt

@@ -1,4 +1,5 @@
-"""Checkpoints that are verified leaf by leaf when they are restored."""
+"""Checkpoints: digests of arrays, saving a state with its digests, and restoring it verified.  What
+a state holds, and which settings must not change between starts, is decided in train.py."""
 
 import json
 import os
@@ -17,21 +18,32 @@ from jax import lax
 import config
 from config import UserError
 from files import free_name, is_remote, move_folder
-from utils import all_agree, leaf_table, on_lead, warn
+from utils import all_agree, leaf_table, run_on_lead, warn
+
+# ---- digests
 
 
 def mix_bits(x):
-    """A bijection of uint32 that spreads every bit (the finalizer of MurmurHash3)."""
+    """A bijection of uint32 in which every input bit affects every output bit (the finalizer of
+    MurmurHash3)."""
     x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
     return x ^ (x >> 16)
 
 
-def digest(x):
-    """Two uint32 that change with any bit or any move of an element of x, and with nothing else.
+def digest_terms(bits, index) -> list:
+    """The two numbers that each element adds to a digest, as two uint32 arrays.
 
-    A sum over elements of mix(bits ^ mix(index)): integer addition is associative, so every mesh
-    gets the same.  It detects accidents, not forgery.
+    bits: the elements' bits; index: their indices in the flattened array; both uint32.
+    """
+    return [mix_bits(bits ^ mix_bits(index + np.uint32(seed))) for seed in (0x9E3779B9, 0x7F4A7C15)]
+
+
+def digest(x):
+    """uint32 [2] that changes with any bit of x and with any move of an element.
+
+    It is a sum over elements: integer addition is associative, so every mesh computes the same
+    digest.  It detects accidents, not forgery.
     """
     words = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
     bits = lax.bitcast_convert_type(x, words).astype(jnp.uint32)
@@ -39,76 +51,87 @@ def digest(x):
     for dim in reversed(range(x.ndim)):
         index += lax.broadcasted_iota(jnp.uint32, x.shape, dim) * np.uint32(stride % 2**32)
         stride *= x.shape[dim]
-    spread = [
-        mix_bits(bits ^ mix_bits(index + np.uint32(seed))) for seed in (0x9E3779B9, 0x7F4A7C15)
-    ]
-    return jnp.stack([x.sum(dtype=jnp.uint32) for x in spread])
+    return jnp.stack([terms.sum(dtype=jnp.uint32) for terms in digest_terms(bits, index)])
 
 
 @jax.jit
 def digests(leaves: list):
-    """uint32 [leaf, 2], and whether every float in them is finite."""
+    """uint32 [leaf, 2], the digest of each array, and whether every float in them is finite."""
     finite = [jnp.isfinite(x).all() for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
     return jnp.stack([digest(x) for x in leaves]), jnp.stack(finite).all()
 
 
 def meta_checksum(meta: dict) -> int:
+    """CRC-32 of a checkpoint's meta without its checksum."""
     rest = {name: value for name, value in meta.items() if name != "checksum"}
     return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
 
 
+# ---- checkpoints
+
+
 class Damaged(ValueError):
-    """A checkpoint that is not what was saved."""
+    """A checkpoint that differs from what was saved, or cannot be read."""
 
 
-OUTAGE = (
+# An error with one of these in its text means that the storage cannot be reached, not that the
+# checkpoint is damaged.
+UNREACHABLE = (
     "RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE_EXCEEDED|UNAUTHENTICATED|PERMISSION_DENIED"
     "|[Pp]ermission denied"
 )
 
 
 class Checkpoints:
-    """checkpoints/N: the state after N updates, saved in the background, verified when restored.
+    """The checkpoints of a run, saved in the background and verified when they are restored.
 
-    Each holds two array items, `params` and `rest`, and `meta`: per leaf its shape, dtype and
-    digest, and the settings (`must`) that a run which continues it has to share.
+    The folder checkpoints/N is the state after N updates.  It holds the state's items (train.py's
+    are `params` and `rest`) and `meta`, a JSON object:
+      format    FORMAT
+      step      N
+      must      the settings that every run which continues from here must have too
+      leaves    {"params/embed_VD": [shape, dtype, digest]} of every array
+      checksum  meta_checksum
     """
 
     FORMAT = 2
 
-    def __init__(self, run: epath.Path, keep: int = 2, must: dict = MappingProxyType({})):
-        """keep: how many stay; 0 only reads, and moves nothing."""
-        self.run, self.path, self.keep, self.must = run, run / "checkpoints", keep, dict(must)
+    def __init__(self, run: epath.Path, keep: int = 2, settings: dict = MappingProxyType({})):
+        """run: the run directory.  keep: how many checkpoints to keep; 0 only reads them.
+        settings: saved as `must`, and compared with `must` of a checkpoint that is restored."""
+        self.run, self.path, self.keep = run, run / "checkpoints", keep
+        self.settings = dict(settings)
         self.newest = None
-        self.open()
+        """The step of the last checkpoint that this object restored or saved."""
+        self.open_manager()
 
-    def open(self):
-        options = dict(max_to_keep=self.keep, create=True) if self.keep else dict(read_only=True)
-        options = ocp.CheckpointManagerOptions(**options)
+    def open_manager(self):
+        if self.keep == 0:
+            options = ocp.CheckpointManagerOptions(read_only=True)
+        else:
+            options = ocp.CheckpointManagerOptions(max_to_keep=self.keep, create=True)
         self.manager = ocp.CheckpointManager(self.path, options=options)
 
     def restore(self, abstract: dict, step: int = -1):
-        """The newest checkpoint that verifies, laid out as `abstract`, or None where there is none.
+        """Return the newest checkpoint that passes verification, or None if the run has no rows in
+        metrics.jsonl and no checkpoint.
 
-        abstract: {"params": ..., "rest": ...} or one of them, ShapeDtypeStructs with shardings.
-        step: that one and no other.  Those that do not verify are moved to damaged/.  Raises
-        UserError CHECKPOINT where none is left or a run has lost them, and as `load` does.
+        abstract: {"params": tree, "rest": tree} or one of the two, to restore only that.  The
+        leaves are ShapeDtypeStructs with the shardings that the restored arrays get.
+        step: the checkpoint to restore; -1 tries all, newest first, and moves those that fail
+        verification to damaged/.  Raises UserError CHECKPOINT if none is usable, if a run that has
+        trained has none, or if there is no checkpoint `step`; and the UserErrors of `load`.
         """
-        found = self.manager.all_steps()
-        if step >= 0 and step not in found:
-            what = f"{self.path} has no checkpoint {step}, only {config.or_list(found or ['none'])}"
-            fix = "give --step one of those, or leave it out for the newest"
-            raise UserError(config.CHECKPOINT, what, fix)
         bad = []
-        while (n := self.manager.latest_step() if step < 0 else step) is not None:
+        while (n := self.find_step(step)) is not None:
             try:
                 tree = self.load(n, abstract)
                 self.newest = n
                 return tree
             except Damaged as e:
                 bad.append(f"{n} ({e})")
-                where = self.set_aside(n)
-                warn(f"checkpoint {n} failed verification ({e}); moved to {where}")
+                moved_to = self.move_to_damaged(n)
+                warn(f"checkpoint {n} failed verification ({e}); moved to {moved_to}")
         if bad:
             what = f"no usable checkpoint among {len(bad)} in {self.path}: {', '.join(bad)}"
             fix = "restore one from a copy, or start over with --fresh; they are in damaged/"
@@ -120,101 +143,125 @@ class Checkpoints:
             raise UserError(config.CHECKPOINT, what, fix)
         return None
 
+    def find_step(self, step: int) -> int | None:
+        """Return `step`, or for -1 the step of the newest checkpoint, None if there is none.
+        Raises UserError CHECKPOINT if there is no checkpoint `step`."""
+        if step < 0:
+            return self.manager.latest_step()
+        found = self.manager.all_steps()
+        if step not in found:
+            what = f"{self.path} has no checkpoint {step}, only {config.or_list(found or ['none'])}"
+            fix = "give --step one of those, or leave it out for the newest"
+            raise UserError(config.CHECKPOINT, what, fix)
+        return step
+
     def load(self, step: int, abstract: dict):
-        """Checkpoint `step`, verified.  Raises Damaged, UserError as `read` and `compare` do."""
+        """Return the items of checkpoint `step`, with every array verified.  Raises what read_meta
+        raises."""
+        # Orbax would follow a link out of the run directory.
         if not is_remote(self.path) and os.path.islink(self.path / str(step)):
             raise Damaged("it is a symbolic link")
-        meta = self.read(step, meta=ocp.args.JsonRestore())["meta"]
-        if not isinstance(meta, dict) or meta.get("checksum") != meta_checksum(meta):
-            raise Damaged("its meta does not match its checksum")
-        self.compare(step, meta, abstract)
+        meta = self.read_meta(step, abstract)
         items = {name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()}
         found = self.read(step, **items)
         tree = {name: found[name] for name in abstract}
         table = leaf_table(tree)
-        got = np.asarray(digests(list(table.values()))[0]).tolist()
-        wrong = [n for n, d in zip(table, got, strict=True) if d != meta["leaves"][n][2]]
+        values = np.asarray(digests(list(table.values()))[0]).tolist()
+        wrong = [n for n, x in zip(table, values, strict=True) if x != meta["leaves"][n][2]]
         if wrong:
             raise Damaged(f"{len(wrong)} of {len(table)} arrays are not as saved, {wrong[0]} first")
         return tree
 
+    def read_meta(self, step: int, abstract: dict) -> dict:
+        """Return the meta of checkpoint `step`, after comparing it with its checksum and with this
+        run.  Raises Damaged, and UserError CHECKPOINT (another run's) and STORAGE."""
+        meta = self.read(step, meta=ocp.args.JsonRestore())["meta"]
+        if not isinstance(meta, dict) or meta.get("checksum") != meta_checksum(meta):
+            raise Damaged("its meta does not match its checksum")
+        self.check_same_run(step, meta, abstract)
+        return meta
+
     def read(self, step: int, **items):
-        """Items of checkpoint `step`.  Raises Damaged, or UserError STORAGE where out of reach."""
+        """Return items of checkpoint `step` without verification; items: {name: what orbax takes to
+        restore it}.  Raises Damaged, or UserError STORAGE if the storage cannot be reached."""
         tree = error = None
         try:
             tree = self.manager.restore(step, args=ocp.args.Composite(**items))
-        except Exception as e:  # orbax raises all types for damage, a bare Exception among them
+        except Exception as e:  # orbax raises many types for damage, a bare Exception among them
             error = e
-        if isinstance(error, PermissionError | ConnectionError | TimeoutError) or re.search(
-            OUTAGE, str(error)
-        ):
+        refused = isinstance(error, PermissionError | ConnectionError | TimeoutError)
+        if refused or re.search(UNREACHABLE, str(error)):
             what = f"cannot read {self.path / str(step)}: {str(error)[:300]}"
-            fix = "mend the storage or the permissions, and run the same command again"
+            fix = "fix the storage or the permissions, and run the same command again"
             raise UserError(config.STORAGE, what, fix) from error
         if not all_agree(error is None):
             why = f"{type(error).__name__}: {error}" if error else "another process failed"
             raise Damaged(re.sub(r"\s+", " ", why)[:160]) from error
         return tree
 
-    def compare(self, step: int, meta: dict, abstract: dict):
-        """Raise UserError CHECKPOINT where it is of another format, model or data than this run."""
-        then = {name: meta["must"][name] for name in self.must if name in meta["must"]}
-        free = {name for name, x in then.items() if x is None}  # of weights that came without data
-        then = {name: x for name, x in then.items() if name not in free}
-        now = {name: x for name, x in self.must.items() if name not in free}
-        now["format"] = self.FORMAT
-        then["format"] = meta["format"]
-        for name, x in leaf_table(abstract).items():
-            now[name] = f"{x.dtype}{list(x.shape)}"
+    def check_same_run(self, step: int, meta: dict, abstract: dict):
+        """Raise UserError CHECKPOINT if format, settings, shapes or dtypes in meta differ from this
+        run's.  A setting that was saved as null is not compared: imported weights have no data."""
+        there = {name: meta["must"].get(name, "nothing") for name in self.settings}
+        there = {name: value for name, value in there.items() if value is not None}
+        here = {name: self.settings[name] for name in there}
+        there["format"], here["format"] = meta["format"], self.FORMAT
         for name, (shape, dtype, _) in meta["leaves"].items():
             if name.split("/")[0] in abstract:
-                then[name] = f"{dtype}{shape}"
-
-        def value(table, name):
-            return table.get(name, "nothing")
-
-        names = [name for name in now | then if value(now, name) != value(then, name)]
-        differ = [f"{n}: {value(then, n)} there, {value(now, n)} here" for n in names[:10]]
+                there[name] = f"{dtype}{shape}"
+        for name, x in leaf_table(abstract).items():
+            here[name] = f"{x.dtype}{list(x.shape)}"
+        pairs = {n: (there.get(n, "nothing"), here.get(n, "nothing")) for n in here | there}
+        differ = [f"{n}: {a} there, {b} here" for n, (a, b) in pairs.items() if a != b]
         if differ:
-            more = f", and {len(names) - 10} more" if len(names) > 10 else ""
-            where = self.path / str(step)
-            what = f"checkpoint {where} is of another run: {'; '.join(differ)}{more}"
+            more = f", and {len(differ) - 10} more" if len(differ) > 10 else ""
+            what = f"checkpoint {self.path / str(step)} is of another run: "
             fix = "give the values in its run's config.json, or another --run.name, or --fresh"
-            raise UserError(config.CHECKPOINT, what, fix)
+            raise UserError(config.CHECKPOINT, what + "; ".join(differ[:10]) + more, fix)
 
-    def set_aside(self, step: int) -> epath.Path:
-        """Move it out of the way: while it is there, orbax refuses to save any step up to it."""
-        if not self.keep:
+    def move_to_damaged(self, step: int) -> epath.Path:
+        """Move checkpoint `step` to damaged/ and return its new path; orbax refuses to save a step
+        that is not above all others in the folder.  With keep=0, raises UserError CHECKPOINT."""
+        if self.keep == 0:
             what = f"checkpoint {self.path / str(step)} is damaged"
-            fix = "start its run once: it goes on from the one before"
+            fix = "resume its run: it continues from the checkpoint before this one"
             raise UserError(config.CHECKPOINT, what, fix)
-        where = free_name(self.run / "damaged" / str(step))
+        moved_to = free_name(self.run / "damaged" / str(step))
         self.manager.close()
-        on_lead(move_folder, self.path / str(step), where)
-        self.open()
-        return where
+        run_on_lead(move_folder, self.path / str(step), moved_to)
+        self.open_manager()
+        return moved_to
 
     def save(self, step: int, state: dict):
-        """Start saving the state after `step` updates, and return once it is off the devices.
+        """Start to save the state after `step` updates; return once it is copied off the devices.
 
-        The first of a new run is waited for, so that a storage that cannot hold it shows before
-        the first update.  Raises UserError STORAGE, or DIVERGED where the state is not finite.
+        state: {item: tree of arrays}.  Raises UserError STORAGE, and DIVERGED if a number in the
+        state is not finite.
         """
         if step == self.newest:
             return
         table = leaf_table(state)
-        got, finite = digests(list(table.values()))
+        values, finite = digests(list(table.values()))
         if not finite:
             what = f"the state after update {step} holds a NaN or infinity; it was not saved"
-            fix = f"resume from {self.newest} with a lower --optim.lr"
+            fix = f"resume from checkpoint {self.newest} with a lower --optim.lr"
             raise UserError(config.DIVERGED, what, fix)
-        rows = zip(table.items(), np.asarray(got).tolist(), strict=True)
-        leaves = {name: [list(x.shape), str(x.dtype), d] for (name, x), d in rows}
-        meta = dict(format=self.FORMAT, step=step, must=self.must, leaves=leaves)
+        self.write(step, state, dict(zip(table, np.asarray(values).tolist(), strict=True)))
+
+    def write(self, step: int, state: dict, leaf_digests: dict[str, list[int]]):
+        """Start to write checkpoint `step`: the items of `state`, and meta with their digests.
+
+        The first checkpoint of a new run is complete on return, so that too little room is reported
+        before the first update.  Raises UserError STORAGE.
+        """
+        table = leaf_table(state)
+        leaves = {n: [list(x.shape), str(x.dtype), leaf_digests[n]] for n, x in table.items()}
+        meta = dict(format=self.FORMAT, step=step, must=self.settings, leaves=leaves)
+        meta |= dict(checksum=meta_checksum(meta))
         items = {name: ocp.args.StandardSave(tree) for name, tree in state.items()}
-        items["meta"] = ocp.args.JsonSave(meta | dict(checksum=meta_checksum(meta)))
+        args = ocp.args.Composite(**items, meta=ocp.args.JsonSave(meta))
         with self.storage_errors(step):
-            started = self.manager.save(step, args=ocp.args.Composite(**items), force=True)
+            started = self.manager.save(step, args=args, force=True)
             assert started, f"orbax declined to save {step}; it has {self.manager.all_steps()}"
             if self.newest is None:
                 self.manager.wait_until_finished()
@@ -222,15 +269,16 @@ class Checkpoints:
 
     @contextmanager
     def storage_errors(self, step: int):
+        """Raise UserError STORAGE in place of what orbax raises when it cannot write."""
         try:
             yield
         except (OSError, ValueError, RuntimeError) as e:
             what = f"checkpoint {step} could not be written to {self.path}: {str(e)[:300]}"
-            fix = "make room or mend the storage, and run the same command again to resume"
+            fix = "make room or fix the storage, and run the same command again to resume"
             raise UserError(config.STORAGE, what, fix) from e
 
     def close(self):
-        """Return once everything saved is committed."""
+        """Return once every checkpoint is complete.  Raises UserError STORAGE."""
         with self.storage_errors(self.newest):
             self.manager.wait_until_finished()
         self.manager.close()

@@ -1,4 +1,8 @@
-"""Every check of a config that needs no device, and `resolve`."""
+"""Every check of a config that needs no device, and `resolve`, which fits a config to the devices.
+
+A check yields Problems.  Names in the tables of other modules (model.attention, optim.name,
+optim.schedule) are checked by those modules, because this one does not import jax.
+"""
 
 import math
 import re
@@ -18,19 +22,52 @@ from config import (
 )
 
 
-def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+def check(cfg: Config) -> Config:
+    """Return cfg, or raise a UserError with all its problems.  An axis of -1 passes."""
+    problems = [*range_problems(cfg)]
+    if pattern := [*pattern_problems(cfg)]:  # the checks in the other branch parse the patterns
+        problems += pattern
+    else:
+        problems += [*divisor_problems(cfg), *pipeline_problems(cfg), *model_problems(cfg)]
+    problems += other_problems(cfg)
+    if problems:
+        raise UserError(USAGE, problems=problems)
+    return cfg
 
 
-# fmt: off
+def resolve(cfg: Config, n_devices: int, rows: int | None = None) -> Config:
+    """Set what depends on the number of devices, the axis of -1 and automatic microbatches, and
+    check the result.
+
+    rows: for scripts that do not train, replace the training batch by about this many sequences.
+    Raises UserError.
+    """
+    known = math.prod(size for size in cfg.mesh.sizes if size != -1)
+    dp, pp, tp = (max(1, n_devices // known) if size == -1 else size for size in cfg.mesh.sizes)
+    cfg = replace(cfg, mesh=replace(cfg.mesh, dp=dp, pp=pp, tp=tp))
+    if rows is not None:
+        batch_size = max(1, rows // (dp * pp)) * dp * pp
+        batch = dict(batch_size=batch_size, grad_accum=1, microbatches=0, remat="layer")
+        mesh = replace(cfg.mesh, schedule="gpipe", virtual_stages=1)
+        cfg = replace(cfg, train=replace(cfg.train, **batch), mesh=mesh)
+    check(cfg)
+    if not cfg.train.microbatches:
+        rows_per_slice = cfg.train.batch_size // (cfg.train.grad_accum * dp)
+        counts = range(pp, 4 * pp + 1, pp) if pp > 1 else [1]
+        microbatches = max(n for n in counts if rows_per_slice % n == 0)
+        cfg = replace(cfg, train=replace(cfg.train, microbatches=microbatches))
+    return cfg
+
+
+# ---- ranges
+
 BIG = 2**31 - 1
 
-
-# Where -1 has a meaning of its own.
+# Fields where -1 is allowed too.
 AUTO = {"mesh.dp", "mesh.pp", "mesh.tp", "train.eval_batches", "data.end_id"}
 
-
-RANGES = {  # name: (low, high), both allowed
+# fmt: off
+RANGES = {  # field: (lowest, highest) allowed value
     **dict.fromkeys(sorted(AUTO), (1, BIG)),
     "data.end_id": (0, BIG),
     **{f"model.{name}": (1, BIG) for name in (
@@ -69,28 +106,57 @@ RANGES = {  # name: (low, high), both allowed
     "checkpoint.keep": (2, BIG),
     "log.every": (1, BIG),
 }
-
-
 # fmt: on
+
+
 def range_problems(cfg: Config):
     for name, (low, high) in RANGES.items():
         x, auto = field_value(cfg, name), name in AUTO
-        if not (low <= x <= high or (x == -1 and auto)):  # so written, a NaN is out of range too
+        if not (low <= x <= high or (x == -1 and auto)):  # "not", so that NaN is a problem too
             limits = f"between {low} and {high}" if high < BIG or x > BIG else f"at least {low}"
-            fix = f"set --{name} accordingly{', or to -1' if auto else ''}"
+            fix = f"set --{name} to a value in this range{', or to -1' if auto else ''}"
             yield Problem(f"{name}={x} must be {limits}", fix)
 
 
-def axis_divides(cfg: Config) -> dict[str, dict[str, int]]:
-    """What each mesh axis splits into equal parts."""
+# ---- layer patterns and divisors
+
+
+def pattern_problems(cfg: Config):
+    """Patterns that do not parse, or whose layers do not add up to model.n_layers."""
+    m, fix = cfg.model, "give kinds with counts, such as dense or dense*5,moe"
+    kinds = {}
+    for name in ("prefix", "pattern"):
+        try:
+            kinds[name] = layer_kinds(getattr(m, name))
+        except ValueError as e:
+            yield Problem(f"model.{name}={getattr(m, name)!r}: {e}", fix)
+    if kinds.get("pattern") == []:
+        yield Problem("model.pattern is empty", fix)
+    elif len(kinds) == 2:
+        n_prefix, n_pattern = len(kinds["prefix"]), len(kinds["pattern"])
+        n_left = m.n_layers - n_prefix
+        if n_left <= 0 or n_left % n_pattern:
+            what = f"model.n_layers={m.n_layers} must be a multiple of {n_pattern}, "
+            what += "model.pattern's layers"
+            what += f", plus the {n_prefix} of model.prefix" if n_prefix else ""
+            nearest = n_prefix + max(1, round(n_left / n_pattern)) * n_pattern
+            yield Problem(what, f"set --model.n_layers {nearest}")
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def sizes_to_divide(cfg: Config) -> dict[str, dict[str, int]]:
+    """{axis: {name: size}}: each mesh axis must divide these sizes.  A size of 0 is not set."""
     m, t = cfg.model, cfg.train
-    kinds, mla = all_kinds(m), m.attention == "mla"
+    kinds = all_kinds(m)
     layers = {"model.n_layers": m.n_layers}
     if m.prefix or "," in m.pattern or "*" in m.pattern:
         layers = {"the number of model.pattern's blocks": n_blocks(m)}
     dp = {"model.d_model": m.d_model}
     tp = {"model.n_heads": m.n_heads, "train.seq_len": t.seq_len}
-    if mla:
+    if m.attention == "mla":
         dp |= {"model.kv_rank": m.kv_rank, "model.q_rank": m.q_rank}
     else:
         tp |= {"model.n_kv_heads": m.n_kv_heads}
@@ -103,91 +169,80 @@ def axis_divides(cfg: Config) -> dict[str, dict[str, int]]:
     return {"mesh.dp": dp, "mesh.pp": pp, "mesh.tp": tp}
 
 
-def divide_problems(cfg: Config):
-    """Each axis once, with all that it fails to divide; and the heads and batch likewise."""
-    m, t = cfg.model, cfg.train
-    for axis, parts in axis_divides(cfg).items():
-        size, of = field_value(cfg, axis), {name: n for name, n in parts.items() if n > 0}
-        wrong = [f"{name}={n}" for name, n in of.items() if size > 1 and n % size]
+def divisor_problems(cfg: Config):
+    """What does not divide: one problem per mesh axis, and those of heads, RoPE and batch."""
+    m = cfg.model
+    for axis, sizes in sizes_to_divide(cfg).items():
+        n, sizes = field_value(cfg, axis), {name: x for name, x in sizes.items() if x > 0}
+        wrong = [f"{name}={x}" for name, x in sizes.items() if n > 1 and x % n]
         if wrong:
-            what = f"{axis}={size} must divide {' and '.join(wrong)}"
-            yield Problem(what, f"set --{axis} to {or_list(divisors(math.gcd(*of.values())))}")
-    if m.attention == "gqa" and m.n_kv_heads > 0 and m.n_heads % m.n_kv_heads:
+            what = f"{axis}={n} must divide {' and '.join(wrong)}"
+            yield Problem(what, f"set --{axis} to {or_list(divisors(math.gcd(*sizes.values())))}")
+    if m.attention == "gqa" and min(m.n_heads, m.n_kv_heads) > 0 and m.n_heads % m.n_kv_heads:
         what = f"model.n_kv_heads={m.n_kv_heads} must divide model.n_heads={m.n_heads}"
         yield Problem(what, f"set --model.n_kv_heads to {or_list(divisors(m.n_heads))}")
-    turned = "d_rope" if m.attention == "mla" else "d_head"
-    if m.positions == "rope" and getattr(m, turned) % 2:
-        what = f"model.{turned}={getattr(m, turned)} must be even: RoPE turns pairs of elements"
-        yield Problem(what, f"set --model.{turned} to {getattr(m, turned) + 1}")
+    rotated = "d_rope" if m.attention == "mla" else "d_head"
+    width = getattr(m, rotated)
+    if m.positions == "rope" and width % 2:
+        what = f"model.{rotated}={width} must be even: RoPE rotates pairs of elements"
+        yield Problem(what, f"set --model.{rotated} to {width + 1}")
+    yield from batch_problems(cfg)
+
+
+def batch_problems(cfg: Config):
+    """The batch that does not divide into slices, dp ranks and microbatches."""
+    t = cfg.train
     dp, pp, _ = (max(1, size) for size in cfg.mesh.sizes)
-    micro = t.microbatches or (pp if n_blocks(m) % pp == 0 else 1)  # a wrong pp is reported above
-    parts = t.grad_accum * dp * micro
+    # A pp that does not divide the blocks has a problem already, and would only repeat it here.
+    microbatches = t.microbatches or (pp if n_blocks(cfg.model) % pp == 0 else 1)
+    parts = t.grad_accum * dp * microbatches
     if parts > 0 and t.batch_size % parts:
-        names = f"train.grad_accum*mesh.dp*{'train.microbatches' if t.microbatches else 'mesh.pp'}"
-        product = f"{t.grad_accum}*{dp}*{micro} = {parts}"
-        what = f"{names} = {product} must divide train.batch_size={t.batch_size}"
-        near = max(1, round(t.batch_size / parts)) * parts
-        fix = f"set --train.batch_size {near}"
-        yield Problem(what, fix + (", or --train.microbatches 0" if t.microbatches else ""))
+        last = "train.microbatches" if t.microbatches else "mesh.pp"
+        product = f"{t.grad_accum}*{dp}*{microbatches} = {parts}"
+        what = f"train.grad_accum*mesh.dp*{last} = {product}"
+        nearest = max(1, round(t.batch_size / parts)) * parts
+        fix = f"set --train.batch_size {nearest}"
+        fix += ", or --train.microbatches 0" if t.microbatches else ""
+        yield Problem(f"{what} must divide train.batch_size={t.batch_size}", fix)
 
 
 def pipeline_problems(cfg: Config):
-    """What mesh.schedule and train.remat ask of the pipeline."""
+    """Settings of mesh.schedule and train.remat that do not fit the number of stages."""
     mesh, pp = cfg.mesh, max(1, cfg.mesh.pp)
     v, blocks = mesh.virtual_stages, n_blocks(cfg.model)
     interleaved = mesh.schedule == "interleaved"
     if interleaved and (v < 2 or mesh.pp == 1):
         what = f"mesh.schedule=interleaved, but mesh.virtual_stages={v} and mesh.pp={mesh.pp}"
-        yield Problem(what, "set both to 2 or more, or take --mesh.schedule 1f1b")
+        yield Problem(what, "set both to 2 or more, or use --mesh.schedule 1f1b")
     elif v > 1 and not interleaved:
         what = f"mesh.virtual_stages={v} has no effect: mesh.schedule={mesh.schedule}"
-        yield Problem(what, "set --mesh.schedule interleaved, or leave it out")
+        yield Problem(what, "set --mesh.schedule interleaved, or leave --mesh.virtual_stages out")
     elif v > 1 and blocks % pp == 0 and blocks % (pp * v):
         what = f"mesh.pp*mesh.virtual_stages = {pp}*{v} = {pp * v} must divide the {blocks}"
         what += " layers" if blocks == cfg.model.n_layers else " blocks of layers"
-        some = divisors(blocks // pp)[1:]
-        fix = f"set --mesh.virtual_stages to {or_list(some)}, or " if some else ""
-        yield Problem(what, fix + "take --mesh.schedule 1f1b")
+        larger = divisors(blocks // pp)[1:]
+        fix = f"set --mesh.virtual_stages to {or_list(larger)}, or " if larger else ""
+        yield Problem(what, fix + "use --mesh.schedule 1f1b")
     if cfg.train.remat == "offload" and pp > 1:
-        what = f"train.remat=offload needs mesh.pp=1, and it is {pp}"
-        yield Problem(what, "take --train.remat layer")
+        what = f"train.remat=offload needs mesh.pp=1, but mesh.pp={pp}"
+        yield Problem(what, "use --train.remat layer")
 
 
-def pattern_problems(cfg: Config):
-    """Layer kinds that do not parse or do not add up to model.n_layers."""
-    m, usual = cfg.model, "give kinds with counts, such as dense or dense*5,moe"
-    kinds = {}
-    for name in ("prefix", "pattern"):
-        try:
-            kinds[name] = layer_kinds(getattr(m, name))
-        except ValueError as e:
-            yield Problem(f"model.{name}={getattr(m, name)!r}: {e}", usual)
-    if kinds.get("pattern") == []:
-        yield Problem("model.pattern is empty", usual)
-    elif len(kinds) == 2:
-        before, block = len(kinds["prefix"]), len(kinds["pattern"])
-        left = m.n_layers - before
-        if left <= 0 or left % block:
-            what = (
-                f"model.n_layers={m.n_layers} must be a multiple of {block}, model.pattern's layers"
-            )
-            what += f", and the {before} of model.prefix" if before else ""
-            near = before + max(1, round(left / block)) * block
-            yield Problem(what, f"set --model.n_layers {near}")
+# ---- the architecture
 
 
 def unused_fields(m: Model) -> dict[str, str]:
-    """{field: why} of what has no effect in m."""
+    """{field: why it has no effect}"""
     kinds = all_kinds(m)
     moe, dense, local = (any(word in kind for kind in kinds) for word in ("moe", "dense", "local"))
     groups = "n_groups n_active_groups"
     experts = "n_experts n_active n_shared d_expert norm_scores score_scale router router_bias"
-    stretch = "rope_factor rope_original rope_low rope_high"
-    table = [
+    scaling = "rope_factor rope_original rope_low rope_high"
+    table = [  # fields, whether they are unused, why
         ("n_kv_heads qk_norm", m.attention == "mla", "model.attention=mla"),
         ("q_rank kv_rank d_rope d_value", m.attention == "gqa", "model.attention=gqa"),
         ("rope_theta rope_scaling", m.positions == "learned", "model.positions=learned"),
-        (stretch, m.rope_scaling == "none" or m.positions == "learned", "no RoPE is stretched"),
+        (scaling, m.rope_scaling == "none" or m.positions == "learned", "RoPE is not scaled"),
         ("yarn_mscale yarn_mscale_all_dim", m.rope_scaling != "yarn", "it is YaRN's"),
         ("max_positions", m.positions == "rope", "model.positions=rope"),
         ("window", not local, "no layer is dense_local or moe_local"),
@@ -195,57 +250,73 @@ def unused_fields(m: Model) -> dict[str, str]:
         (f"{experts} {groups}", not moe, "no layer is moe"),
         ("n_active_groups", m.n_groups == 1, "model.n_groups=1"),
     ]
-    return {name: why for names, so, why in table if so for name in names.split()}
+    return {name: why for names, unused, why in table if unused for name in names.split()}
 
 
-# Sizes that a preset has set may stay when a flag makes them idle.
+# A preset may have set these when a flag makes them unused, and that is no problem.
 MAY_BE_UNUSED = {"n_kv_heads", "d_ff", "mlp_bias"}
 
 
 def model_problems(cfg: Config):
-    """Settings of the architecture that need each other, or would be without effect."""
-    m, t, usual = cfg.model, cfg.train, Model()
-    kinds = set(all_kinds(m))
+    """Settings of the architecture that have no effect, are missing, or contradict each other."""
+    m, t, default = cfg.model, cfg.train, Model()
     for name, why in unused_fields(m).items():
-        if (x := getattr(m, name)) != getattr(usual, name) and name not in MAY_BE_UNUSED:
+        if (x := getattr(m, name)) != getattr(default, name) and name not in MAY_BE_UNUSED:
             yield Problem(f"model.{name}={x} has no effect: {why}", f"leave --model.{name} out")
-
-    def missing(names, why):
-        for name in names:
-            if not getattr(m, name):
-                yield Problem(f"model.{name}=0, but {why}", f"set --model.{name} above 0")
-
-    if any("moe" in kind for kind in kinds):
-        yield from missing(["n_experts", "d_expert"], "there are moe layers")
-        groups, best, E = max(1, m.n_groups), m.n_active_groups, m.n_experts
-        if E % groups or best > groups:
-            what = f"model.n_groups={groups} must divide model.n_experts={E}"
-            what += f" and be at least model.n_active_groups={best}"
-            yield Problem(what, f"set --model.n_groups to {or_list(divisors(E))}")
-        elif E and m.n_active > E // groups * best:
-            what = f"model.n_active={m.n_active} is more than the {E // groups * best} experts"
-            yield Problem(f"{what} of {best} of {groups} groups", "set a smaller --model.n_active")
-    else:
-        given = dict(balance_loss=t.balance_loss, capacity_factor=t.capacity_factor)
-        given = {f"train.{name}": x for name, x in given.items()}
-        given["mesh.experts"] = cfg.mesh.experts if cfg.mesh.experts != "gather" else None
-        for name, x in given.items():
-            if x:
-                what = f"{name}={x} has no effect: no layer is moe"
-                yield Problem(what, f"leave --{name} out")
-    if any("local" in kind for kind in kinds):
-        yield from missing(["window"], "there are local layers")
+    yield from moe_problems(cfg)
+    if any("local" in kind for kind in all_kinds(m)):
+        yield from missing_problems(m, ["window"], "there are local layers")
     if m.attention == "mla":
-        yield from missing(["kv_rank", "d_rope", "d_value"], "model.attention=mla")
+        yield from missing_problems(m, ["kv_rank", "d_rope", "d_value"], "model.attention=mla")
     if m.positions == "learned" and m.max_positions < t.seq_len:
         what = f"model.max_positions={m.max_positions} is below train.seq_len={t.seq_len}"
-        yield Problem(what, f"set --train.seq_len to at most {m.max_positions}, or more rows")
+        fix = f"set --model.max_positions {t.seq_len} or more, or a smaller --train.seq_len"
+        yield Problem(what, fix)
     if cfg.data.end_id >= m.vocab_size:
         what = f"data.end_id={cfg.data.end_id} must be below model.vocab_size={m.vocab_size}"
         yield Problem(what, "set --data.end_id to a token id")
     if m.rope_scaling != "none" and m.rope_low >= m.rope_high:
         what = f"model.rope_low={m.rope_low} must be below model.rope_high={m.rope_high}"
         yield Problem(what, "set them to 1 and 4 (Llama 3.1), or to 1 and 32 (YaRN)")
+
+
+def moe_problems(cfg: Config):
+    """Settings of moe layers that are missing or contradict each other, or, without moe layers,
+    have no effect."""
+    m, t = cfg.model, cfg.train
+    if not any("moe" in kind for kind in all_kinds(m)):
+        defaults = {
+            "train.balance_loss": t.balance_loss == 0,
+            "train.capacity_factor": t.capacity_factor == 0,
+            "mesh.experts": cfg.mesh.experts == "gather",
+        }
+        for name, is_default in defaults.items():
+            if not is_default:
+                what = f"{name}={field_value(cfg, name)} has no effect: no layer is moe"
+                yield Problem(what, f"leave --{name} out")
+        return
+    yield from missing_problems(m, ["n_experts", "d_expert"], "there are moe layers")
+    if m.n_experts <= 0:
+        return
+    n_groups, n_active_groups = max(1, m.n_groups), m.n_active_groups
+    n_choices = m.n_experts // n_groups * n_active_groups
+    if m.n_experts % n_groups or n_active_groups > n_groups:
+        what = f"model.n_groups={n_groups} must divide model.n_experts={m.n_experts}"
+        what += f" and be at least model.n_active_groups={n_active_groups}"
+        yield Problem(what, f"set --model.n_groups to {or_list(divisors(m.n_experts))}")
+    elif m.n_active > n_choices:
+        what = f"model.n_active={m.n_active} is more than the {n_choices} experts"
+        what += f" of {n_active_groups} of {n_groups} groups"
+        yield Problem(what, f"set --model.n_active to {n_choices} or less")
+
+
+def missing_problems(m: Model, names: list[str], why: str):
+    for name in names:
+        if not getattr(m, name):
+            yield Problem(f"model.{name}=0, but {why}", f"set --model.{name} above 0")
+
+
+# ---- everything else
 
 
 def other_problems(cfg: Config):
@@ -255,7 +326,7 @@ def other_problems(cfg: Config):
         what = f"run.name={r.name!r} must be {allowed}"
         yield Problem(what, "choose a plain --run.name; folders belong in --run.dir")
     if cfg.fresh and cfg.eval_only:
-        what = "--fresh starts a run over, and --eval_only evaluates what there is"
+        what = "--fresh starts a run over, but --eval_only evaluates the run that is there"
         yield Problem(what, "give one of the two")
     if "://" in cfg.data.cache:
         what = f"data.cache={cfg.data.cache!r} must be a local folder"
@@ -269,60 +340,19 @@ def other_problems(cfg: Config):
         yield Problem(what, f"set --optim.warmup_steps to {t.steps} or less")
     first, n = t.profile
     if t.profile != (0, 0) and not (0 < first < first + n <= t.steps + 1):
-        what = f"train.profile={first} {n}: no {n} updates from {first} on are within"
-        fix = "give the number of the first update and how many to trace, or 0 0"
-        yield Problem(f"{what} train.steps={t.steps}", fix)
+        what = f"train.profile={first} {n} must be updates between 1 and train.steps={t.steps}"
+        yield Problem(what, "give the number of the first update and how many to trace, or 0 0")
     for name in ("run.dir", "data.train", "data.val"):
         path = field_value(cfg, name)
         if not path or "\0" in path or re.match(r"[a-z]+://[^/]*@", path):
             what = f"{name}={path!r} must be a path without NUL bytes or credentials"
             yield Problem(what, f"give --{name} a local path or gs://bucket/path")
-    given = r.coordinator or r.num_processes or r.process_id >= 0
     port = re.fullmatch(r".+:(\d{1,5})", r.coordinator)
-    whole = port and 0 < int(port[1]) < 65536 and 0 <= r.process_id < r.num_processes
-    if given and not whole:
+    complete = port and 0 < int(port[1]) < 65536 and 0 <= r.process_id < r.num_processes
+    if (r.coordinator or r.num_processes or r.process_id >= 0) and not complete:
         what = (
             f"run.coordinator={r.coordinator!r} run.num_processes={r.num_processes} "
             f"run.process_id={r.process_id} must go together: "
             "HOST:PORT, a count, and a number below it"
         )
-        yield Problem(what, "set all three, or none where a cluster is detected")
-
-
-def check(cfg: Config) -> Config:
-    """cfg itself, or a UserError with every problem in it.
-
-    Needs no device; a -1 axis is left for later.
-    """
-    found = [*range_problems(cfg)]
-    if pattern := [*pattern_problems(cfg)]:  # without it the rest of the model cannot be told
-        found += pattern
-    else:
-        found += [*divide_problems(cfg), *pipeline_problems(cfg), *model_problems(cfg)]
-    found += other_problems(cfg)
-    if found:
-        raise UserError(USAGE, problems=found)
-    return cfg
-
-
-def resolve(cfg: Config, n_devices: int, rows: int | None = None) -> Config:
-    """Fill in what depends on the number of devices: the -1 axis and the automatic microbatches.
-
-    rows: about so many sequences at a time instead of the training batch, for scripts that do not
-    train.
-    """
-    known = math.prod(size for size in cfg.mesh.sizes if size != -1)
-    dp, pp, tp = (max(1, n_devices // known) if size == -1 else size for size in cfg.mesh.sizes)
-    cfg = replace(cfg, mesh=replace(cfg.mesh, dp=dp, pp=pp, tp=tp))
-    if rows is not None:
-        whole = max(1, rows // (dp * pp)) * dp * pp
-        no_training = dict(grad_accum=1, microbatches=0, remat="layer")
-        train = replace(cfg.train, batch_size=whole, **no_training)
-        mesh = replace(cfg.mesh, schedule="gpipe", virtual_stages=1)
-        cfg = replace(cfg, train=train, mesh=mesh)
-    check(cfg)
-    if not cfg.train.microbatches:
-        rows = cfg.train.batch_size // (cfg.train.grad_accum * dp)
-        most = max(n for n in range(pp, 4 * pp + 1, pp) if rows % n == 0) if pp > 1 else 1
-        cfg = replace(cfg, train=replace(cfg.train, microbatches=most))
-    return cfg
+        yield Problem(what, "set all three, or none of them where JAX detects the cluster")

@@ -1,6 +1,6 @@
-"""The command line, config files, and the fake devices of a CPU.
+"""The command line, config files, fake devices on a CPU, and the start of every script.
 
-This module imports neither jax nor anything heavy, so that a bad command line is answered at once.
+Nothing slow is imported here, above all not jax, so that a bad command line is answered at once.
 """
 
 import argparse
@@ -9,8 +9,9 @@ import math
 import os
 import re
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
@@ -28,53 +29,65 @@ from config import (
     or_list,
 )
 
-# What config.json holds beside the config.
+# ---- config files
+
+# Facts about a run that its config.json holds in addition to the sections of Config.
 RECORD = ("argv", "versions", "git_commit", "data_fingerprint", "run_id")
 
 
 def to_json(cfg: Config, **record) -> str:
-    """config.json: the sections, and what is worth knowing about how the run was started."""
+    """The text of config.json: the sections of cfg, and some of the facts in RECORD."""
     assert set(record) <= set(RECORD), record
     return json.dumps({**{s: asdict(getattr(cfg, s)) for s in SECTIONS}, **record}, indent=1) + "\n"
 
 
-def no_duplicates(pairs):
+def read_file(path: str) -> str:
+    """The text of a config file, local or in a bucket."""
+    if "://" in path:
+        from files import absolute_path  # its imports take 0.3 s
+
+        return absolute_path(path).read_text()
+    return Path(path).read_text(encoding="utf-8")
+
+
+def dict_without_duplicates(pairs) -> dict:
+    """A JSON object as a dict.  Raises ValueError if a key appears twice."""
     names = [name for name, _ in pairs]
     if len(set(names)) < len(names):
         raise ValueError(f"{max(names, key=names.count)!r} appears twice")
     return dict(pairs)
 
 
-def read_file(path: str) -> str:
-    """The text of a config file, which may be remote."""
-    if "://" in path:
-        from etils import epath  # 0.3 s, and only needed here
+def value_flags(name: str, value) -> list[str]:
+    """The words of a command line that set a field ("section.name") to a value from a file.
 
-        return epath.Path(path).read_text()
-    return Path(path).read_text(encoding="utf-8")
+    Raises ValueError, or AttributeError if a list is given for a field that does not exist.
+    """
+    if isinstance(value, list) and isinstance(field_value(Config(), name), tuple):
+        return [f"--{name}", *(str(int(str(x))) for x in value)]  # ValueError if not an integer
+    if isinstance(value, (str, int, float, bool)):
+        return [f"--{name}={value}"]
+    raise ValueError(f"{name} is {value!r}")
 
 
 def file_flags(path: str) -> list[str]:
-    """A config file as flags, so that a file and a command line meet the same checks."""
+    """A config file as words of a command line, so that both go through the same checks."""
     try:
         text = read_file(path)
         if len(text) > 1_000_000:
-            raise ValueError(f"{len(text)} characters, more than a config has")
-        record = json.loads(text, object_pairs_hook=no_duplicates)
-        keys = set(record) if isinstance(record, dict) else {type(record).__name__}
-        if unknown := keys - set(SECTIONS) - set(RECORD):
+            raise ValueError(f"{len(text)} characters are too many for a config")
+        record = json.loads(text, object_pairs_hook=dict_without_duplicates)
+        if not isinstance(record, dict):
+            raise ValueError(f"it holds a {type(record).__name__}, not an object with sections")
+        if unknown := set(record) - set(SECTIONS) - set(RECORD):
             raise ValueError(f"unknown keys {sorted(unknown)}")
         flags = []
         for section in SECTIONS:
-            for name, v in record.get(section, {}).items():
-                if isinstance(v, list) and isinstance(
-                    field_value(Config(), f"{section}.{name}"), tuple
-                ):
-                    flags += [f"--{section}.{name}", *(f"{int(str(x))}" for x in v)]
-                elif isinstance(v, (str, int, float, bool)):
-                    flags.append(f"--{section}.{name}={v}")
-                else:
-                    raise ValueError(f"{section}.{name} is {v!r}")
+            values = record.get(section, {})
+            if not isinstance(values, dict):
+                raise ValueError(f"{section} is {values!r}, not an object with fields")
+            for name, value in values.items():
+                flags += value_flags(f"{section}.{name}", value)
         return flags
     except FileNotFoundError:
         what = f"--config {path}: no such preset or file"
@@ -82,83 +95,131 @@ def file_flags(path: str) -> list[str]:
         raise UserError(USAGE, what, fix) from None
     except (OSError, ValueError, AttributeError, RecursionError) as e:
         what = f"--config {path!r} cannot be read: {str(e)[:200]}"
-        fix = "give the config.json of a run, or JSON of the same shape"
+        fix = "give the config.json of a run, or JSON of the same form"
         raise UserError(USAGE, what, fix) from None
 
 
-def parse(argv: list[str]) -> Config:
+# ---- the command line
+
+# The top of --help.  tyro keeps the breaks before indented lines and joins all others.
+ABOUT = """Train a language model, or resume the run that the run directory holds.
+
+Common flags:
+  --config PRESET|FILE    settings to start from; all other flags change them
+  --run.name NAME         name of the run
+  --run.dir DIR           folder that holds run directories
+  --mesh.dp N             data parallelism; -1 takes the devices that are left
+  --mesh.pp N             pipeline parallelism
+  --mesh.tp N             tensor parallelism
+  --data.train PATH       training set
+  --data.val PATH         held-out set for evaluation
+  --train.steps N         number of updates in the whole run
+  --train.batch_size N    sequences in an update
+  --train.seq_len N       tokens in a sequence
+  --optim.lr X            peak learning rate
+  --checkpoint.every N    updates between checkpoints
+  --fresh                 start over; an old run is moved aside, never deleted
+  --eval_only             evaluate the newest checkpoint and exit
+
+Examples:
+  python train.py --config demo
+  python train.py --config demo --run.name wide --model.d_ff 768
+  python train.py --config runs/demo/config.json --run.name again
+  python train.py --config llama_1b --help    (shows its values as defaults)
+"""
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """--config, and the flags of Config."""
+
+    config: Annotated[
+        str,
+        tyro.conf.arg(
+            metavar="PRESET|FILE",
+            help=f"A preset, or the config.json of a run.  Presets: {', '.join(PRESETS)}.",
+            help_behavior_hint="(required)",
+        ),
+    ]
+    settings: Annotated[Config, tyro.conf.arg(name="")]  # so --model.x, not --settings.model.x
+
+
+def parse(words: list[str]) -> Config:
     """The checked Config of a command line.
 
-    Raises UserError; tyro itself exits 2 on unknown flags.
+    Raises UserError; on unknown flags and wrong types, tyro itself exits with 2.
     """
-    pre = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    pre.add_argument("--config")
-    given, rest = pre.parse_known_args(argv)
-    asks_help = "-h" in rest or "--help" in rest
-    if given.config is None and not asks_help:
+    config_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    config_parser.add_argument("--config")
+    given, rest = config_parser.parse_known_args(words)
+    name, flags = given.config, []
+    if name is None and not {"-h", "--help"} & set(rest):
         fix = f"add --config and one of {or_list(PRESETS)}, or a config.json"
         raise UserError(USAGE, "no --config given", fix)
-    base = PRESETS.get(given.config, Config)()
-    flags = [] if given.config is None or given.config in PRESETS else file_flags(given.config)
-    about = (
-        f"--config NAME_OR_FILE: a preset ({', '.join(PRESETS)}) or a run's config.json; "
-        "flags override it."
-    )
-    options = dict(default=base, description=about, use_underscores=True)
-    return check(tyro.cli(Config, args=flags + rest, **options))
+    if name is not None and name not in PRESETS:
+        flags = file_flags(name)
+    default = CommandLine(name or "", PRESETS.get(name, Config)())
+    options = dict(default=default, description=ABOUT, use_underscores=True)
+    return check(tyro.cli(CommandLine, args=flags + rest, **options).settings)
+
+
+def config_of_run(run: str, mesh: Mesh, *flags: str) -> Config:
+    """The config of a run directory on another mesh, for scripts that do not train.
+
+    Also prepares the fake devices.
+    """
+    mesh_flags = [word for axis, x in asdict(mesh).items() for word in (f"--mesh.{axis}", str(x))]
+    # A batch that passes the checks on this mesh; resolve() replaces it.
+    rows = str(max(1, mesh.dp) * max(1, mesh.pp))
+    batch = ["--train.batch_size", rows, "--train.grad_accum", "1", "--train.microbatches", "0"]
+    # The trainer's choices may not suit this mesh or platform.
+    batch += ["--train.remat", "layer", "--train.attention", "auto"]
+    one_process = ["--run.coordinator=", "--run.num_processes", "0", "--run.process_id=-1"]
+    file = f"{run.rstrip('/')}/config.json"
+    cfg = parse(["--config", file, *mesh_flags, *batch, *one_process, *flags])
+    simulate_devices(mesh)
+    return cfg
+
+
+# ---- fake devices, and the start
 
 
 def simulate_devices(mesh: Mesh, n_processes: int = 1):
-    """Give the CPU as many devices as the mesh needs, and the threads to run them.
+    """Give the CPU as many devices as the mesh needs, and enough threads to run them.
 
-    Call before jax starts.  An accelerator, where there is one, is used instead and none of this
-    touches it.  XLA runs fake devices on one pool with a thread per core, and programs with
-    collectives wait for each other in it for good when there are fewer threads than twice the
-    devices; NPROC sets the pool's size.  The timeout turns what would still hang into an error.
+    Call it before jax is imported.  Where there is an accelerator, jax uses that and these settings
+    do nothing.  XLA runs the fake devices on one thread pool with a thread per core.  Programs with
+    collectives wait for each other there, and hang for good on fewer threads than twice the
+    devices; NPROC sets the number of threads.  The timeout turns any hang that is left into an
+    error.
     """
     xla_flags = os.environ.get("XLA_FLAGS", "")
     wanted = math.prod(size for size in mesh.sizes if size > 0) // max(1, n_processes)
     if wanted > 1 and "xla_force_host_platform_device_count" not in xla_flags:
         os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(wanted))
     forced = re.findall(r"xla_force_host_platform_device_count=(\d+)", xla_flags)
-    n = max(int(os.environ.get("JAX_NUM_CPU_DEVICES") or 1), *map(int, forced or [1]))
-    if n > 1:  # whatever os.cpu_count says: a container may have fewer
-        asked, cores = int(os.environ.get("NPROC") or 0), os.cpu_count() or 1
-        os.environ["NPROC"] = str(max(64, 2 * n, asked, cores))
-    if n > 1 and "collective_call_terminate" not in xla_flags:
+    n_devices = max(int(os.environ.get("JAX_NUM_CPU_DEVICES") or 1), *map(int, forced or [1]))
+    if n_devices == 1:
+        return
+    # At least 64 whatever os.cpu_count says: a container may have fewer cores than that.
+    given, cores = int(os.environ.get("NPROC") or 0), os.cpu_count() or 1
+    os.environ["NPROC"] = str(max(64, 2 * n_devices, given, cores))
+    if "collective_call_terminate" not in xla_flags:
         timeout = "--xla_cpu_collective_call_terminate_timeout_seconds=120"
         os.environ["XLA_FLAGS"] = f"{xla_flags} {timeout}".strip()
 
 
-def config_of_run(run: str, mesh: Mesh, *flags: str) -> Config:
-    """The config of a run directory on another mesh, for scripts that do not train.
-
-    The devices are prepared too.
-    """
-    sizes = [word for axis, size in asdict(mesh).items() for word in (f"--mesh.{axis}", str(size))]
-    # A batch that fits; resolve() makes it the script's own.
-    rows = str(max(1, mesh.dp) * max(1, mesh.pp))
-    batch = ["--train.batch_size", rows, "--train.grad_accum", "1", "--train.microbatches", "0"]
-    batch += ["--train.remat", "layer", "--train.attention", "auto"]  # of the trainer's platform
-    alone = ["--run.coordinator=", "--run.num_processes", "0", "--run.process_id=-1"]
-    cfg = parse(["--config", f"{run.rstrip('/')}/config.json", *sizes, *batch, *alone, *flags])
-    simulate_devices(mesh)
-    return cfg
-
-
 def quit_on_error(f, *args):
-    """f(*args); what its user can mend becomes two lines on stderr and an exit code."""
+    """Call f(*args); print an error of the user on stderr and exit with its code."""
     try:
         return f(*args)
     except UserError as e:
         print(e, file=sys.stderr)
         sys.exit(e.code)
     except OSError as e:
-        fix = "make room, or mend the path or its permissions, and run the same command again"
-        print(
-            UserError(STORAGE, f"{e.filename or 'storage'}: {e.strerror or e}", fix),
-            file=sys.stderr,
-        )
+        what = f"{e.filename or 'storage'}: {e.strerror or e}"
+        fix = "free some space, or correct the path or its permissions, and run the command again"
+        print(UserError(STORAGE, what, fix), file=sys.stderr)
         sys.exit(STORAGE)
     except KeyboardInterrupt:
         print("interrupted: run the same command again to go on", file=sys.stderr)

@@ -1,83 +1,71 @@
-"""Every setting of a run: frozen sections and presets.  This is the file to edit.
+"""The settings of a run, for editing: sections, presets, what sections mean, errors and exit codes.
 
-python train.py --config NAME_OR_FILE [--section.field VALUE ...]
+Checks of settings are in checks.py; the command line and config files are in cli.py.
 """
 
-import os
 from dataclasses import dataclass, fields
 from functools import partial, reduce
 from typing import Literal, NamedTuple
 
 import tyro
 
-USAGE, DATA, CHECKPOINT, STORAGE, DIVERGED, DISTRIBUTED, BUSY, INTERRUPTED = 2, 3, 4, 5, 6, 7, 8, 75
+# ---- sections
 
-
-class Problem(NamedTuple):
-    """One mistake in two lines: what is wrong, with both numbers, and how to mend it."""
-
-    what: str
-    fix: str
-
-    def __str__(self):
-        return f"error: {self.what}\n  fix: {self.fix}"
-
-
-class UserError(Exception):
-    """Something its user can mend.  Ends the process with `code` and two lines a problem."""
-
-    def __init__(self, code: int, what: str = "", fix: str = "", problems: list[Problem] = ()):
-        self.code, self.problems = code, list(problems) or [Problem(what, fix)]
-        super().__init__("\n".join(map(str, self.problems)))
-
-
-END = "<|endoftext|>"  # the token that ends a document
-
-
-# gcsfs goes by its first listing of a folder, file sizes included; but others write there too
-os.environ.setdefault("FSSPEC_GS", '{"use_listings_cache": false}')
+# A field's docstring is the help text of its flag.  tyro starts a new line wherever the docstring
+# does, so each line of it ends a sentence.
 
 
 @dataclass(frozen=True)
 class Run:
+    """Where the run is stored, its random seed, and its processes."""
+
     name: str = "run"
-    """The run directory is run.dir/run.name."""
+    """Name of the run.  Its directory is run.dir/run.name."""
     dir: str = "runs"
-    """Where run directories live: a local path or gs://bucket/path."""
+    """Folder that holds run directories: a local path or gs://bucket/path."""
     seed: int = 0
-    """Initial weights, the order of the data and dropout all follow from it."""
+    """Seed of the initial weights, the order of the data, dropout and the sampled text."""
     coordinator: str = ""
-    """HOST:PORT of process 0 where no cluster is detected; needs num_processes and process_id."""
+    """HOST:PORT of process 0, where JAX does not detect the cluster itself.
+    It needs run.num_processes and run.process_id too."""
     num_processes: int = 0
-    """Processes in all, when run.coordinator is given."""
+    """Number of processes, together with run.coordinator; 0 leaves it to JAX."""
     process_id: int = -1
-    """This process's number, from 0, when run.coordinator is given."""
+    """Number of this process, from 0, together with run.coordinator; -1 leaves it to JAX."""
 
 
 @dataclass(frozen=True)
 class Mesh:
+    """How dp * pp * tp devices share the work.  One of the three may be -1: the devices that the
+    other two leave."""
+
     dp: int = -1
-    """Data parallel: weights, gradients and optimizer state rest sharded over it (FSDP).
-    One of the three axes may be -1: what the others leave over."""
+    """Data parallelism: each of the dp ranks trains on part of the batch.
+    Weights, gradients and optimizer state are sharded over dp (FSDP)."""
     pp: int = 1
-    """Pipeline stages: the layers are split over them."""
+    """Pipeline parallelism: the layers are split into pp stages."""
     tp: int = 1
-    """Tensor parallel: heads, d_ff, vocabulary and the sequence are split over it."""
+    """Tensor parallelism: heads, d_ff, the vocabulary and the sequence are split into tp parts."""
     fsdp: Literal["layer", "step", "none"] = "layer"
-    """How weights meet dp: each layer's gathered where it is used (ZeRO-3), all gathered once an
-    update (ZeRO-2: more memory, less traffic), or whole on each dp rank (plain data parallel)."""
+    """When the weights are gathered over dp.
+    layer: each layer's weights where they are used (ZeRO-3).
+    step: all weights once per update (ZeRO-2); more memory, less traffic.
+    none: never; each dp rank stores all weights (plain data parallelism)."""
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "gpipe"
-    """The pipeline's order: all forward, then all backward; each microbatch back as soon as it is
-    through, so that memory does not grow with their number; or so with virtual_stages."""
+    """Order of the passes in the pipeline.
+    gpipe: all forward passes, then all backward passes.
+    1f1b: backward passes as early as possible, for less memory than gpipe.
+    interleaved: 1f1b with mesh.virtual_stages parts on each stage."""
     virtual_stages: int = 1
-    """interleaved: parts of the model on each stage; the bubble shrinks by as much."""
+    """interleaved: parts of the model on each stage; the bubble is that many times smaller."""
     skip_bubbles: bool = True
-    """In training a stage without a microbatch does nothing.  False: in a tick in which any stage
-    works all do, as in lock step, and what the bubble costs can be measured on one machine."""
+    """True: in training, a stage that has no microbatch does nothing.
+    False: all stages compute whenever one does, to measure the bubble."""
     experts: Literal["gather", "alltoall"] = "gather"
-    """How a moe layer meets its experts: gather their weights over dp like all others, or send the
-    tokens to the dp rank that holds them (expert parallelism; without train.capacity_factor there
-    is room for all of them to come to one, in memory and in time)."""
+    """How the tokens of a moe layer reach their experts.
+    gather: the experts' weights are gathered over dp, like all others.
+    alltoall: each expert stays on one dp rank, which is sent its tokens.
+    alltoall without train.capacity_factor: dp times the memory and matmuls."""
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -86,235 +74,256 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Model:
+    """The architecture, in this order: size and layers, attention, positions, norms and dense
+    feed-forwards, experts.  A prefix such as mla: marks a flag that counts only for that choice."""
+
     vocab_size: int = 512
-    """Token ids; at least the data's vocabulary.  The embedding has the next multiple of 128 rows,
-    so that mesh.tp divides it; the rest is never predicted."""
+    """Number of token ids; at least the vocabulary of the data.
+    The embedding is padded to a multiple of 128 rows, for mesh.tp.
+    The padding is never predicted."""
     d_model: int = 64
     """Width of the residual stream."""
     n_layers: int = 4
-    """Decoder layers, those of model.prefix included."""
+    """Number of decoder layers, including those of model.prefix."""
     pattern: str = "dense"
-    """The block of layers that repeats: kinds with counts, such as dense*5,moe.
-    Kinds: dense, moe, and dense_local, moe_local, which attend within model.window."""
+    """Block of layers that repeats, such as dense*5,moe.
+    Kinds: dense and moe; dense_local and moe_local attend in model.window."""
     prefix: str = ""
-    """Layers before the first block, such as dense*3.  They run before the pipeline, as the
-    embedding does."""
+    """Layers before the first block, such as dense*3.
+    Like the embedding, they run before the pipeline."""
     tie_embeddings: bool = False
     """Use the embedding matrix as the output projection too."""
     logit_softcap: float = 0.0
-    """Bound c of the logits, c * tanh(logit / c); 0 leaves them."""
+    """Bound c on the logits, which become c * tanh(logit / c); 0 sets no bound."""
 
     attention: str = "gqa"
-    """A line of ATTENTION in model.py: gqa (grouped-query) or mla (multi-head latent)."""
+    """Kind of attention, a name in the table ATTENTION of attention.py.
+    gqa: grouped-query attention.  mla: multi-head latent attention."""
     n_heads: int = 4
-    """Query heads."""
+    """Number of query heads."""
     n_kv_heads: int = 4
-    """Key and value heads of gqa; fewer than n_heads share them."""
+    """gqa: number of key and value heads; it must divide model.n_heads."""
     d_head: int = 16
-    """Width of a head; of mla, the part of queries and keys without position."""
+    """gqa: width of a head.  mla: width of the part of a query or key head without position."""
     q_rank: int = 0
-    """mla: width of the queries' latent; 0 projects them directly."""
+    """mla: width of the latent that queries are made from; 0 uses none."""
     kv_rank: int = 0
-    """mla: width of the latent from which keys and values are made, and which is cached."""
+    """mla: width of the latent that keys and values are made from, and that decoding caches."""
     d_rope: int = 0
-    """mla: width of the key that carries the position, shared by all heads."""
+    """mla: width of the part of queries and keys with the position.  All heads share that key."""
     d_value: int = 0
     """mla: width of a value head."""
     qk_norm: bool = False
-    """gqa: RMSNorm over each query and key head before RoPE."""
+    """gqa: apply RMSNorm to each query and key head before RoPE."""
     attn_bias: bool = False
-    """Biases on attention's projections (in mla on those from and to the residual stream)."""
+    """Add biases to attention's projections; in mla, to those from and to the residual stream."""
     attn_softcap: float = 0.0
-    """Bound of the attention scores, as logit_softcap."""
+    """The same bound on the attention scores; 0 sets no bound."""
     window: int = 0
-    """Tokens that a local layer attends to, its own included."""
+    """Number of tokens that a local layer attends to, including the current one."""
 
     positions: Literal["rope", "learned"] = "rope"
-    """Rotate queries and keys, or add a learned vector to the embedding."""
+    """rope: rotate queries and keys.  learned: add a learned vector to the embedding."""
     max_positions: int = 0
-    """Rows of the learned positions."""
+    """learned: number of position vectors; at least train.seq_len."""
     rope_theta: float = 10_000.0
-    """Base of the rotary position frequencies."""
+    """rope: base of the rotation frequencies."""
     rope_scaling: Literal["none", "llama3", "yarn"] = "none"
-    """How frequencies stretch beyond the length trained on first: Llama 3.1, or YaRN."""
+    """rope: how low frequencies are slowed, for a longer context.
+    llama3: as in Llama 3.1.  yarn: YaRN."""
     rope_factor: float = 1.0
-    """By how much they stretch."""
+    """llama3, yarn: factor by which low frequencies are divided."""
     rope_original: int = 8192
-    """The length trained on first."""
+    """llama3, yarn: context length, in tokens, that the model was first trained with."""
     rope_low: float = 1.0
-    """Those with fewer turns over rope_original are stretched whole.."""
+    """llama3, yarn: frequencies with fewer turns than this are divided.
+    Turns are counted over model.rope_original tokens."""
     rope_high: float = 4.0
-    """..and those with more turns than this not at all (YaRN's usual value is 32)."""
+    """llama3, yarn: frequencies with more turns than this are kept.
+    Those in between are divided in part.
+    Usual values are 4 for llama3 and 32 for yarn."""
     yarn_mscale: float = 0.0
-    """YaRN's factor of log(rope_factor) for the rotated parts; 0 is not given."""
+    """yarn: DeepSeek's mscale, which scales the rotated queries and keys.
+    It counts only if model.yarn_mscale_all_dim is set; 0 is unset."""
     yarn_mscale_all_dim: float = 0.0
-    """The same for all dims of the scores, as DeepSeek does; 0 is not given."""
+    """yarn: DeepSeek's mscale_all_dim, which scales all attention scores; 0 is unset."""
 
     norm: Literal["rms", "layer"] = "rms"
     """RMSNorm or LayerNorm."""
     norm_bias: bool = False
-    """A bias beside each norm's gain."""
+    """Add a bias to each norm."""
     norm_eps: float = 1e-6
     """Added to the mean square or variance inside a norm."""
     d_ff: int = 128
     """Hidden width of a dense feed-forward."""
     activation: Literal["swiglu", "gelu", "gelu_tanh", "relu2"] = "swiglu"
-    """SwiGLU has a gate and so a third matrix; gelu is exact, gelu_tanh its approximation."""
+    """Activation of every feed-forward.  swiglu has a gate, a third matrix.
+    gelu is exact, gelu_tanh approximates it, relu2 is ReLU squared."""
     mlp_bias: bool = False
-    """Biases on a dense feed-forward."""
+    """Add biases to the dense feed-forwards."""
 
     n_experts: int = 0
-    """Routed experts of a moe layer."""
+    """moe: number of routed experts in a layer."""
     n_active: int = 2
-    """Routed experts that a token goes to."""
+    """moe: number of routed experts that each token goes to."""
     n_shared: int = 0
-    """Experts that every token goes to, beside the routed ones."""
+    """moe: number of shared experts, which every token goes to."""
     d_expert: int = 0
-    """Hidden width of an expert."""
+    """moe: hidden width of an expert."""
     router: Literal["softmax", "sigmoid"] = "softmax"
-    """What turns the router's outputs into scores."""
+    """moe: function that turns the router's outputs into scores."""
     norm_scores: bool = False
-    """Scores of a token's experts sum to one."""
+    """moe: divide the scores of a token's experts by their sum."""
     score_scale: float = 1.0
-    """..and are multiplied by this."""
+    """moe: multiply the scores of a token's experts by this, after model.norm_scores."""
     n_groups: int = 1
-    """Groups of experts, of which a token's experts come from the n_active_groups best."""
+    """moe: number of groups that the experts are divided into."""
     n_active_groups: int = 1
-    """A group is as good as the sum of its two best scores."""
+    """moe: number of groups that a token's experts come from.
+    They are the groups with the largest sum of their two best scores."""
     router_bias: bool = False
-    """A bias per expert, for the choice only, moved by train.bias_rate against the load."""
+    """moe: biases that count in the choice of experts, not in their scores.
+    They balance the load: each update moves them by train.bias_rate."""
 
     @property
     def vocab_rows(self) -> int:
-        """Rows of the embedding."""
+        """Rows of the embedding: vocab_size rounded up to a multiple of 128."""
         return -(-self.vocab_size // 128) * 128
-
-
-KINDS = ("dense", "moe", "dense_local", "moe_local")
-
-
-def layer_kinds(pattern: str) -> list[str]:
-    """["dense", "dense", "moe"] of "dense*2,moe".  Raises ValueError."""
-    kinds = []
-    for part in pattern.split(",") if pattern else []:
-        kind, _, times = part.partition("*")
-        if kind not in KINDS or (times and not (times.isdecimal() and 0 < int(times) <= 10_000)):
-            raise ValueError(f"{part!r} is not one of {', '.join(KINDS)}, or one with *COUNT")
-        kinds += [kind] * int(times or 1)
-    return kinds
 
 
 @dataclass(frozen=True)
 class Data:
+    """The data sets, and where documents end."""
+
     train: str = "data/demo/train"
-    """Directory of token shards to train on, local or gs://; or one nanoGPT .bin file."""
+    """Training set: a folder of token shards, local or gs://, or one nanoGPT .bin file."""
     val: str = "data/demo/val"
-    """The held-out set, likewise."""
+    """Held-out set for evaluation, in the same formats."""
     document_mask: bool = False
-    """No attention and no position across the end of a document."""
+    """True: tokens attend only within their document, and positions restart with each document."""
     end_id: int = -1
-    """The token that ends a document, for document_mask and for sampling; -1 is the one in the
-    data's manifest."""
+    """Id of the token that ends a document, for masks and for sampling.
+    -1 takes it from the manifest of the data."""
     cache: str = ""
-    """Where shards from gs:// are kept; by default a folder under the system's temporary one."""
+    """Local folder for copies of shards from gs://; by default in the system's temporary folder."""
 
 
 @dataclass(frozen=True)
 class Train:
+    """Batches, evaluation, samples, memory, and terms of the loss.  An update is one step of the
+    optimizer."""
+
     seq_len: int = 64
     """Tokens in a sequence."""
     batch_size: int = 32
-    """Sequences in an optimizer step, over the whole mesh."""
+    """Sequences in an update, over all devices."""
     microbatches: int = 0
-    """Pipeline microbatches per accumulation slice; 0 takes the most that fit, up to 4 a stage."""
+    """Pipeline microbatches in each slice of train.grad_accum.
+    0 takes the most that divide the batch, up to 4 per stage."""
     grad_accum: int = 1
-    """Slices a batch is cut into and worked through one after another."""
+    """Number of slices that a batch is cut into and that run one after another, to save memory."""
     steps: int = 100
-    """Optimizer updates in all."""
+    """Number of updates in the whole run."""
     eval_every: int = 50
-    """Updates between evaluations; 0 evaluates at the end only."""
+    """Updates between evaluations; 0 evaluates only at the end."""
     eval_batches: int = -1
-    """Batches in an evaluation; -1 is the whole set."""
+    """Batches in an evaluation; -1 takes the whole set."""
     eval_rolling: bool = False
-    """Let each evaluation go on where the one before it stopped, instead of at the start."""
+    """True: each evaluation starts where the previous one stopped.
+    False: each starts at the beginning of the set."""
     sample_every: int = 0
-    """Updates between lines of samples.jsonl; 0 writes none."""
+    """Updates between samples of text, written to samples.jsonl; 0 writes none."""
     sample_tokens: int = 64
-    """Tokens in each of them."""
+    """Tokens in a sample."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Compute dtype.  Parameters and optimizer state rest in float32."""
+    """Type of the computations; parameters and optimizer state are stored in float32."""
     remat: Literal["none", "dots", "attention", "layer", "offload"] = "layer"
-    """What the backward pass recomputes: nothing; all but matmuls; only attention; whole layers; or
-    whole layers from inputs kept in host memory (with mesh.pp 1).  Besides, without a capacity, the
-    hidden units of routed experts."""
+    """What the backward pass recomputes, to save memory.
+    none: nothing.  layer: whole layers.
+    dots: everything except matmuls.  attention: only attention.
+    offload: whole layers, from inputs in host memory; needs mesh.pp 1.
+    Routed experts' hidden units too, unless train.capacity_factor is set."""
     unroll: int = 1
-    """Layers in a step of the loop over them: more compile time, fewer copies."""
+    """Layers in one iteration of the loop over layers; more compile longer, and copy less."""
     attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"
-    """The attention kernel: cuDNN's flash on NVIDIA, splash on TPU, XLA elsewhere and where those
-    lack something; or always the one named."""
+    """Attention kernel.
+    auto: cudnn on NVIDIA GPUs, splash on TPUs, xla elsewhere.
+    auto warns and takes xla where that kernel does not support the model."""
     loss_chunk: int = 4096
-    """Tokens a device scores at a time: their logits, and no others, are in memory."""
+    """Tokens whose logits a device computes and holds in memory at a time."""
     dropout: float = 0.0
-    """Chance that an element of the embedding or of a branch's output is dropped."""
+    """Probability of dropping an element of the embedding, or of the output of a branch."""
     profile: tuple[int, int] = (0, 0)
-    """First update and number of updates to trace into profile/ of the run directory, with a ledger
-    of where their time went; 0 0 is none."""
+    """First update to trace, and number of updates; 0 0 traces none.
+    Writes profile/ in the run directory, with a ledger of the time."""
     z_loss: float = 0.0
-    """Weight of the mean squared log-partition in the objective (PaLM, section 5; usual: 1e-4)."""
+    """Weight of the mean squared log-partition in the loss (PaLM, section 5; usually 1e-4)."""
     balance_loss: float = 0.0
-    """Weight of the sequence-wise balance loss of each moe layer (DeepSeek-V3, eq. 17 to 20)."""
+    """moe: weight of each layer's sequence-wise balance loss (DeepSeek-V3, eq. 17 to 20)."""
     bias_rate: float = 0.001
-    """What model.router_bias moves by in an update (DeepSeek-V3, section 2.1.2)."""
+    """moe: change of each bias of model.router_bias in an update (DeepSeek-V3, section 2.1.2)."""
     capacity_factor: float = 0.0
-    """0: no token is dropped.  Else an expert takes at most this times its even share of a
-    sequence while training, and drops the rest; evaluation and sampling drop none."""
+    """moe: limit on the tokens of a sequence that an expert takes in training.
+    It is a multiple of the expert's even share; the rest are dropped.
+    0 sets no limit.  Evaluation and sampling never drop tokens."""
 
 
 @dataclass(frozen=True)
 class Optim:
+    """The optimizer and the learning rate."""
+
+    name: str = "adamw"
+    """Optimizer, a name in the table OPTIMIZERS of optim.py."""
     lr: float = 1e-3
     """Peak learning rate."""
-    schedule: Literal["cosine", "wsd"] = "cosine"
-    """After warmup: cosine to min_lr_ratio, or hold, then fall linearly (warmup-stable-decay)."""
+    schedule: str = "cosine"
+    """Learning rate after warmup, a name in the table SCHEDULES of optim.py.
+    cosine: fall along a cosine.
+    wsd (warmup-stable-decay): stay at the peak, then fall linearly."""
     warmup_steps: int = 10
-    """Updates of linear warmup."""
+    """Updates in which the learning rate rises linearly to its peak."""
     decay_ratio: float = 0.2
-    """wsd: the share of train.steps over which the rate falls."""
+    """wsd: share of train.steps in which the learning rate falls."""
     min_lr_ratio: float = 0.1
-    """The last learning rate over the peak."""
+    """Last learning rate divided by the peak."""
     weight_decay: float = 0.1
-    """Decoupled weight decay, on matrices only."""
+    """Decoupled weight decay; it applies to matrices only."""
     b1: float = 0.9
-    """AdamW's first moment decay."""
+    """AdamW: decay of the first moment."""
     b2: float = 0.95
-    """AdamW's second moment decay."""
+    """AdamW: decay of the second moment."""
     eps: float = 1e-8
-    """AdamW's epsilon."""
+    """AdamW: added to the root of the second moment."""
     clip_norm: float = 1.0
-    """Gradients are scaled down to this global norm."""
+    """Gradients whose global norm is larger are scaled down to it."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
+    """How often the state is saved."""
+
     every: int = 50
-    """Updates between saves; the last update is always saved."""
+    """Updates between checkpoints; the last update is always saved."""
     keep: int = 2
-    """Checkpoints kept, newest first."""
+    """Number of newest checkpoints to keep; at least 2."""
 
 
 @dataclass(frozen=True)
 class Log:
+    """What is reported while the run goes on."""
+
     every: int = 10
-    """Updates between console lines; metrics.jsonl has every update."""
+    """Updates between lines on the console; metrics.jsonl has every update."""
     wandb: Literal["off", "offline", "online", "required"] = "online"
-    """online falls back to offline without a key; required exits instead."""
+    """Weights & Biases.  online: goes offline if there is no API key.
+    required: exits if there is none."""
     wandb_project: str = "trifold"
-    """The Weights & Biases project."""
+    """Project in Weights & Biases."""
     hlo: bool = False
-    """Write the compiled program of the update to step.hlo.txt in the run directory."""
+    """Write the compiled program of an update to step.hlo.txt in the run directory."""
 
 
-# Booleans take a value (--model.qk_norm True), as config.json has it.
+# Booleans take a value (--model.qk_norm True), as in config.json.
 YesNo = tyro.conf.FlagConversionOff
 
 
@@ -329,7 +338,7 @@ class Config:
     checkpoint: Checkpoint = Checkpoint()
     log: YesNo[Log] = Log()
     fresh: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Start over in a run directory that holds a run: the old one is moved aside, never deleted."""
+    """Start over where the run directory holds a run: the old run is moved aside, never deleted."""
     eval_only: tyro.conf.FlagCreatePairsOff[bool] = False
     """Evaluate the newest checkpoint and exit."""
 
@@ -337,9 +346,12 @@ class Config:
 SECTIONS = [f.name for f in fields(Config) if f.name not in ("fresh", "eval_only")]
 
 
+# ---- presets
+
+
 # fmt: off
 def tiny() -> Config:
-    """For tests: compiles in seconds, and every axis can be 1, 2, 4 or 8."""
+    """A model for tests: it compiles in seconds, and each mesh axis can be 1, 2, 4 or 8."""
     return Config(
         run=Run(name="tiny"),
         model=Model(n_layers=8, d_model=32, n_heads=16, n_kv_heads=8, d_head=4, d_ff=64),
@@ -351,7 +363,7 @@ def tiny() -> Config:
 
 
 def demo() -> Config:
-    """Python's standard library on 8 fake CPU devices, in about three minutes on two cores."""
+    """Trains on Python's standard library, on 8 fake CPU devices; three minutes on two cores."""
     return Config(
         run=Run(name="demo"),
         mesh=Mesh(dp=2, pp=2, tp=2),
@@ -366,7 +378,7 @@ def demo() -> Config:
 
 
 def gpt2(name: str, n_layers: int, d_model: int, n_heads: int) -> Config:
-    """GPT-2 (Radford et al. 2019, table 2), on nanoGPT's recipe."""
+    """GPT-2 (Radford et al. 2019, table 2) with nanoGPT's recipe."""
     return Config(
         run=Run(name=name),
         model=Model(vocab_size=50257, d_model=d_model, n_layers=n_layers, n_heads=n_heads,
@@ -382,7 +394,7 @@ def gpt2(name: str, n_layers: int, d_model: int, n_heads: int) -> Config:
 
 
 def llama_1b() -> Config:
-    """A 0.9B Llama-style model for one node."""
+    """A model in the style of Llama with 0.9 billion parameters, for one node."""
     return Config(
         run=Run(name="llama_1b"),
         model=Model(vocab_size=32768, d_model=2048, n_layers=16, n_heads=16, n_kv_heads=8,
@@ -396,7 +408,7 @@ def llama_1b() -> Config:
 
 
 def large(name: str, model: Model, seq_len: int, lr: float, **train) -> Config:
-    """A published architecture on a common recipe: 4 million tokens an update."""
+    """A published architecture with one recipe for all: 4 million tokens per update."""
     return Config(
         run=Run(name=name),
         model=model,
@@ -416,7 +428,7 @@ def llama3_8b() -> Config:
 
 
 def llama3_70b() -> Config:
-    """Llama 3 70B (the same table)."""
+    """Llama 3 70B (Grattafiori et al. 2024, table 3)."""
     model = Model(vocab_size=128256, d_model=8192, n_layers=80, n_heads=64, n_kv_heads=8,
                   d_head=128, d_ff=28672, rope_theta=500_000.0, norm_eps=1e-5)
     return large("llama3_70b", model, seq_len=8192, lr=1.5e-4)
@@ -430,7 +442,7 @@ def qwen3_0_6b() -> Config:
 
 
 def qwen3_30b_a3b() -> Config:
-    """Qwen3 30B-A3B: 128 experts, 8 active (there table 2)."""
+    """Qwen3 30B-A3B (Yang et al. 2025, table 2): 128 experts, 8 of them active."""
     model = Model(vocab_size=151936, d_model=2048, n_layers=48, n_heads=32, n_kv_heads=4,
                   d_head=128, rope_theta=1e6, qk_norm=True,
                   pattern="moe", n_experts=128, n_active=8, d_expert=768, norm_scores=True)
@@ -438,8 +450,8 @@ def qwen3_30b_a3b() -> Config:
 
 
 def deepseek_v3() -> Config:
-    """DeepSeek-V3 (2024, section 4.2), without its multi-token prediction: MLA, 3 dense layers,
-    then 256 experts, 8 active from 4 of 8 groups, and a shared one."""
+    """DeepSeek-V3 (2024, section 4.2) without multi-token prediction: MLA, 3 dense layers, then moe
+    layers with 256 experts (8 active, from 4 of 8 groups) and a shared expert."""
     model = Model(vocab_size=129280, d_model=7168, n_layers=61, attention="mla", n_heads=128,
                   d_head=128, q_rank=1536, kv_rank=512, d_rope=64, d_value=128,
                   d_ff=18432, prefix="dense*3", pattern="moe", n_experts=256, n_active=8,
@@ -449,9 +461,9 @@ def deepseek_v3() -> Config:
 
 
 def jaxformer_1b() -> Config:
-    """JAXformer's published run: 8 blocks of five dense layers and a MoE of 16 experts, 2 active
-    and 2 shared, on MLA.  The recipe is ours, and shared experts are whole ones here: theirs are
-    linear maps whose output is dropped."""
+    """The model of JAXformer's published run: MLA, and 8 blocks of five dense layers and one moe
+    layer with 16 experts (2 active) and 2 shared experts.  The recipe is ours.  JAXformer's shared
+    experts are linear maps whose output is dropped; here they are complete experts."""
     return Config(
         run=Run(name="jaxformer_1b"),
         mesh=Mesh(dp=-1, pp=2, tp=2),
@@ -470,6 +482,7 @@ def jaxformer_1b() -> Config:
 
 
 # fmt: on
+# The names that --config takes.
 PRESETS = {
     "demo": demo,
     "tiny": tiny,
@@ -487,24 +500,85 @@ PRESETS = {
 }
 
 
-def or_list(values) -> str:
-    *head, last = map(str, values)
-    return f"{', '.join(head)} or {last}" if head else last
+# ---- what the sections mean
+
+END = "<|endoftext|>"  # the token that our tokenizers put after each document
+
+KINDS = ("dense", "moe", "dense_local", "moe_local")
+
+
+def layer_kinds(pattern: str) -> list[str]:
+    """The layers of a pattern: ["dense", "dense", "moe"] for "dense*2,moe".  Raises ValueError."""
+    kinds = []
+    for part in pattern.split(",") if pattern else []:
+        kind, _, count = part.partition("*")
+        if kind not in KINDS or (count and not (count.isdecimal() and 0 < int(count) <= 10_000)):
+            raise ValueError(f"{part!r} is not one of {', '.join(KINDS)}, with or without *COUNT")
+        kinds += [kind] * int(count or 1)
+    return kinds
 
 
 def n_blocks(m: Model) -> int:
-    """How often model.pattern repeats."""
+    """How many times model.pattern repeats."""
     return (m.n_layers - len(layer_kinds(m.prefix))) // len(layer_kinds(m.pattern))
 
 
 def all_kinds(m: Model) -> list[str]:
-    """The kind of every layer."""
+    """The kind of each layer, in order."""
     return layer_kinds(m.prefix) + layer_kinds(m.pattern) * n_blocks(m)
 
 
 def moe_layers(m: Model) -> list[int]:
+    """The numbers of the moe layers, from 0."""
     return [n for n, kind in enumerate(all_kinds(m)) if "moe" in kind]
 
 
 def field_value(cfg: Config, name: str):
+    """The value of "section.field"."""
     return reduce(getattr, name.split("."), cfg)
+
+
+# ---- errors and exit codes
+
+# 0 is success, and 1 is a bug in Trifold.
+
+USAGE = 2  # wrong settings or command line
+DATA = 3  # data are missing, damaged or out of range
+CHECKPOINT = 4  # no usable checkpoint, or one of another model, data or format
+STORAGE = 5  # storage failed, after retries
+DIVERGED = 6  # the numbers are no longer finite
+DISTRIBUTED = 7  # another process was lost or cannot be reached
+BUSY = 8  # another live run uses the run directory
+INTERRUPTED = 75  # stopped by SIGTERM or Ctrl-C; the same command resumes
+
+
+class Problem(NamedTuple):
+    """One mistake, printed on two lines: what is wrong, and how to fix it."""
+
+    what: str
+    fix: str
+
+    def __str__(self):
+        return f"error: {self.what}\n  fix: {self.fix}"
+
+
+class UserError(Exception):
+    """A mistake that the user can fix: one problem or several, and the exit code of the process."""
+
+    def __init__(self, code: int, what: str = "", fix: str = "", problems: list[Problem] = ()):
+        self.code, self.problems = code, list(problems) or [Problem(what, fix)]
+        super().__init__("\n".join(map(str, self.problems)))
+
+
+def or_list(values) -> str:
+    """The values as words: "a, b or c"."""
+    *head, last = map(str, values)
+    return f"{', '.join(head)} or {last}" if head else last
+
+
+def look_up(table: dict, flag: str, name: str):
+    """table[name], where a flag names an entry of a table.  Raises UserError USAGE."""
+    if name not in table:
+        what = f"{flag}={name!r} is not one of {or_list(table)}"
+        raise UserError(USAGE, what, f"set --{flag} to {or_list(table)}")
+    return table[name]

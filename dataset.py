@@ -1,5 +1,11 @@
-"""Token shards on disk or in a bucket, and the batch of step s on the mesh: a pure function of
-(data, seed, s)."""
+"""Data: files of tokens, the windows cut from them, and the batch of step s on the mesh, which is a
+pure function of (data, seed, s).
+
+scripts/prepare_data.py makes the files from text; nothing here does.  Another file format is one
+entry in READERS, another source of tokens is one class and its entry in SOURCES.
+
+Dimension key: A accumulation slices, M microbatches, B sequences, L sequence length.
+"""
 
 import hashlib
 import json
@@ -8,23 +14,23 @@ import re
 import tempfile
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
 from etils import epath
 from jax.sharding import NamedSharding
 
-from config import DATA, Config, Problem, UserError
+from config import DATA, Config, Problem, UserError, or_list
 from files import absolute_path, is_remote
 from model import TOKEN_SPEC
 
-# The manifest's are unsigned; bare shards may be any of these.
-DTYPES = ("uint16", "uint32", "int32", "int64")
 
-
-def bad_data(what: str, fix: str) -> UserError:
+def data_error(what: str, fix: str) -> UserError:
     return UserError(DATA, what, fix)
+
+
+# ---- readers: what a file holds, from its header
 
 
 @dataclass(frozen=True)
@@ -32,116 +38,136 @@ class Shard:
     """One file of tokens."""
 
     path: epath.Path
-    tokens: int
+    n_tokens: int
     dtype: str
+    """A numpy dtype, such as "uint16" or ">u2"."""
     offset: int
     """Bytes before the first token."""
     sha256: str = ""
-    """Of the whole file; empty where no manifest says."""
+    """The checksum of the whole file; empty without a manifest."""
 
 
-# ---- what a path holds
+# Of .npy shards; those of a manifest are unsigned.
+DTYPES = ("uint16", "uint32", "int32", "int64")
 
 
-def read_manifest(folder: epath.Path) -> tuple[list[Shard], dict]:
-    """The shards that manifest.json lists, and the manifest.
+def npy_shard(path: epath.Path) -> Shard:
+    """A .npy file of one dimension.
 
-    Nothing it says can name a file outside the folder.
-    """
-    path = folder / "manifest.json"
-    remake = "make the data set again with scripts/prepare_data.py"
-    try:
-        manifest = json.loads(path.read_text())
-        shards = []
-        for entry in manifest["shards"]:
-            name, dtype, tokens, sha = (entry[k] for k in ("name", "dtype", "tokens", "sha256"))
-            if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}", name):
-                raise ValueError(f"shard name {name!r} is not a plain file name")
-            says = f"dtype {dtype!r}, {tokens!r} tokens, sha256 {sha!r}"
-            is_count = isinstance(tokens, int) and tokens > 0
-            if dtype not in DTYPES[:2] or not is_count or not re.fullmatch(r"[0-9a-f]{64}", sha):
-                raise ValueError(f"shard {name!r} has {says}")
-            shard = npy_shard(folder / name, sha)
-            if (shard.dtype, shard.tokens) != (dtype, tokens):
-                holds = f"{shard.tokens} {shard.dtype} tokens"
-                what = f"shard {name!r} holds {holds}, its manifest says {tokens} {dtype}"
-                raise bad_data(what, remake)
-            shards.append(shard)
-        counts = [manifest["vocab_size"], manifest["bytes"], len(shards)]
-        if not all(isinstance(n, int) and n > 0 for n in counts) or manifest["format"] != 1:
-            raise ValueError("it needs format 1, shards, and vocab_size and bytes above 0")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-        what = f"{path} is not a manifest: {type(e).__name__} {str(e)[:200]}"
-        raise bad_data(what, remake) from None
-    return shards, manifest
-
-
-def npy_shard(path: epath.Path, sha256: str = "") -> Shard:
-    """A .npy shard from its header.
-
-    Refuses pickles, other shapes and types, and sizes that do not fit the header.
+    Raises UserError for pickles, other shapes and dtypes, and a size that does not fit the header.
     """
     fix = "make the shard again, as a 1-D .npy of token ids"
 
-    def refuse(why):
-        return bad_data(f"shard {path.name!r}: {why}", fix)
+    def error(why: str) -> UserError:
+        return data_error(f"shard {path.name!r}: {why}", fix)
 
     npy = np.lib.format
     try:
         with path.open("rb") as f:
-            v1 = npy.read_magic(f) == (1, 0)
-            read_header = npy.read_array_header_1_0 if v1 else npy.read_array_header_2_0
+            version_1 = npy.read_magic(f) == (1, 0)
+            read_header = npy.read_array_header_1_0 if version_1 else npy.read_array_header_2_0
             shape, _, dtype = read_header(f, max_header_size=10_000)
             offset = f.tell()
         size = path.stat().length
     except FileNotFoundError:
         what = f"shard {path.name!r} is missing from {path.parent}"
-        raise bad_data(what, "copy it there, or make the data set again") from None
+        raise data_error(what, "copy it there, or make the data set again") from None
     except (ValueError, OSError) as e:
-        raise refuse(str(e)[:200]) from None
+        raise error(str(e)[:200]) from None
     if dtype.hasobject or dtype.name not in DTYPES or dtype.byteorder == ">":
-        raise refuse(f"dtype {dtype} is refused, only {', '.join(DTYPES)} are token ids")
+        raise error(f"dtype {dtype} is not one of {', '.join(DTYPES)}")
     if len(shape) != 1 or not shape[0]:
-        raise refuse(f"shape {shape} is not one dimension with tokens in it")
-    if size != offset + shape[0] * dtype.itemsize:
-        raise refuse(f"{size} bytes, but its header promises {offset + shape[0] * dtype.itemsize}")
-    return Shard(path, shape[0], dtype.name, offset, sha256)
+        raise error(f"shape {shape} is not one dimension with tokens in it")
+    promised = offset + shape[0] * dtype.itemsize
+    if size != promised:
+        raise error(f"{size} bytes, but its header promises {promised}")
+    return Shard(path, shape[0], dtype.name, offset)
 
 
 def bin_shard(path: epath.Path) -> Shard:
-    """nanoGPT's raw format: nothing but uint16 tokens."""
+    """nanoGPT's format: uint16 tokens without a header."""
     size = path.stat().length
     if size % 2 or not size:
-        what = f"shard {path.name!r}: {size} bytes is no whole number of uint16 tokens"
-        raise bad_data(what, "copy the file again")
+        what = f"shard {path.name!r}: {size} bytes is not a whole number of uint16 tokens"
+        raise data_error(what, "copy the file again")
     return Shard(path, size // 2, "uint16", 0)
+
+
+# {suffix: the function that describes such a file as a Shard}, in the order in which folders are
+# searched for them.
+READERS = {".npy": npy_shard, ".bin": bin_shard}
+
+
+def read_shard(path: epath.Path) -> Shard:
+    """The file as the reader of its suffix describes it; a file with another suffix is a .npy."""
+    return READERS.get(path.suffix, npy_shard)(path)
+
+
+# ---- the files of a path
+
+
+def read_manifest(folder: epath.Path) -> tuple[list[Shard], dict]:
+    """The shards that manifest.json lists, and the manifest.
+
+    Shard names are plain file names, so that a manifest cannot reach outside its folder.
+    """
+    path = folder / "manifest.json"
+    fix = "make the data set again with scripts/prepare_data.py"
+    try:
+        manifest = json.loads(path.read_text())
+        shards = []
+        for entry in manifest["shards"]:
+            name, dtype, n_tokens, sha256 = (
+                entry[key] for key in ("name", "dtype", "tokens", "sha256")
+            )
+            if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}", name):
+                raise ValueError(f"shard name {name!r} is not a plain file name")
+            is_count = isinstance(n_tokens, int) and n_tokens > 0
+            is_checksum = re.fullmatch(r"[0-9a-f]{64}", sha256)
+            if dtype not in ("uint16", "uint32") or not is_count or not is_checksum:
+                facts = f"dtype {dtype!r}, {n_tokens!r} tokens, sha256 {sha256!r}"
+                raise ValueError(f"shard {name!r} has {facts}")
+            shard = npy_shard(folder / name)
+            if (shard.dtype, shard.n_tokens) != (dtype, n_tokens):
+                holds = f"{shard.n_tokens} {shard.dtype} tokens"
+                what = f"shard {name!r} holds {holds}, its manifest says {n_tokens} {dtype}"
+                raise data_error(what, fix)
+            shards.append(replace(shard, sha256=sha256))
+        counts = [manifest["vocab_size"], manifest["bytes"], len(shards)]
+        if not all(isinstance(n, int) and n > 0 for n in counts) or manifest["format"] != 1:
+            raise ValueError("it needs format 1, shards, and vocab_size and bytes above 0")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        what = f"{path} is not a manifest: {type(e).__name__} {str(e)[:200]}"
+        raise data_error(what, fix) from None
+    return shards, manifest
+
+
+# nanoGPT's folders hold one file for each split.
+SPLIT_FILES = {"train": "train.bin", "val": "val.bin"}
 
 
 def find_shards(path: epath.Path, split: str) -> tuple[list[Shard], dict]:
     """The shards of a data set and its manifest, {} where it has none.
 
-    A path is a folder with a manifest.json; or one .bin or .npy file; or a folder with {split}.bin
-    (nanoGPT), or with bare .npy (JAXformer) or .bin shards, taken in the order of their names.
+    The path is one file, or a folder with a manifest.json, with {split}.bin (nanoGPT), or with bare
+    shards of one format (JAXformer's are .npy), which are taken in the order of their names.
     """
     if not path.exists():
         fix = f"make it with scripts/prepare_data.py, or set --data.{split}"
-        raise bad_data(f"data.{split}={path} does not exist", fix)
+        raise data_error(f"data.{split}={path} does not exist", fix)
     if not path.is_dir():
-        return [bin_shard(path) if path.suffix == ".bin" else npy_shard(path)], {}
+        return [read_shard(path)], {}
     if (path / "manifest.json").exists():
         return read_manifest(path)
-    if (path / f"{split}.bin").exists():
-        return [bin_shard(path / f"{split}.bin")], {}
-    names = sorted(p.name for p in path.iterdir() if p.name not in ("train.bin", "val.bin"))
-    for suffix, read in ((".npy", npy_shard), (".bin", bin_shard)):
+    if (path / SPLIT_FILES[split]).exists():
+        return [read_shard(path / SPLIT_FILES[split])], {}
+    names = sorted(p.name for p in path.iterdir() if p.name not in SPLIT_FILES.values())
+    for suffix, read in READERS.items():
         if found := [read(path / name) for name in names if name.endswith(suffix)]:
             return found, {}
-    missing = f"no manifest.json, *.npy or *.bin among {len(names)} other files"
-    what = f"no shards in data.{split}={path}: {missing}"
-    raise bad_data(what, "make them with scripts/prepare_data.py")
-
-
-# ---- the token stream
+    wanted = or_list(["manifest.json", *(f"*{suffix}" for suffix in READERS)])
+    what = f"no shards in data.{split}={path}: no {wanted} among {len(names)} other files"
+    raise data_error(what, "make them with scripts/prepare_data.py")
 
 
 def file_sha256(path: str) -> str:
@@ -149,58 +175,130 @@ def file_sha256(path: str) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
-class Stream:
-    """The shards as one long array of tokens.
+def fingerprint(shards: list[Shard]) -> str:
+    """A hash that changes with the tokens: of the manifest's checksums, or else of each file's size
+    and its first and last 64 KiB."""
+    facts = []
+    for shard in shards:
+        checksum = shard.sha256
+        if not checksum:
+            with shard.path.open("rb") as f:
+                start = f.read(65536)
+                size = shard.n_tokens * np.dtype(shard.dtype).itemsize
+                f.seek(max(0, shard.offset + size - 65536))
+                checksum = hashlib.sha256(start + f.read()).hexdigest()
+        facts.append([shard.n_tokens, shard.dtype, checksum])
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
-    A shard is fetched, if remote, and its checksum verified before first use.
+
+# ---- sources: from the number of a window to its tokens
+
+
+class Source:
+    """A set of tokens, made from (cfg, split) with split "train" or "val".
+
+    A subclass sets n_tokens and fingerprint, and defines windows(rows), which must always give the
+    same tokens for the same rows: other processes and resumed runs rely on it.  The rest has
+    defaults.
     """
 
-    def __init__(self, shards: list[Shard], vocab_size: int, cache: str):
-        self.shards, self.vocab_size, self.cache = shards, vocab_size, cache
-        self.ends = np.cumsum([s.tokens for s in shards])
-        self.arrays = {}
+    n_tokens: int
+    """Tokens of the whole set; n_windows * seq_len + 1 where windows are separate sequences."""
+    fingerprint: str
+    """A hash that changes with the tokens: a run resumes only on the data that it began with."""
+    vocab_size = 0
+    """Token ids of the tokenizer; 0 where unknown."""
+    end_id = -1
+    """The token that ends a document; -1 where unknown."""
+    bytes_per_token: float | None = None
+    """Mean bytes of text in a token, for bits per byte."""
+    tokenizer: epath.Path | None = None
+    """The tokenizer.json, for samples; it is copied into the run directory."""
 
-    def __len__(self):
-        return int(self.ends[-1])
+    def windows(self, rows: np.ndarray) -> np.ndarray:
+        """int32 [len(rows), seq_len + 1]: tokens from row * seq_len on, and -1 after the last."""
+        raise NotImplementedError
 
-    def read(self, start: int, stop: int):
-        """Tokens start .. stop - 1 as int32, each checked to be below vocab_size."""
+    def __str__(self):
+        return f"{self.n_tokens:,} tokens"
+
+    def decode(self, ids: list[int]) -> str:
+        from tokenizers import Tokenizer  # takes 0.1 s, and few runs need it
+
+        return Tokenizer.from_str(self.tokenizer.read_text()).decode(ids)
+
+
+class TokenFiles(Source):
+    """The shards of a local or remote path, read as one long array.
+
+    Before its first use a remote shard is fetched, and its checksum is verified.
+    """
+
+    def __init__(self, cfg: Config, split: str):
+        path = absolute_path(getattr(cfg.data, split))
+        self.shards, manifest = find_shards(path, split)
+        self.cfg, self.fingerprint = cfg, fingerprint(self.shards)
+        self.arrays = {}  # {number of a shard: its memory map}
+        self.ends = np.cumsum([shard.n_tokens for shard in self.shards])
+        self.n_tokens = int(self.ends[-1])
+        self.vocab_size = manifest.get("vocab_size", 0)
+        self.end_id = manifest.get("eot_id", -1)
+        self.bytes_per_token = manifest["bytes"] / self.n_tokens if manifest else None
+        tokenizer = path / "tokenizer.json"
+        self.tokenizer = tokenizer if path.is_dir() and tokenizer.exists() else None
+
+    def __str__(self):
+        return f"{super().__str__()} in {len(self.shards)} shard(s)"
+
+    def windows(self, rows: np.ndarray) -> np.ndarray:
+        L = self.cfg.train.seq_len
+        windows = np.full((len(rows), L + 1), -1, np.int32)
+        for window, row in zip(windows, rows.tolist(), strict=True):
+            tokens = self.read(row * L, min(row * L + L + 1, self.n_tokens))
+            window[: len(tokens)] = tokens
+        return windows
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens start to stop - 1 as int32, each checked to be below model.vocab_size."""
         pieces = []
         while start < stop:
             n = int(np.searchsorted(self.ends, start, side="right"))
-            first = int(self.ends[n]) - self.shards[n].tokens
+            first = int(self.ends[n]) - self.shards[n].n_tokens
             piece = self.array(n)[start - first : stop - first]
-            if piece.max() >= self.vocab_size or piece.min() < 0:
-                raise self.outside(piece, n, start - first)
+            if piece.max() >= self.cfg.model.vocab_size or piece.min() < 0:
+                raise self.token_error(piece, n, start - first)
             pieces.append(piece.astype(np.int32))
             start += len(piece)
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        return np.concatenate(pieces)
 
-    def outside(self, piece, n: int, at: int) -> UserError:
-        """The error for a piece, from index `at` of shard n on, with a token that is no id."""
-        V, name = self.vocab_size, self.shards[n].path.name
-        i = int(np.argmax((piece >= V) | (piece < 0)))
-        what = f"token id {piece[i]} at index {at + i} is not below model.vocab_size={V}"
+    def token_error(self, piece, n: int, first: int) -> UserError:
+        """The error that names the first bad token of a piece, which begins at index `first` of
+        shard n."""
+        limit = self.cfg.model.vocab_size
+        i = int(np.argmax((piece >= limit) | (piece < 0)))
+        what = f"token id {piece[i]} at index {first + i} is not below model.vocab_size={limit}"
         fix = "make the shards again with the right tokenizer"
         if piece.min() >= 0:
             fix += f", or set --model.vocab_size {int(piece.max()) + 1} or more"
-        return bad_data(f"shard {name!r}: {what}", fix)
+        return data_error(f"shard {self.shards[n].path.name!r}: {what}", fix)
 
-    def array(self, n: int):
+    def array(self, n: int) -> np.ndarray:
+        """The memory map of shard n."""
         if n not in self.arrays:
             shard = self.shards[n]
             local = self.fetch(shard) if is_remote(shard.path) else os.fspath(shard.path)
             if shard.sha256 and file_sha256(local) != shard.sha256:
                 what = f"shard {shard.path.name!r}: its checksum is not the manifest's"
-                raise bad_data(what, "copy it again, or make the data set again")
-            self.arrays[n] = np.memmap(local, shard.dtype, "r", shard.offset, (shard.tokens,))
+                raise data_error(what, "copy it again, or make the data set again")
+            self.arrays[n] = np.memmap(local, shard.dtype, "r", shard.offset, (shard.n_tokens,))
         return self.arrays[n]
 
     def fetch(self, shard: Shard) -> str:
-        """A local copy of a remote shard, for later runs too where a checksum says which it is."""
+        """The path of a remote shard's local copy, which later runs use too if the shard has a
+        checksum."""
         key = shard.sha256[:32] or uuid.uuid4().hex
         default = os.path.join(tempfile.gettempdir(), f"trifold-shards-{os.getuid()}")
-        folder = epath.Path(self.cache or default)
+        folder = epath.Path(self.cfg.data.cache or default)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         local = folder / f"{key}-{shard.path.name}"
         if not local.exists() or (shard.sha256 and file_sha256(os.fspath(local)) != shard.sha256):
@@ -210,19 +308,16 @@ class Stream:
         return os.fspath(local)
 
 
-def fingerprint(shards: list[Shard]) -> str:
-    """Changes with the tokens: from the manifest's checksums, else from sizes and both ends of each
-    file."""
-    sums = []
-    for s in shards:
-        mark = s.sha256
-        if not mark:
-            with s.path.open("rb") as f:
-                head = f.read(65536)
-                f.seek(max(0, s.offset + s.tokens * np.dtype(s.dtype).itemsize - 65536))
-                mark = hashlib.sha256(head + f.read()).hexdigest()
-        sums.append([s.tokens, s.dtype, mark])
-    return hashlib.sha256(json.dumps(sums).encode()).hexdigest()[:32]
+# {prefix: class}: a --data.train or --data.val that starts with the prefix makes that Source, any
+# other makes TokenFiles of a path.
+SOURCES = {}
+
+
+def open_source(cfg: Config, split: str) -> Source:
+    for prefix, source_class in SOURCES.items():
+        if getattr(cfg.data, split).startswith(prefix):
+            return source_class(cfg, split)
+    return TokenFiles(cfg, split)
 
 
 # ---- the order
@@ -235,12 +330,12 @@ def scramble(x):
     return x ^ (x >> np.uint64(31))
 
 
-def permuted(i, n: int, key: int):
-    """Elements i of a permutation of range(n) that key selects, without holding the permutation.
+def permute(i, n: int, key: int):
+    """Elements i of the permutation of range(n) that key selects.
 
-    A Feistel network permutes the next power of four; what lands outside range(n) is sent through
-    again until it does not (cycle walking: Black and Rogaway 2002), at most four times on average.
-    A billion windows need no table.
+    There is no table, so that a billion windows cost no memory.  A Feistel network permutes the
+    range up to the next power of four; what falls outside range(n) goes through it again until it
+    falls inside (cycle walking: Black and Rogaway 2002), on average at most four times.
     """
     half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << half) - np.uint64(1)
@@ -261,133 +356,135 @@ def permuted(i, n: int, key: int):
 # ---- batches
 
 
-class Dataset:
-    """Windows of seq_len tokens and their next-token targets.
+def with_end_id(cfg: Config, source: Source) -> Config:
+    """cfg with the source's end_id, where data.document_mask needs one and no flag gives it."""
+    if not cfg.data.document_mask or cfg.data.end_id >= 0:
+        return cfg
+    return replace(cfg, data=replace(cfg.data, end_id=source.end_id))
 
-    batch(step) and eval_batch(i) return (tokens, targets), both AMBL int32 and sharded as
-    model.TOKENS; a target of -1 is not scored.  Each process reads only the rows that its devices
-    hold, and reads the next batch ahead while the step runs.
+
+class Dataset:
+    """Batches of a source's windows: sequences of tokens and their next-token targets.
+
+    batch(step) and eval_batch(i) return (tokens, targets), both int32 AMBL and sharded as
+    model.TOKEN_SPEC; a target of -1 is not scored.  Each process reads only the rows that its
+    devices hold, and reads the next batch while the step runs.  `cfg` is the one given, completed
+    by with_end_id.  Raises UserError DATA with every reason why cfg cannot use the data.
     """
 
     def __init__(self, cfg: Config, split: str):
-        path = absolute_path(getattr(cfg.data, split))
-        shards, self.manifest = find_shards(path, split)
-        self.cfg, self.fingerprint = cfg, fingerprint(shards)
-        self.stream = Stream(shards, cfg.model.vocab_size, cfg.data.cache)
-        tokenizer = path / "tokenizer.json"
-        self.tokenizer = tokenizer if path.is_dir() and tokenizer.exists() else None
-        self.worker, self.ahead = ThreadPoolExecutor(1), {}
+        self.split, self.source = split, open_source(cfg, split)
+        self.cfg = with_end_id(cfg, self.source)
+        L, n_targets = cfg.train.seq_len, self.source.n_tokens - 1
+        self.n_windows = n_targets // L  # evaluation also has the rest, in a padded window
+        self.n_eval_windows = -(-n_targets // L)
+        self.n_eval_batches = -(-self.n_eval_windows // cfg.train.batch_size)
         self.sharding = NamedSharding(jax.sharding.get_mesh(), TOKEN_SPEC)
-
-        L, T = cfg.train.seq_len, len(self.stream)
-        self.windows = (T - 1) // L
-        self.n_eval_batches = -(-(T - 1) // (L * cfg.train.batch_size))
-        self.end_id = cfg.data.end_id if cfg.data.end_id >= 0 else self.manifest.get("eot_id", -1)
-        self.bytes_per_token = self.manifest["bytes"] / T if self.manifest else None
-        if found := list(self.problems(split, path)):
+        self.worker, self.read_ahead = ThreadPoolExecutor(1), {}
+        if found := list(self.problems()):
             raise UserError(DATA, problems=found)
 
-    def problems(self, split: str, path: epath.Path):
-        """What keeps the run from using these data."""
-        m, t = self.cfg.model, self.cfg.train
-        vocab = self.manifest.get("vocab_size", 0)
-        needs = t.seq_len + 1 if split == "train" else 2  # evaluation pads
-        if len(self.stream) < needs:
-            holds = f"data.{split}={path} holds {len(self.stream)} tokens"
-            what = f"{holds}; one window needs " + (
-                f"train.seq_len + 1 = {needs}" if split == "train" else "2"
-            )
+    def __str__(self):
+        L = self.cfg.train.seq_len
+        left = self.source.n_tokens - 1 - self.n_windows * L
+        windows = f"{self.n_windows:,} windows of {L}"
+        return f"{self.source}, {windows}; the last {left} tokens do not fill one"
+
+    def problems(self):
+        data, source, t = self.cfg.data, self.source, self.cfg.train
+        name = f"data.{self.split}={getattr(data, self.split)}"
+        is_train = self.split == "train"
+        needed = t.seq_len + 1 if is_train else 2  # evaluation pads its last window
+        if source.n_tokens < needed:
+            window = f"train.seq_len + 1 = {needed}" if is_train else needed
+            what = f"{name} holds {source.n_tokens} tokens; one window needs {window}"
             yield Problem(what, "give more data, or set a smaller --train.seq_len")
-        told, own = self.cfg.data.end_id, self.manifest.get("eot_id", self.end_id)
-        if self.cfg.data.document_mask and self.end_id < 0:
-            what = f"data.document_mask=True, but {path} does not say which token ends a document"
+        if data.document_mask and data.end_id < 0:
+            what = f"data.document_mask=True, but {name} does not say which token ends a document"
             yield Problem(what, "set --data.end_id")
-        elif self.cfg.data.document_mask and own != self.end_id:
-            what = f"data.end_id={told}, but documents in data.{split}={path} end with {own}"
-            yield Problem(what, f"set --data.end_id {own}, or give data of the same tokenizer")
-        if vocab > m.vocab_size:
-            limit = f"model.vocab_size={m.vocab_size}"
-            what = f"data.{split} has a vocabulary of {vocab}, above {limit}"
-            more = f"--model.vocab_size {vocab} or more"
-            yield Problem(what, f"set {more}, or prepare the data with a smaller tokenizer")
-        if split == "train" and t.sample_every and not (self.tokenizer and self.manifest):
-            what = f"train.sample_every={t.sample_every} but {path} has no tokenizer.json"
+        elif data.document_mask and source.end_id not in (-1, data.end_id):
+            what = f"data.end_id={data.end_id}, but documents in {name} end with {source.end_id}"
+            fix = f"set --data.end_id {source.end_id}, or give data of the same tokenizer"
+            yield Problem(what, fix)
+        if source.vocab_size > self.cfg.model.vocab_size:
+            limit = f"model.vocab_size={self.cfg.model.vocab_size}"
+            what = f"data.{self.split} has a vocabulary of {source.vocab_size}, above {limit}"
+            fix = f"set --model.vocab_size {source.vocab_size} or more"
+            yield Problem(what, f"{fix}, or prepare the data with a smaller tokenizer")
+        can_sample = source.tokenizer is not None and source.vocab_size > 0
+        if is_train and t.sample_every and not can_sample:
+            what = f"train.sample_every={t.sample_every}, but {name} has no tokenizer.json"
             fix = "prepare the data with scripts/prepare_data.py, or set --train.sample_every 0"
             yield Problem(what, fix)
 
-    def decode(self, ids: list[int]) -> str:
-        from tokenizers import Tokenizer  # 0.1 s, and few runs need it
-
-        return Tokenizer.from_str(self.tokenizer.read_text()).decode(ids)
-
-    def __str__(self):
-        T, L = len(self.stream), self.cfg.train.seq_len
-        shards = f"{T:,} tokens in {len(self.stream.shards)} shard(s)"
-        left = T - 1 - self.windows * L
-        return f"{shards}, {self.windows:,} windows of {L}; the last {left} tokens fill none"
-
-    def rows(self, step: int):
-        """The windows of step's batch: the seeded order of the first epoch, then of the next, with
-        no break between."""
-        B, n, seed = self.cfg.train.batch_size, self.windows, self.cfg.run.seed
+    def train_rows(self, step: int) -> np.ndarray:
+        """The windows of the step's batch: each epoch has a seeded order of its own, and the
+        batches run through the epochs without a break."""
+        B, n, seed = self.cfg.train.batch_size, self.n_windows, self.cfg.run.seed
         epoch, i = np.divmod(step * B + np.arange(B), n)
-        order = [permuted(i[epoch == e], n, seed << 32 | int(e)) for e in np.unique(epoch)]
+        order = [permute(i[epoch == e], n, seed << 32 | int(e)) for e in np.unique(epoch)]
         return np.concatenate(order)
 
-    def eval_rows(self, i: int):
+    def eval_rows(self, i: int) -> np.ndarray:
         return i * self.cfg.train.batch_size + np.arange(self.cfg.train.batch_size)
 
     def eval_indices(self, step: int) -> list[int]:
-        """The batches that the evaluation after `step` updates goes through."""
+        """The batches of the evaluation after `step` updates."""
         t, n = self.cfg.train, self.n_eval_batches
         count = n if t.eval_batches == -1 else min(t.eval_batches, n)
         n_before = max(0, -(-step // t.eval_every) - 1) if t.eval_every and t.eval_rolling else 0
         return [(n_before * count + k) % n for k in range(count)]
 
-    def window(self, row: int):
-        """seq_len + 1 tokens from row * seq_len on, -1 beyond the end of the set."""
-        L, T = self.cfg.train.seq_len, len(self.stream)
-        start = int(row) * L
-        found = self.stream.read(start, min(start + L + 1, T)) if start < T - 1 else []
-        return np.concatenate([found, np.full(L + 1 - len(found), -1)]).astype(np.int32)
+    def windows(self, rows: np.ndarray) -> np.ndarray:
+        """int32 [len(rows), seq_len + 1], -1 in the rows after the last window."""
+        windows = np.full((len(rows), self.cfg.train.seq_len + 1), -1, np.int32)
+        exists, limit = rows < self.n_eval_windows, self.cfg.model.vocab_size
+        if exists.any():
+            found = self.source.windows(rows[exists])
+            wrong = found[(found < -1) | (found >= limit)]
+            if wrong.size:
+                what = f"data.{self.split} gives token id {wrong[0]}, not below"
+                fix = "correct the data, or set a larger --model.vocab_size"
+                raise data_error(f"{what} model.vocab_size={limit}", fix)
+            windows[exists] = found
+        return windows
 
-    def place(self, rows):
+    def make_batch(self, rows: np.ndarray) -> tuple[jax.Array, jax.Array]:
         """(tokens, targets) of these windows on the mesh."""
         t = self.cfg.train
         row_AMB = rows.reshape(t.grad_accum, t.microbatches, -1)
-        made = {}  # tp shards ask for the same piece
+        pieces = {}  # devices that differ in tp alone ask for the same piece
 
         def read(index):
             key = tuple((s.start, s.stop) for s in index[:3])
-            if key not in made:
-                piece = row_AMB[index[:3]]
-                windows = np.stack([self.window(row) for row in piece.flat])
-                made[key] = windows.reshape(*piece.shape, t.seq_len + 1)
-            return made[key]
+            if key not in pieces:
+                piece_AMB = row_AMB[index[:3]]
+                windows = self.windows(piece_AMB.ravel())
+                pieces[key] = windows.reshape(*piece_AMB.shape, t.seq_len + 1)
+            return pieces[key]
 
-        shape = (*row_AMB.shape, t.seq_len)
+        def put(read_piece):
+            shape = (*row_AMB.shape, t.seq_len)
+            return jax.make_array_from_callback(shape, self.sharding, read_piece)
 
-        def put(piece):
-            return jax.make_array_from_callback(shape, self.sharding, piece)
+        tokens = put(lambda index: np.maximum(read(index)[..., :-1], 0))
+        return tokens, put(lambda index: read(index)[..., 1:])
 
-        tokens = put(lambda at: np.maximum(read(at)[..., :-1], 0))
-        return tokens, put(lambda at: read(at)[..., 1:])
-
-    def ahead_of(self, key, rows, next_key, next_rows):
-        """Place rows, from the read-ahead where they are in it, and start reading next_rows."""
-        future = self.ahead.pop(key, None)
-        placed = future.result() if future else self.place(rows)
-        self.ahead = {}
+    def take_batch(self, rows: np.ndarray, next_rows: np.ndarray | None):
+        """The batch of rows, from the read-ahead if it is there, and start reading next_rows."""
+        future = self.read_ahead.pop(rows.tobytes(), None)
+        batch = future.result() if future is not None else self.make_batch(rows)
+        self.read_ahead = {}
         if next_rows is not None:
-            self.ahead = {next_key: self.worker.submit(self.place, next_rows)}
-        return placed
+            future = self.worker.submit(self.make_batch, next_rows)
+            self.read_ahead = {next_rows.tobytes(): future}
+        return batch
 
     def batch(self, step: int):
-        follows = step + 1
-        next_rows = self.rows(follows) if follows < self.cfg.train.steps else None
-        return self.ahead_of(("train", step), self.rows(step), ("train", follows), next_rows)
+        """The batch that update step + 1 trains on."""
+        last = step + 1 >= self.cfg.train.steps
+        return self.take_batch(self.train_rows(step), None if last else self.train_rows(step + 1))
 
     def eval_batch(self, i: int):
-        follows = (i + 1) % self.n_eval_batches
-        next_rows = self.eval_rows(follows)
-        return self.ahead_of(("eval", i), self.eval_rows(i), ("eval", follows), next_rows)
+        following = (i + 1) % self.n_eval_batches
+        return self.take_batch(self.eval_rows(i), self.eval_rows(following))

@@ -1,4 +1,4 @@
-"""Files and folders, local or in a bucket: paths, writing a file whole, arrays, moving a folder.
+"""Files and folders, local or in a bucket: paths, whole writes, free names, moves, .npy bytes.
 
 This module does not import jax, so that scripts that only prepare files start at once.
 """
@@ -10,6 +10,10 @@ import fsspec
 import numpy as np
 from etils import epath
 
+# Without this, gcsfs answers from its first listing of a folder, file sizes included, and does not
+# see what other processes write there.
+fsspec.config.conf.setdefault("gs", {}).setdefault("use_listings_cache", False)
+
 
 def is_remote(path) -> bool:
     return "://" in os.fspath(path)
@@ -20,10 +24,11 @@ def absolute_path(path: str) -> epath.Path:
 
 
 def write_whole(path: epath.Path, data: bytes | str):
-    """Replace a file: a reader, or a crash, meets the old content or the new, never a part."""
+    """Replace a file.  A reader, also after a crash, finds the old content or the new, never a
+    part."""
     data = data.encode() if isinstance(data, str) else data
     if is_remote(path):
-        path.write_bytes(data)  # an object appears whole
+        path.write_bytes(data)  # an object becomes visible only when it is complete
         return
     part = path.with_name(path.name + ".part")
     part.write_bytes(data)
@@ -31,7 +36,7 @@ def write_whole(path: epath.Path, data: bytes | str):
 
 
 def free_name(path: epath.Path) -> epath.Path:
-    """path, or path.2, path.3 .. where it is taken."""
+    """path, or if it exists the first of path.2, path.3, ... that does not."""
     names = (path if n == 1 else path.with_name(f"{path.name}.{n}") for n in range(1, 10_000))
     return next(name for name in names if not name.exists())
 
@@ -39,8 +44,9 @@ def free_name(path: epath.Path) -> epath.Path:
 def move_folder(path: epath.Path, where: epath.Path):
     """Rename a folder.
 
-    On object stores that is each object in it, but a lease; the deepest first, for those at the
-    top tell what the folder is, and a move that was cut short can then be made again.
+    An object store has no folders, so each object in it is renamed, except the lease of a live run.
+    The deepest objects go first: those at the top identify the folder, and while they are there a
+    move that was interrupted can be repeated.
     """
     if not is_remote(path):
         where.parent.mkdir(parents=True, exist_ok=True)
@@ -56,6 +62,6 @@ def move_folder(path: epath.Path, where: epath.Path):
 
 def npy_bytes(array: np.ndarray) -> bytes:
     """The array as the bytes of a .npy file."""
-    out = io.BytesIO()
-    np.save(out, array, allow_pickle=False)
-    return out.getvalue()
+    buffer = io.BytesIO()
+    np.save(buffer, array, allow_pickle=False)
+    return buffer.getvalue()

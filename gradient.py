@@ -1,8 +1,14 @@
-"""The training pass over a pipeline schedule: the loss of a batch and its gradient.
+"""The loss of a batch and its gradient: the work of a pipeline schedule, and the sums over
+microbatches and devices.  When which stage does it is in pipeline.py.
 
-DIMS
+Dimension key (a suffix on every array's name spells its logical shape):
+  M  microbatches   B  sequences   L  sequence length   D  d_model   V  vocabulary
+  E  experts   N  layers
+
+Inside shard_map a letter that the array's PartitionSpec maps to a mesh axis is the local part.
 """
 
+import copy
 from functools import partial
 from typing import NamedTuple
 
@@ -13,7 +19,7 @@ from jax import lax
 from attention import full_row_span
 from config import Config, layer_kinds
 from experts import MOE_STATS
-from layers import gather_rows, mark_varying, norm, norm_table, sequences_to_rows
+from layers import BATCH, STAGE, gather_rows, mark_varying, norm, norm_table, sequences_to_rows
 from model import (
     apply_front,
     apply_layers,
@@ -22,213 +28,276 @@ from model import (
     prepare_weights,
     split_chunks,
 )
-from pipeline import Stage, branch_policy, layers_to_parts, make_schedule, run_schedule
+from pipeline import branch_policy, layers_to_parts, make_schedule, run_schedule
+from utils import AXES
+
+# ---- sums over microbatches
+
+
+class Total(NamedTuple):
+    """The sums over the microbatches of a step so far, on this device."""
+
+    loss: jax.Array
+    """This device's share of the mean loss, nats."""
+    grads: dict
+    """Float32, in the form of `prepare_parts`."""
+    stats: dict
+    """Sums of the moe layers' statistics, in the form of the layers; None for other layers."""
+
+    def grads_of(self, names) -> dict:
+        return {name: self.grads[name] for name in names}
+
+    def with_grads(self, grads: dict) -> "Total":
+        """A Total with these gradients, {name: gradient}, instead of those it has."""
+        return self._replace(grads=self.grads | grads)
+
+    def with_stats(self, **groups) -> "Total":
+        """A Total with these groups of statistics instead of those it has."""
+        return self._replace(stats=self.stats | groups)
+
+
+def zero_total(w, cfg: Config) -> Total:
+    """The Total before the first microbatch; w: weights from `prepare_parts`."""
+
+    def stats(kind, weights):
+        if "moe" not in kind:
+            return None
+        n, E = weights["attn_norm_D"].shape[:-1], cfg.model.n_experts
+        return dict(load_E=jnp.zeros((*n, E)), **{name: jnp.zeros(n) for name in MOE_STATS})
+
+    groups = {group: w[group] for group in ("layers", "prefix") if group in w}
+    stats = {group: {k: stats(k, x) for k, x in kinds.items()} for group, kinds in groups.items()}
+    grads = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), w)
+    return Total(lax.pcast(jnp.float32(0), BATCH, to="varying"), grads, mark_varying(stats))
+
+
+def accumulate(total, new):
+    """total + new, in the dtype of total."""
+    return jax.tree.map(lambda x, new: x + new.astype(x.dtype), total, new)
+
+
+def prepare_parts(params, cfg: Config, dtype) -> dict:
+    """`prepare_weights`, with the layers in the parts of the schedule."""
+    w = prepare_weights(params, cfg, dtype)
+    return w | dict(layers=layers_to_parts(w["layers"], cfg))
+
+
+def reduce_total(total: Total, params, cfg: Config):
+    """(loss, gradient, statistics) of the global batch; the gradient is sharded like params."""
+    # Summing gradients over devices is the transpose of preparing the weights for them.
+    _, backward = jax.vjp(partial(prepare_parts, cfg=cfg, dtype=jnp.float32), params)
+    (grads,) = backward(total.grads)
+    layers = total.stats["layers"]
+    if cfg.mesh.virtual_stages > 1:
+        at_rest = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), layers)
+        (layers,) = jax.linear_transpose(partial(layers_to_parts, cfg=cfg), at_rest)(layers)
+    total = total.with_stats(layers=lax.psum(layers, STAGE))
+    if "prefix" in total.stats:  # only the first stage has counted it
+        total = total.with_stats(prefix=lax.psum(total.stats["prefix"], AXES))
+    return lax.psum(total.loss, BATCH), grads, total.stats
+
+
+# ---- the last norm, the logits and the loss
 
 
 def head_names(cfg: Config) -> list[str]:
     """The weights after the last layer."""
-    last = "embed_VD" if cfg.model.tie_embeddings else "unembed_DV"
-    return [last, *norm_table(cfg)]
+    unembed = "embed_VD" if cfg.model.tie_embeddings else "unembed_DV"
+    return [unembed, *norm_table(cfg)]
 
 
 def score_and_gradient(head, grads, y_BLD, target_BL, n_tokens, cfg: Config):
-    """(loss, grads, gradient of y): a microbatch's share of the mean loss over n_tokens, and grads,
-    sums in float32, with the gradient of head added.
+    """(loss, grads, gradient of y_BLD): a microbatch's share of the mean loss over n_tokens; grads,
+    float32 sums, with the gradient of head added.
 
-    Only the last stage's y counts; all stages score a part of its sequence.  A chunk's logits live
-    until its gradient is made, so that none is kept or made twice.
+    The y_BLD of the last stage is scored by all stages, each a part of its sequence.  The gradient
+    of a chunk is made while its logits are in memory, so that none are kept or made twice.
     """
     s, pp = lax.axis_index("pp"), lax.axis_size("pp")
-    fill = -y_BLD.shape[1] % pp
+    padding = -y_BLD.shape[1] % pp
 
-    def share(gains, y_BLD):
-        """This stage's part of each tp shard's part of the sequence, filled up and normed."""
-        if pp > 1:  # XLA's CPU program would copy y for a scatter among one, too
-            y_BLD = jnp.pad(jnp.where(s == pp - 1, y_BLD, 0), ((0, 0), (0, fill), (0, 0)))
+    def scatter_and_norm(gains, y_BLD):
+        """This stage's part of the sequence of the last stage's y_BLD, padded and normed."""
+        if pp > 1:  # XLA on a CPU would copy y even for a scatter to one stage
+            y_BLD = jnp.pad(jnp.where(s == pp - 1, y_BLD, 0), ((0, 0), (0, padding), (0, 0)))
             y_BLD = lax.psum_scatter(y_BLD, "pp", scatter_dimension=1, tiled=True)
         return gather_rows(norm(y_BLD, gains, "norm", cfg))
 
-    def objective(last, x_BLD, target_BL):
-        nll_BL, z_BL = cross_entropy(x_BLD, target_BL, last, cfg)
+    def objective(unembed, x_BLD, target_BL):
+        nll_BL, z_BL = cross_entropy(x_BLD, target_BL, unembed, cfg)
         counted_BL = target_BL >= 0
         loss = jnp.where(counted_BL, nll_BL, 0).sum() / n_tokens
         z_loss = cfg.train.z_loss * jnp.where(counted_BL, z_BL**2, 0).sum() / n_tokens
         return loss + z_loss, loss
 
-    def add(total, chunk):
+    def add_chunk(total, chunk):
         gradient = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
-        (_, loss), (of_last, of_x) = gradient(last, *chunk)
-        return accumulate(total, (loss, of_last)), of_x
+        (_, loss), (unembed_grads, x_grad) = gradient(unembed, *chunk)
+        return accumulate(total, (loss, unembed_grads)), x_grad
 
     gains = {name: head[name] for name in norm_table(cfg)}
-    last = {name: x for name, x in head.items() if name not in gains}
-    x_BLD, back = jax.vjp(share, gains, y_BLD)
+    unembed = {name: x for name, x in head.items() if name not in gains}
+    x_BLD, norm_backward = jax.vjp(scatter_and_norm, gains, y_BLD)
     B, L, D = x_BLD.shape
-    target_BL = jnp.pad(sequences_to_rows(target_BL), ((0, 0), (0, fill)), constant_values=-1)
+    target_BL = sequences_to_rows(target_BL)
+    target_BL = jnp.pad(target_BL, ((0, 0), (0, padding)), constant_values=-1)
     target_BL = lax.dynamic_slice_in_dim(target_BL, s * L, L, 1)
-    chunks = (
-        split_chunks(x_BLD.reshape(-1, D), cfg),
-        split_chunks(target_BL.reshape(-1), cfg, fill=-1),
-    )
-    loss = lax.pcast(jnp.float32(0), ("dp", "pp"), to="varying")
-    (loss, of_last), of_x = lax.scan(add, (loss, {name: grads[name] for name in last}), chunks)
-    of_gains, of_y_BLD = back(of_x.reshape(-1, D)[: B * L].reshape(B, L, D))
-    of_gains = accumulate({name: grads[name] for name in gains}, of_gains)
-    return loss, of_last | of_gains, of_y_BLD
+    x_chunks = split_chunks(x_BLD.reshape(-1, D), cfg)
+    chunks = x_chunks, split_chunks(target_BL.reshape(-1), cfg, padding=-1)
+    zero = lax.pcast(jnp.float32(0), BATCH, to="varying")
+    total = zero, {name: grads[name] for name in unembed}
+    (loss, unembed_grads), x_grad = lax.scan(add_chunk, total, chunks)
+    gain_grads, y_grad_BLD = norm_backward(x_grad.reshape(-1, D)[: B * L].reshape(B, L, D))
+    gain_grads = accumulate({name: grads[name] for name in gains}, gain_grads)
+    return loss, unembed_grads | gain_grads, y_grad_BLD
 
 
-def prepare_parts(params, cfg: Config, dtype) -> dict:
-    """`ready` weights, with the layers as mesh.schedule takes them."""
-    w = prepare_weights(params, cfg, dtype)
-    return w | dict(layers=layers_to_parts(w["layers"], cfg))
+# ---- what waits between the forward and the backward pass
 
 
-def reduce_total(total, params, cfg: Config):
-    """(loss, gradient, statistics) of the global batch from this device's Total, as params rest."""
-    _, back = jax.vjp(partial(prepare_parts, cfg=cfg, dtype=jnp.float32), params)
-    stats, layers = total.stats, total.stats["layers"]
-    if cfg.mesh.virtual_stages > 1:
-        rest = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), layers)
-        (layers,) = jax.linear_transpose(partial(layers_to_parts, cfg=cfg), rest)(layers)
-    stats = stats | dict(layers=lax.psum(layers, ("dp", "tp")))
-    if "prefix" in stats:  # stage 0 has it
-        stats |= dict(prefix=lax.psum(stats["prefix"], ("dp", "pp", "tp")))
-    return lax.psum(total.loss, ("dp", "pp")), back(total.grads)[0], stats
+def with_saved_weights(backward, weights):
+    """A copy of a function from jax.vjp, with `weights` as the first argument that it has saved.
+
+    `args_res`, the list of saved arguments, may be assigned to: jax 0.12 documents that under
+    jax.vjp's `saveable_args`, and 0.10, which has no such option, has the same list.
+    """
+    backward = copy.copy(backward)
+    backward.args_res = [weights, *backward.args_res[1:]]
+    return backward
 
 
-def zero_stats(params, cfg: Config) -> dict:
-    """The sums of moe layers' statistics before any layer has run."""
+class SavedArrays:
+    """Which arrays of a backward function wait for it, in a function of (weights, their gradient so
+    far, x): those that differ from stage to stage, and so from item to item.
 
-    def of(kind, w):
-        n, E = w["attn_norm_D"].shape[:-1], cfg.model.n_experts
-        zeros = dict(load_E=jnp.zeros((*n, E)), **{k: jnp.zeros(n) for k in MOE_STATS})
-        return zeros if "moe" in kind else None
+    The weights are at hand anyway, and the others are constants.
+    """
 
-    groups = {group: params[group] for group in ("layers", "prefix") if group in params}
-    return mark_varying(
-        {g: {kind: of(kind, w) for kind, w in ws.items()} for g, ws in groups.items()}
-    )
+    def __init__(self, example):
+        """example: the backward function of any microbatch."""
+        self.constants, self.treedef = jax.tree.flatten(with_saved_weights(example, None))
+        varying_axes = [jax.typeof(x).manual_axis_type.varying for x in self.constants]
+        self.waits = ["pp" in axes for axes in varying_axes]
+        self.example = self.pack(example)
+
+    def pack(self, backward) -> list:
+        """The arrays of a backward function that wait."""
+        arrays = jax.tree.leaves(with_saved_weights(backward, None))
+        return [mark_varying(x) for x, waits in zip(arrays, self.waits, strict=True) if waits]
+
+    def unpack(self, arrays: list, weights):
+        """The backward function, from its arrays and the weights."""
+        arrays = iter(arrays)
+        pairs = zip(self.constants, self.waits, strict=True)
+        leaves = [next(arrays) if waits else constant for constant, waits in pairs]
+        return with_saved_weights(jax.tree.unflatten(self.treedef, leaves), weights)
 
 
-def accumulate(total, new):
-    """total with new added, in total's dtype."""
-    return jax.tree.map(lambda x, new: x + new.astype(x.dtype), total, new)
-
-
-class Total(NamedTuple):
-    """What the microbatches of a step add up to."""
-
-    loss: jax.Array
-    """This device's share of the mean loss."""
-    grads: dict
-    """Float32, in the form of the ready weights."""
-    stats: dict
-    """The sums of moe layers' statistics."""
-
-    def grads_of(self, names) -> dict:
-        return {name: self.grads[name] for name in names}
-
-    def put(self, grads: dict) -> "Total":
-        """With these gradients in place of its own, by their names."""
-        return self._replace(grads=self.grads | grads)
+# ---- the work
 
 
 def balance_cotangent(stats, cfg: Config):
-    """The objective's gradient by the statistics of a microbatch: it has only the balance."""
-    share = cfg.train.balance_loss / cfg.train.batch_size
+    """The gradient of the objective by a microbatch's statistics: only the balance is in it."""
+    weight = cfg.train.balance_loss / cfg.train.batch_size
 
-    def of(x):
-        return {name: jnp.full_like(v, share if name == "balance" else 0) for name, v in x.items()}
+    def cotangent(kind_stats):
+        if kind_stats is None:
+            return None
+        zeros = jax.tree.map(jnp.zeros_like, kind_stats)
+        return zeros | dict(balance=jnp.full_like(kind_stats["balance"], weight))
 
-    return {kind: x and of(x) for kind, x in stats.items()}
+    return {kind: cotangent(kind_stats) for kind, kind_stats in stats.items()}
 
 
-def packing(example):
-    """(pack, unpack) for what jax.vjp keeps of a function of (weights, their gradient so far, x),
-    from an example of it.
+class SliceWork:
+    """The pipeline.Work of one accumulation slice: the microbatches of all stages, of a dp rank."""
 
-    pack(back) is the arrays that differ from stage to stage, and so from work to work; the weights
-    are at hand, and the rest is constant.  unpack(arrays, weights) is back again.
-    """
+    def __init__(self, w, token_MBL, target_MBL, total, key, first_row, n_tokens, cfg: Config):
+        """See `add_slice_gradient`."""
+        self.token_MBL, self.target_MBL, self.key, self.cfg = token_MBL, target_MBL, key, cfg
+        self.first_row, self.n_tokens, self.layers = first_row, n_tokens, w["layers"]
+        self.head = {name: w[name] for name in head_names(cfg)}
+        front = ("embed_VD", "position_LD", "prefix")
+        self.front = {name: x for name, x in w.items() if name in front}
+        self.schedule = make_schedule(cfg, token_MBL.shape[0])
+        # Shapes and types, from any microbatch.
+        s = lax.axis_index("pp")
+        x_BLD = jax.eval_shape(lambda: self.apply_front(s, self.front, None)[0])
+        self.x_BLD = mark_varying(jnp.zeros(x_BLD.shape, x_BLD.dtype))
+        _, self.stats, backward = self.forward_part(s, s, total, self.x_BLD)
+        self.saved = SavedArrays(backward)
 
-    def flat(back):
-        back.args_res[0] = None
-        return jax.tree.flatten(back)
+    def apply_front(self, m, front, grads):
+        """`model.apply_front` on microbatch m."""
+        at = full_row_span(self.token_MBL, m, self.cfg, self.first_row)
+        return apply_front(front, self.token_MBL[m], at, self.cfg, self.key, grads=grads)
 
-    constants, form = flat(example)
-    own = ["pp" in jax.typeof(x).manual_axis_type.varying for x in constants]
+    def apply_part(self, m, r, layers, grads, x_BLD):
+        """`model.apply_layers` on microbatch m, with part r of the layers."""
+        kinds = layer_kinds(self.cfg.model.pattern)
+        n_prefix = len(layer_kinds(self.cfg.model.prefix))
+        part = r * self.schedule.pp + lax.axis_index("pp")
+        first_layer = n_prefix + part * count_layers(layers)
+        at = full_row_span(self.token_MBL, m, self.cfg, self.first_row)
+        args = layers, kinds, first_layer, x_BLD, at, self.cfg, self.key
+        return apply_layers(*args, grads=grads)
 
-    def pack(back):
-        return [mark_varying(x) for x, own in zip(flat(back)[0], own, strict=True) if own]
+    def part(self, total: Total, r):
+        """Part r of the layers' weights, and of their gradient so far."""
+        take = self.schedule.take_part
+        return take(self.layers, r), take(total.grads["layers"], r)
 
-    def unpack(arrays, weights):
-        arrays = iter(arrays)
-        leaves = [next(arrays) if own else x for x, own in zip(constants, own, strict=True)]
-        back = jax.tree.unflatten(form, leaves)
-        back.args_res[0] = weights
-        return back
+    def forward_part(self, m, r, total: Total, x_BLD):
+        """(y_BLD, statistics, backward function) of `apply_part`."""
+        outputs, backward = jax.vjp(partial(self.apply_part, m, r), *self.part(total, r), x_BLD)
+        y_BLD, stats, _ = outputs
+        return y_BLD, stats, backward
 
-    return pack, unpack
+    def begin(self, x_BLD, m, total):
+        x_BLD, stats, _ = self.apply_front(m, self.front, None)
+        if stats is not None:
+            total = total.with_stats(prefix=accumulate(total.stats["prefix"], stats))
+        return x_BLD, total
+
+    def forward(self, x_BLD, m, r, total):
+        y_BLD, stats, backward = self.forward_part(m, r, total, x_BLD)
+        layers = total.stats["layers"]
+        part = accumulate(self.schedule.take_part(layers, r), stats)
+        total = total.with_stats(layers=self.schedule.put_part(layers, r, part))
+        return y_BLD, self.saved.pack(backward), total
+
+    def score(self, y_BLD, m, total):
+        args = self.head, total.grads_of(self.head), y_BLD, self.target_MBL[m], self.n_tokens
+        loss, grads, y_grad_BLD = score_and_gradient(*args, self.cfg)
+        return y_grad_BLD, total._replace(loss=total.loss + loss).with_grads(grads)
+
+    def backward(self, grad_BLD, saved, m, r, total):
+        layers, grads = self.part(total, r)
+        backward = self.saved.unpack(saved, layers)
+        stats_grad = balance_cotangent(self.stats, self.cfg)
+        _, grads, grad_BLD = backward((grad_BLD, stats_grad, grads))
+        grads = self.schedule.put_part(total.grads["layers"], r, grads)
+        return grad_BLD, total.with_grads(dict(layers=grads))
+
+    def finish(self, grad_BLD, m, total):
+        """Recomputes `begin`, for its backward pass."""
+        grads = total.grads_of(self.front)
+        outputs, backward = jax.vjp(partial(self.apply_front, m), self.front, grads)
+        _, stats, _ = outputs
+        stats_grad = None if stats is None else balance_cotangent(stats, self.cfg)
+        _, grads = backward((grad_BLD, stats_grad, grads))
+        return total.with_grads(grads)
 
 
 def add_slice_gradient(
     w, token_MBL, target_MBL, total: Total, key, first_row, n_tokens, cfg: Config
-):
-    """total, and the gradient of a slice's microbatches (all stages', of this dp rank) added.
+) -> Total:
+    """The total with the loss and gradient of one accumulation slice added.
 
-    w: `ready` weights, the layers dealt.  key: dropout's, for this step.  first_row: the slice's
-    first row in the global batch.  n_tokens: those counted in the global batch.
+    w: weights from `prepare_parts`.  token_MBL, target_MBL: all stages' microbatches of this dp
+    rank.  key: for dropout, of this step.  first_row: the slice's first row in the global batch.
+    n_tokens: counted tokens of the global batch.
     """
-    before, kinds = len(layer_kinds(cfg.model.prefix)), layer_kinds(cfg.model.pattern)
-    plan, s = make_schedule(cfg, token_MBL.shape[0]), lax.axis_index("pp")
-    span = partial(full_row_span, token_MBL, cfg=cfg, first_row=first_row)
-    head = {name: w[name] for name in head_names(cfg)}
-    first = {name: x for name, x in w.items() if name in ("embed_VD", "position_LD", "prefix")}
-
-    def opening(m):
-        return lambda first, grads: apply_front(first, token_MBL[m], span(m), cfg, key, grads=grads)
-
-    def run(m, r):
-        number = before + (r * plan.pp + s) * count_layers(plan.part(w["layers"], r))
-        own = partial(apply_layers, kinds=kinds, first=number, at=span(m), cfg=cfg, key=key)
-        return lambda w, grads, x_BLD: own(w, x_BLD=x_BLD, grads=grads)
-
-    def of_part(total, r):
-        """Part r's weights, and their gradient so far."""
-        return plan.part(w["layers"], r), plan.part(total.grads["layers"], r)
-
-    def begin(x_BLD, m, total):
-        x_BLD, new, _ = opening(m)(first, None)
-        if new is not None:
-            prefix = accumulate(total.stats["prefix"], new)
-            total = total._replace(stats=total.stats | dict(prefix=prefix))
-        return x_BLD, total
-
-    def forward(x_BLD, m, r, total):
-        (y_BLD, new, _), back = jax.vjp(run(m, r), *of_part(total, r), x_BLD)
-        layers = total.stats["layers"]
-        layers = plan.put(layers, r, accumulate(plan.part(layers, r), new))
-        return y_BLD, pack(back), total._replace(stats=total.stats | dict(layers=layers))
-
-    def score(y_BLD, m, total):
-        args = head, total.grads_of(head), y_BLD, target_MBL[m], n_tokens
-        loss, grads, of_y_BLD = score_and_gradient(*args, cfg)
-        return of_y_BLD, total._replace(loss=total.loss + loss).put(grads)
-
-    def backward(g_BLD, kept, m, r, total):
-        layers, grads = of_part(total, r)
-        back = unpack(kept, layers)
-        _, grads, g_BLD = back((g_BLD, balance_cotangent(stats, cfg), grads))
-        return g_BLD, total.put(dict(layers=plan.put(total.grads["layers"], r, grads)))
-
-    def finish(g_BLD, m, total):
-        grads = total.grads_of(first)
-        (_, stats, _), back = jax.vjp(opening(m), first, grads)
-        return total.put(back((g_BLD, stats and balance_cotangent(stats, cfg), grads))[1])
-
-    x_BLD = jax.eval_shape(lambda: opening(s)(first, None)[0])
-    x_BLD = mark_varying(jnp.zeros(x_BLD.shape, x_BLD.dtype))
-    (_, stats, _), example = jax.vjp(run(s, s), *of_part(total, s), x_BLD)
-    pack, unpack = packing(example)
-    work = Stage(begin, forward, score, backward, finish)
-    return run_schedule(plan, work, x_BLD, pack(example), total, branch_policy(cfg))
+    work = SliceWork(w, token_MBL, target_MBL, total, key, first_row, n_tokens, cfg)
+    examples = work.x_BLD, work.saved.example
+    return run_schedule(work.schedule, work, *examples, total, branch_policy(cfg))

@@ -1,7 +1,10 @@
-"""What every layer is made of: one weight's record, matmuls, norms, feed-forward, dropout, and the
-moves of rows between tensor-parallel shards.
+"""Building blocks of a layer: a weight's record, matmuls, norms, the feed-forward, dropout, and the
+collectives over dp and tp that they use.  Attention and experts have files of their own.
 
-DIMS
+Dimension key (a suffix on every array's name spells its logical shape):
+  B  sequences   L  sequence length   D  d_model   F  d_ff   C  gate and up, or only up   N  layers
+
+Inside shard_map a letter that the array's PartitionSpec maps to a mesh axis is the local part.
 """
 
 import re
@@ -17,10 +20,17 @@ from jax.sharding import PartitionSpec as P
 from config import Config, layer_kinds, n_blocks
 from utils import AXES
 
+BATCH = ("dp", "pp")
+"""The mesh axes over which the tokens of a batch are spread at rest."""
+STAGE = ("dp", "tp")
+"""The mesh axes of the devices of one pipeline stage."""
+
+# ---- weights
+
 
 @dataclass(frozen=True)
 class Param:
-    """One weight.  Everything that is known about it is here and nowhere else."""
+    """One weight: the only place that describes it."""
 
     shape: tuple[int, ...]
     spec: P
@@ -30,26 +40,36 @@ class Param:
     decay: bool = True
     """Whether weight decay applies: to matrices, not to gains and biases."""
     keep_float32: bool = False
-    """Computed with in float32, not in train.dtype."""
+    """Used in float32, not in train.dtype."""
     stays_sharded: bool = False
     """Each dp rank uses only its own part (expert parallelism), so it is never gathered."""
 
 
 def normal(fan_in):
+    """An initializer: normal with standard deviation fan_in ** -0.5."""
     return lambda key, shape: fan_in**-0.5 * jax.random.normal(key, shape)
 
 
 def norm_gain(dim):
+    """The gain of a norm: ones at first."""
     return Param((dim,), P(None), lambda key, shape: jnp.ones(shape), decay=False)
 
 
 def zero_bias(*shape, spec=None):
-    """A bias: zero at first."""
+    """A bias: zeros at first, by default the same on every device."""
     spec = spec or P(*[None] * len(shape))
     return Param(shape, spec, lambda key, shape: jnp.zeros(shape), decay=False)
 
 
+def norm_table(cfg: Config, name: str = "norm") -> dict:
+    """The weights of a norm of that name."""
+    D = cfg.model.d_model
+    table = {f"{name}_D": norm_gain(D)}
+    return table | {f"{name}_bias_D": zero_bias(D)} if cfg.model.norm_bias else table
+
+
 def mlp_table(cfg: Config, F: int, name: str = "") -> dict:
+    """The weights of a feed-forward with F hidden units; biases only without a name."""
     m = cfg.model
     D, N, C = m.d_model, m.n_layers, 1 + (m.activation == "swiglu")
     table = {
@@ -61,14 +81,8 @@ def mlp_table(cfg: Config, F: int, name: str = "") -> dict:
     return table
 
 
-def norm_table(cfg: Config, name: str = "norm") -> dict:
-    D = cfg.model.d_model
-    table = {f"{name}_D": norm_gain(D)}
-    return table | {f"{name}_bias_D": zero_bias(D)} if cfg.model.norm_bias else table
-
-
 def layer_places(cfg: Config) -> list[tuple[str, str, int]]:
-    """Where each layer's weights are in params: params[group][kind][name][row]."""
+    """(group, kind, row) of each layer: its weights are params[group][kind][name][row]."""
     prefix, block = layer_kinds(cfg.model.prefix), layer_kinds(cfg.model.pattern)
     places = []
     for group, kinds in (("prefix", prefix), ("layers", block * n_blocks(cfg.model))):
@@ -76,12 +90,30 @@ def layer_places(cfg: Config) -> list[tuple[str, str, int]]:
     return places
 
 
+# ---- types and collectives
+
+
+def mark_varying(tree):
+    """The same arrays, typed as different on every device.
+
+    The transpose, in the backward pass, sums the gradients over the devices.
+    """
+
+    def mark(x):
+        missing = tuple(set(AXES) - jax.typeof(x).manual_axis_type.varying)
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(mark, tree)
+
+
 def gather_over_dp(w: dict, table: dict) -> dict:
-    """FSDP: gather over dp.  The transpose reduce-scatters the gradient."""
-    alone = lax.axis_size("dp") == 1  # XLA would copy, on a CPU more than a decoding step computes
+    """FSDP: gather weights over dp.  The transpose reduce-scatters their gradient."""
+    # Gathering from one device, XLA would copy: on a CPU that takes longer than a decoding step.
+    if lax.axis_size("dp") == 1:
+        return w
 
     def gather(x, p: Param):
-        if alone or p.stays_sharded or "dp" not in p.spec:
+        if p.stays_sharded or "dp" not in p.spec:
             return x
         return lax.all_gather(x, "dp", axis=p.spec.index("dp"), tiled=True)
 
@@ -89,76 +121,56 @@ def gather_over_dp(w: dict, table: dict) -> dict:
 
 
 def tp_part(x, dim):
-    """This tp shard's part of an array that all of them hold."""
+    """This tp shard's part, along dim, of an array that all tp shards hold whole."""
     size = x.shape[dim] // lax.axis_size("tp")
     return lax.dynamic_slice_in_dim(x, lax.axis_index("tp") * size, size, dim)
 
 
 def gather_rows(x_BLD):
-    """x of all tp shards, where the order of tokens does not matter: each shard's pieces of the
-    sequences are rows of their own.  Gathered along the sequence they would all be copied again."""
+    """The x of all tp shards, one after the other as more rows: B * tp rows of L tokens each.
+
+    For work on single tokens.  Gathered along the sequence instead, XLA would copy all of it again.
+    """
     return lax.all_gather(x_BLD, "tp", tiled=True)
 
 
 def scatter_rows(y_BLD):
-    """The sum over tp of what was made of `all_rows`, for the rows of this shard."""
+    """The sum over tp of arrays in the order of `gather_rows`; each shard keeps its own rows."""
     return lax.psum_scatter(y_BLD, "tp", tiled=True)
 
 
 def sequences_to_rows(x_BL):
-    """What all shards hold of whole sequences, put in the order of `all_rows`."""
+    """Whole sequences, which all tp shards hold, in the order of `gather_rows`."""
     x = x_BL.reshape(len(x_BL), lax.axis_size("tp"), -1, *x_BL.shape[2:]).swapaxes(0, 1)
     return x.reshape(-1, *x.shape[2:])
 
 
 def rows_to_sequences(x_BL):
-    """The inverse of `as_rows`."""
+    """The inverse of `sequences_to_rows`."""
     x = x_BL.reshape(lax.axis_size("tp"), -1, *x_BL.shape[1:]).swapaxes(0, 1)
     return x.reshape(len(x), -1, *x_BL.shape[2:])
 
 
-def add_bias(x, bias):
-    """x + bias, where there is one."""
-    return x if bias is None else x + bias.astype(x.dtype)
-
-
-def rms_norm(x_BLD, gain_D, eps):
-    """x / rms(x) * gain, over the last dim, in float32 (Zhang and Sennrich 2019)."""
-    x32 = x_BLD.astype(jnp.float32)
-    scale = lax.rsqrt(jnp.mean(x32**2, -1, keepdims=True) + eps)
-    return (x32 * scale * gain_D).astype(x_BLD.dtype)
-
-
-def norm(x_BLD, w, name, cfg):
-    """The configured norm with the weights of that name; LayerNorm (Ba et al. 2016) is an RMSNorm
-    of x - mean(x)."""
-    x32 = x_BLD.astype(jnp.float32)
-    if cfg.model.norm == "layer":
-        x32 -= x32.mean(-1, keepdims=True)
-    y_BLD = rms_norm(x32, w[f"{name}_D"], cfg.model.norm_eps)
-    return add_bias(y_BLD, w.get(f"{name}_bias_D")).astype(x_BLD.dtype)
-
-
-def softcap(x, cap: float):
-    return cap * jnp.tanh(x / cap) if cap else x
+# ---- arithmetic
 
 
 def platform() -> str:
-    """Of the ambient mesh's devices, be they here or only planned with."""
+    """The platform of the ambient mesh's devices, which may be present or only planned for."""
     return jax.sharding.get_abstract_mesh().abstract_device.platform
 
 
 def multiply(sums: str, x, w, dtype=None):
-    """jnp.einsum of two arrays of one dtype, in that dtype or the one given.
+    """jnp.einsum of two arrays of one dtype, in that dtype or the given one.
 
-    On a CPU bfloat16 is multiplied into float32 and rounded after: only so does XLA use bfloat16
-    instructions where there are any, in half the time.  (So remat=dots keeps float32 there.)
+    On a CPU bfloat16 is multiplied into float32 and rounded afterwards, because only then does XLA
+    use the bfloat16 instructions that some CPUs have; they take half the time.  (So remat=dots
+    keeps float32 arrays there.)
     """
     assert x.dtype == w.dtype, (sums, x.dtype, w.dtype)
     if platform() != "cpu" or x.dtype == jnp.float32:
         return jnp.einsum(sums, x, w, preferred_element_type=dtype)
-    # With one more dim to sum over, since XLA (jaxlib 0.10 to 0.12) does not run all such products:
-    # "ZD,ZCF->DCF" ends in "Unsupported element type for DotThunk", and "ZF,ZD->FD" is slow.
+    # With an extra dim of size 1 to sum over, because XLA (jaxlib 0.10 to 0.12) fails on
+    # "ZD,ZCF->DCF" ("Unsupported element type for DotThunk") and is slow on "ZF,ZD->FD".
     sums = re.sub(r"(\w+),", r"a\1,a", sums)
     y = jnp.einsum(sums, x[None], w[None], preferred_element_type=jnp.float32)
     return y.astype(dtype or x.dtype)
@@ -166,23 +178,68 @@ def multiply(sums: str, x, w, dtype=None):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 3))
 def einsum(sums: str, x, w, dtype=None):
-    """`product`, but a gradient is rounded to the arrays' dtype before it is multiplied on, or
-    bfloat16 would be trained at the speed of float32."""
+    """`multiply`, with gradients rounded to the arrays' dtype before they are multiplied in turn.
+
+    Without that rounding a bfloat16 model would train at the speed of float32.
+    """
     return multiply(sums, x, w, dtype)
 
 
-def einsum_backward(sums, dtype, xw, g):
-    of_x, of_w, of_y = re.split(",|->", sums)
-    (x, w), g = xw, g.astype(xw[0].dtype)
-    return multiply(f"{of_y},{of_w}->{of_x}", g, w), multiply(f"{of_x},{of_y}->{of_w}", x, g)
+def einsum_backward(sums, dtype, xw, grad_y):
+    x_dims, w_dims, y_dims = re.split(",|->", sums)
+    (x, w), grad_y = xw, grad_y.astype(xw[0].dtype)
+    grad_x = multiply(f"{y_dims},{w_dims}->{x_dims}", grad_y, w)
+    return grad_x, multiply(f"{x_dims},{y_dims}->{w_dims}", x, grad_y)
 
 
 einsum.defvjp(lambda sums, x, w, dtype: (multiply(sums, x, w, dtype), (x, w)), einsum_backward)
 
 
+def add_bias(x, bias):
+    """x + bias; a bias of None adds nothing."""
+    return x if bias is None else x + bias.astype(x.dtype)
+
+
+def add_to_row(total, new, row):
+    """total with `new` added to total[row], a row that exists.
+
+    total.at[row].add would check the row by selecting over all of total.
+    """
+    new = lax.dynamic_index_in_dim(total, row, keepdims=False) + new.astype(total.dtype)
+    return lax.dynamic_update_index_in_dim(total, new, row, 0)
+
+
+def softcap(x, cap: float):
+    """cap * tanh(x / cap), which stays below cap; 0 leaves x as it is."""
+    return cap * jnp.tanh(x / cap) if cap else x
+
+
+def rms_norm(x_BLD, gain_D, eps):
+    """x / rms(x) * gain over the last dim, in float32 (Zhang and Sennrich 2019)."""
+    x32_BLD = x_BLD.astype(jnp.float32)
+    scale = lax.rsqrt(jnp.mean(x32_BLD**2, -1, keepdims=True) + eps)
+    return (x32_BLD * scale * gain_D).astype(x_BLD.dtype)
+
+
+def norm(x_BLD, w, name, cfg):
+    """The norm that model.norm chooses, with the weights of that name in w.
+
+    LayerNorm (Ba et al. 2016) is an RMSNorm of x - mean(x).
+    """
+    x32_BLD = x_BLD.astype(jnp.float32)
+    if cfg.model.norm == "layer":
+        x32_BLD -= x32_BLD.mean(-1, keepdims=True)
+    y_BLD = rms_norm(x32_BLD, w[f"{name}_D"], cfg.model.norm_eps)
+    return add_bias(y_BLD, w.get(f"{name}_bias_D")).astype(x_BLD.dtype)
+
+
+# ---- feed-forward and dropout
+
+
 def activate(h_CF, dim, cfg):
-    """The hidden units from the projections along dim: gate and up, or only up."""
-    gate, up = lax.index_in_dim(h_CF, 0, dim, False), lax.index_in_dim(h_CF, -1, dim, False)
+    """Hidden units from the projections: gate and up, or only up, which lie along dim."""
+    gate = lax.index_in_dim(h_CF, 0, dim, keepdims=False)
+    up = lax.index_in_dim(h_CF, -1, dim, keepdims=False)
     match cfg.model.activation:
         case "swiglu":  # Shazeer 2020
             return jax.nn.silu(gate) * up
@@ -193,28 +250,23 @@ def activate(h_CF, dim, cfg):
 
 
 def feed_forward(x_BLD, w, cfg, name=""):
-    """This tp shard's part of a feed-forward's output, still to be summed."""
-    h_BLCF = add_bias(
-        einsum("BLD,CDF->BLCF", x_BLD, w[f"{name}in_CDF"]), w.get(f"{name}in_bias_CF")
-    )
+    """This tp shard's summand of a feed-forward's output; the sum over tp is left to the caller."""
+    h_BLCF = einsum("BLD,CDF->BLCF", x_BLD, w[f"{name}in_CDF"])
+    h_BLCF = add_bias(h_BLCF, w.get(f"{name}in_bias_CF"))
     return einsum("BLF,FD->BLD", activate(h_BLCF, 2, cfg), w[f"{name}out_FD"])
 
 
 def mlp(x_BLD, w, cfg):
+    """A dense feed-forward: gathers the tokens over tp, and sums and scatters its output."""
     y_BLD = feed_forward(gather_rows(x_BLD), w, cfg)
     return add_bias(scatter_rows(y_BLD), w.get("out_bias_D"))
 
 
-def add_to_row(total, new, row):
-    """total with new added to one row, which there has to be: total.at[row].add would make sure."""
-    new = lax.dynamic_index_in_dim(total, row, keepdims=False) + new.astype(total.dtype)
-    return lax.dynamic_update_index_in_dim(total, new, row, 0)
-
-
 def dropout(x_BLD, key, row_B, cfg):
-    """Drop elements by (key, row of the global batch, position), so that no mesh changes which.
+    """Drop each element with probability train.dropout; a key of None drops none.
 
-    key None drops none.
+    The random numbers follow from (key, row of the global batch, position), so that every mesh
+    drops the same elements.
     """
     if key is None or not cfg.train.dropout:
         return x_BLD
@@ -222,21 +274,11 @@ def dropout(x_BLD, key, row_B, cfg):
     position_L = lax.axis_index("tp") * L + jnp.arange(L)
     keep = 1 - cfg.train.dropout
 
-    def kept_D(row, position):
-        own_key = jax.random.fold_in(jax.random.fold_in(key, row), position)
-        return jax.random.bernoulli(own_key, keep, (D,))
+    def keep_D(row, position):
+        token_key = jax.random.fold_in(jax.random.fold_in(key, row), position)
+        return jax.random.bernoulli(token_key, keep, (D,))
 
-    def kept_LD(row):
-        return jax.vmap(partial(kept_D, row))(position_L)
+    def keep_LD(row):
+        return jax.vmap(partial(keep_D, row))(position_L)
 
-    return jnp.where(jax.vmap(kept_LD)(row_B), x_BLD / keep, 0)
-
-
-def mark_varying(tree):
-    """The same, typed as different on every device."""
-
-    def vary(x):
-        missing = tuple(set(AXES) - jax.typeof(x).manual_axis_type.varying)
-        return lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(vary, tree)
+    return jnp.where(jax.vmap(keep_LD)(row_B), x_BLD / keep, 0)

@@ -1,10 +1,13 @@
-"""What a run reports: rows of metrics.jsonl, console lines, pictures, Weights & Biases."""
+"""What a run reports: rows of metrics.jsonl, console lines, pictures and Weights & Biases.
+
+The numbers themselves are computed elsewhere (train.train_step, train.evaluate).  A scalar that the
+step returns needs no line here; a dict of arrays needs an entry in PANELS.
+"""
 
 import io
 import json
 import netrc
 import os
-import sys
 import tempfile
 import time
 from dataclasses import asdict
@@ -15,179 +18,289 @@ from etils import epath
 import config
 from config import Config, UserError
 from files import is_remote, write_whole
-from utils import finite_or_none, format_duration, is_lead, on_lead, peak_flops, say, wait_for, warn
+from utils import (
+    finite_or_none,
+    format_duration,
+    is_lead,
+    peak_flops,
+    run_on_lead,
+    say,
+    wait_for,
+    warn,
+)
 
 
 class RowFile:
     """A .jsonl file that holds each row exactly once, also across kills and resumes.
 
-    Rows after `step`, the update resumed from, are dropped: they are about to be made again.  On
-    object stores, which cannot append, it grows locally and is uploaded before every checkpoint.
+    Rows after `step`, the update the run resumes from, are dropped, because the run makes them
+    again.  Object stores cannot append: there a local copy grows, and `upload` sends it.
     """
 
     def __init__(self, path: epath.Path, step: int):
-        rows = read_rows(path, step)
-        self.path, self.rows = path, [json.loads(row) for row in rows]
-        self.local = path
+        lines = read_lines(path, step)
+        self.path, self.rows = path, [json.loads(line) for line in lines]
+        self.local_path = path
         if is_remote(path):
-            self.local = epath.Path(tempfile.mkdtemp(prefix="trifold-")) / path.name
-        if is_lead() and (rows or path.exists()):
-            write_whole(self.local, "".join(rows))
+            self.local_path = epath.Path(tempfile.mkdtemp(prefix="trifold-")) / path.name
+        if is_lead() and (lines or path.exists()):
+            write_whole(self.local_path, "".join(lines))
 
     def add(self, row: dict):
-        with self.local.open("a") as f:
+        with self.local_path.open("a") as f:
             f.write(json.dumps(row, allow_nan=False) + "\n")
 
-    def publish(self):
-        if is_remote(self.path) and self.local.exists():
-            self.path.write_text(self.local.read_text())
+    def upload(self):
+        if is_remote(self.path) and self.local_path.exists():
+            self.path.write_text(self.local_path.read_text())
+
+
+def read_lines(path: epath.Path, step: int) -> list[str]:
+    """The lines of a .jsonl file up to update `step`, without those a crash left incomplete."""
+    lines = []
+    for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
+        try:
+            if line.endswith("\n") and json.loads(line)["step"] <= step:
+                lines.append(line)
+        except (ValueError, TypeError, KeyError):
+            warn(f"{path}: dropped a line that is not a row: {line[:60]!r}")
+    return lines
+
+
+# ---- panels
+
+
+class ExpertsPanel:
+    """How the router of each moe layer spreads its tokens: rows of kind "moe" and experts.png."""
+
+    def __init__(self, cfg: Config):
+        self.layers = config.moe_layers(cfg.model)
+        self.newest, self.busiest = None, {}  # the newest row; {step: largest load of each layer}
+
+    def row(self, arrays: dict) -> dict:
+        """The fields of a row, one element per layer, from the arrays of experts.moe_metrics."""
+        fields = {
+            name: [finite_or_none(x) for x in values]
+            for name, values in arrays.items()
+            if name != "load"
+        }
+        load = arrays["load"]
+        share = (load / load.sum(-1, keepdims=True)).round(6)
+        dead = (load == 0).sum(-1)
+        return dict(layer=self.layers, **fields, load=share.tolist(), dead=dead.tolist())
+
+    def summary(self, arrays: dict) -> str:
+        load = arrays["load"]
+        busiest = (load / load.sum(-1, keepdims=True)).max() * load.shape[-1]
+        return (
+            f"busiest expert {busiest:.1f}x, {(load == 0).sum()} dead, "
+            f"{arrays['dropped'].mean():.1%} dropped, balance {arrays['balance'].mean():.3f}"
+        )
+
+    def track(self, row: dict):
+        n_experts = len(row["load"][0])
+        self.newest = row
+        self.busiest[row["step"]] = [max(load) * n_experts for load in row["load"]]
+
+    @staticmethod
+    def wandb_fields(row: dict) -> dict:
+        """One number per layer; for the load, that of the busiest expert."""
+        fields = {name: row[name] for name in row if name not in ("kind", "step", "layer")}
+        fields["load"] = [max(load) for load in row["load"]]
+        return {
+            f"{name}/layer{layer}": values[i]
+            for name, values in fields.items()
+            for i, layer in enumerate(row["layer"])
+        }
+
+    def draw(self, run: epath.Path):
+        """The newest load of every expert, and the load of each layer's busiest one over time."""
+        if self.newest is None:
+            return
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(11, 4.5), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        load = np.array(self.newest["load"]) * len(self.newest["load"][0])
+        image = left.imshow(load, aspect="auto", vmin=0, vmax=max(2, load.max()), cmap="magma")
+        title = f"load after update {self.newest['step']} (1 is even)"
+        left.set(xlabel="expert", ylabel="layer", title=title)
+        ticks = range(0, len(load), 1 + len(load) // 16)
+        left.set_yticks(ticks, [self.layers[i] for i in ticks])
+        figure.colorbar(image, ax=left)
+        for i, layer in enumerate(self.layers):
+            color = f"{0.75 * (1 - i / len(load)):.2f}"  # later layers are darker
+            label = layer if i in ticks else None
+            y = [values[i] for values in self.busiest.values()]
+            right.plot(list(self.busiest), y, color=color, label=label)
+        right.set(xlabel="update", ylabel="load of the busiest expert", title=run.name)
+        right.legend(title="layer", fontsize="small")
+        right.grid(alpha=0.3)
+        write_png(run / "experts.png", figure)
+
+
+# A dict of arrays that the step returns under one of these names becomes a row of that kind,
+# written with every console line.  A panel makes the row, its part of the console line, its numbers
+# for Weights & Biases, and a picture, which is drawn after each evaluation.
+PANELS = dict(moe=ExpertsPanel)
+
+
+# ---- the log of a run
+
+
+# The scalars that every step returns, as the console shows them; others are `name value`.
+SCALARS = dict(loss="loss {:.4f}", grad_norm="grad norm {:.3f}", lr="lr {:.2e}")
 
 
 class MetricsLog:
-    """metrics.jsonl, the console, loss.png and Weights & Biases, all from the same rows.
+    """metrics.jsonl, the console, the pictures and Weights & Biases, all from the same rows.
 
     Rows are written one update late, so that the host never waits for the device.
     """
 
     MAX_SKIPS = 10
 
-    def __init__(self, run: epath.Path, cfg: Config, step: int, flops: float):
-        """flops: of a token, forward and backward."""
-        self.cfg, self.run, self.held, self.skips = cfg, run, None, 0
-        self.train, self.eval = [], {}  # [(step, loss)] and {step: loss}, for the curve
-        self.busiest, self.load = {}, {}  # {step: a share a layer} and the newest moe row
-        self.flops, self.peak = flops, peak_flops(cfg)
+    def __init__(self, run: epath.Path, cfg: Config, step: int, flops_per_token: float):
+        """step: the update the run resumes from; flops_per_token: forward and backward."""
+        self.cfg, self.run, self.first_step = cfg, run, step
+        self.flops_per_token, self.peak = flops_per_token, peak_flops(cfg)
         self.tokens_per_step = cfg.train.batch_size * cfg.train.seq_len
-        self.began = self.clock = time.perf_counter()
-        self.first = step
-        self.file = RowFile(run / "metrics.jsonl", step)
-        self.text = RowFile(run / "samples.jsonl", step)
-        self.samples = {row["step"] for row in self.text.rows}
-        for row in self.file.rows:
-            self.remember(row)
-        self.wandb = on_lead(start_wandb, run, cfg)
+        self.start = self.clock = time.perf_counter()
+        self.pending = None  # (step, metrics) of the newest update, not written yet
+        self.skips = 0  # updates in a row, up to the newest, that were not finite
+        self.train_losses, self.eval_losses = {}, {}  # by step, for the curve
+        self.panels = {name: panel(cfg) for name, panel in PANELS.items()}
+        self.metrics_file = RowFile(run / "metrics.jsonl", step)
+        self.samples_file = RowFile(run / "samples.jsonl", step)
+        self.sampled_steps = {row["step"] for row in self.samples_file.rows}
+        for row in self.metrics_file.rows:
+            self.track(row)
+        self.wandb = run_on_lead(start_wandb, run, cfg)
         if step < cfg.train.steps:
             say(f"updates {step + 1} to {cfg.train.steps}")
 
-    def remember(self, row: dict):
+    def track(self, row: dict):
+        """Note what the pictures and the count of skipped updates need of a row."""
         if row["kind"] == "train":
-            self.train.append((row["step"], row["loss"]))
+            self.train_losses[row["step"]] = row["loss"]
             self.skips = self.skips + 1 if None in (row["loss"], row["grad_norm"]) else 0
-        elif row["kind"] == "moe":
-            E = len(row["load"][0])
-            self.busiest[row["step"]] = [max(load) * E for load in row["load"]]
-            self.load = row
-        else:
-            self.eval[row["step"]] = row["loss"]
+        elif row["kind"] == "eval":
+            self.eval_losses[row["step"]] = row["loss"]
+        elif row["kind"] in self.panels:
+            self.panels[row["kind"]].track(row)
 
     def write(self, row: dict):
         if is_lead():
-            self.file.add(row)
-            if self.wandb:
-                self.wandb(row)
-        self.remember(row)
+            self.metrics_file.add(row)
+            send_to_wandb(self.wandb, row)
+        self.track(row)
 
-    def update(self, step: int, metrics: dict):
+    def add_update(self, step: int, metrics: dict):
         """Note the metrics of update `step` (device arrays), and write those of the one before."""
         self.flush()
-        self.held = (step, metrics)
+        self.pending = (step, metrics)
 
     def flush(self):
-        """Wait for the update noted last, and write it.  Raises UserError DIVERGED, see `judge`."""
-        if self.held is None:
+        """Wait for the pending update and write its row.  Raises as check_skips does."""
+        if self.pending is None:
             return
-        (step, metrics), self.held = self.held, None
+        (step, metrics), self.pending = self.pending, None
         wait_for(metrics)
-        loss, norm, lr = (float(metrics[name]) for name in ("loss", "grad_norm", "lr"))
+        panels = {name: metrics[name] for name in metrics if isinstance(metrics[name], dict)}
+        others = [name for name in metrics if name not in SCALARS and name not in panels]
+        scalars = {name: float(metrics[name]) for name in (*SCALARS, *others)}
         now = time.perf_counter()
         seconds, self.clock = now - self.clock, now
         rate = self.tokens_per_step / seconds
-        row = dict(
-            kind="train",
-            step=step,
-            loss=finite_or_none(loss),
-            grad_norm=finite_or_none(norm),
-            lr=lr,
-        )
-        row |= dict(tokens=step * self.tokens_per_step, step_time=seconds, tokens_per_sec=rate)
-        self.write(row | dict(mfu=self.peak and rate * self.flops / self.peak))
-        steps = self.cfg.train.steps
-        if step == self.first + 1 or step % self.cfg.log.every == 0 or step == steps:
-            moe = self.experts(step, metrics["moe"]) if "moe" in metrics else ""
-            mfu = f"{rate * self.flops / self.peak:.1%}" if self.peak else "-"
-            left = format_duration((steps - step) * (now - self.began) / (step - self.first))
-            say(
-                f"update {step}/{steps}  loss {loss:.4f}  grad norm {norm:.3f}  lr {lr:.2e}  "
-                f"{rate:,.0f} tokens/s  mfu {mfu}{moe}  eta {left}"
-            )
-        self.judge(step, loss, norm)
+        mfu = None if self.peak is None else rate * self.flops_per_token / self.peak
+        speed = dict(step_time=seconds, tokens_per_sec=rate, mfu=mfu)
+        fields = {name: finite_or_none(x) for name, x in scalars.items()}
+        tokens = step * self.tokens_per_step
+        self.write(dict(kind="train", step=step, **fields, tokens=tokens, **speed))
+        is_first_or_last = step in (self.first_step + 1, self.cfg.train.steps)
+        if is_first_or_last or step % self.cfg.log.every == 0:
+            summaries = [self.write_panel(step, name, panels[name]) for name in panels]
+            self.print_update(step, scalars, speed, summaries)
+        self.check_skips(step, scalars)
 
-    def experts(self, step: int, moe: dict) -> str:
-        """Write the moe row of an update, one element a moe layer; a summary for the console."""
-        table = {name: np.asarray(x, np.float64) for name, x in moe.items()}
-        share, dead = table.pop("load"), (np.asarray(moe["load"]) == 0).sum(-1)
-        share = share / share.sum(-1, keepdims=True)
-        row = {name: [finite_or_none(x) for x in table[name]] for name in table}
-        row |= dict(load=share.round(6).tolist(), dead=dead.tolist())
-        self.write(dict(kind="moe", step=step, layer=config.moe_layers(self.cfg.model)) | row)
-        most = (share.max(-1) * share.shape[-1]).max()
-        return (
-            f"  busiest expert {most:.1f}x, {dead.sum()} dead, "
-            f"{table['dropped'].mean():.1%} dropped, balance {table['balance'].mean():.3f}"
-        )
+    def write_panel(self, step: int, name: str, arrays: dict) -> str:
+        """Write a panel's row and return its summary for the console."""
+        panel = self.panels[name]
+        arrays = {key: np.asarray(x, np.float64) for key, x in arrays.items()}
+        self.write(dict(kind=name, step=step) | panel.row(arrays))
+        return panel.summary(arrays)
 
-    def judge(self, step: int, loss: float, norm: float):
+    def print_update(self, step: int, scalars: dict, speed: dict, summaries: list[str]):
+        steps, mfu = self.cfg.train.steps, speed["mfu"]
+        seconds_per_step = (self.clock - self.start) / (step - self.first_step)
+        parts = [
+            f"update {step}/{steps}",
+            *(SCALARS.get(name, name + " {:.4g}").format(x) for name, x in scalars.items()),
+            f"{speed['tokens_per_sec']:,.0f} tokens/s",
+            "mfu -" if mfu is None else f"mfu {mfu:.1%}",
+            *summaries,
+            f"eta {format_duration((steps - step) * seconds_per_step)}",
+        ]
+        say("  ".join(parts))
+
+    def check_skips(self, step: int, scalars: dict):
         """Warn of a skipped update.  Raises UserError DIVERGED after MAX_SKIPS of them in a row."""
-        if self.skips:
+        loss, norm = scalars["loss"], scalars["grad_norm"]
+        if self.skips > 0:
             warn(f"update {step} skipped: loss {loss}, gradient norm {norm}; {self.skips} in a row")
         if self.skips >= self.MAX_SKIPS:
             o, first = self.cfg.optim, step - self.skips + 1
             what = f"diverged: {self.skips} updates in a row, {first} to {step}, were not finite"
-            fix = f"lower optim.lr={o.lr} or optim.clip_norm={o.clip_norm}, or look at their data"
+            fix = f"lower optim.lr={o.lr} or optim.clip_norm={o.clip_norm}, or check their data"
             raise UserError(config.DIVERGED, what, fix)
 
-    def aside(self, f, *args):
-        """f(*args), with every row before it written and its own time left out of the updates'."""
-        self.publish()
+    def run_untimed(self, f, *args):
+        """f(*args), once all earlier rows are written; no update's step_time includes it."""
+        self.upload()
         result = f(*args)
         self.clock = time.perf_counter()
         return result
 
-    def evaluation(self, step: int, result: dict | None):
-        """Write an evaluation, redraw the curve; None, one cut short, is made again on resume."""
+    def add_evaluation(self, step: int, result: dict | None):
+        """Write an evaluation and draw the pictures.
+
+        None is an evaluation that was cut short; the run makes it when it resumes.
+        """
         if result is None:
             return
         self.write(dict(kind="eval", step=step) | result)
         print_eval(step, result)
         if is_lead():
-            draw_loss(self.run / "loss.png", self.train, self.eval)
-            if self.load:
-                draw_experts(self.run / "experts.png", self.load, self.busiest)
+            draw_loss(self.run / "loss.png", self.train_losses, self.eval_losses)
+            for panel in self.panels.values():
+                panel.draw(self.run)
 
-    def sample(self, row: dict):
-        self.samples.add(row["step"])
+    def add_sample(self, row: dict):
+        self.sampled_steps.add(row["step"])
         if is_lead():
-            self.text.add(row)
+            self.samples_file.add(row)
         say(f"sample after update {row['step']}: {row['text']!r}")
 
-    def publish(self):
-        """Write the update noted last too, and bring the file on an object store up to date."""
+    def upload(self):
+        """Write the pending update, then bring the files on an object store up to date."""
         self.flush()
         if is_lead():
-            self.file.publish()
-            self.text.publish()
+            self.metrics_file.upload()
+            self.samples_file.upload()
 
     def close(self):
-        self.publish()
-        if self.wandb:
-            self.wandb(None)
+        self.upload()
+        finish_wandb(self.wandb)
+
+    def is_finished(self) -> bool:
+        """Whether the evaluation after the last update is written."""
+        return self.cfg.train.steps in self.eval_losses
 
 
-def print_eval(step: int, result: dict | None):
-    """Print an evaluation; one that was cut short ends the process as interrupted."""
-    if result is None:
-        sys.exit(config.INTERRUPTED)
+# ---- the console
 
+
+def print_eval(step: int, result: dict):
     def number(x):
         return "-" if x is None else f"{x:.4f}"
 
@@ -197,59 +310,29 @@ def print_eval(step: int, result: dict | None):
 
 
 def print_end(log: MetricsLog, step: int):
-    """The last line of a run; one that was asked to stop leaves with its own exit code."""
-    if step == log.cfg.train.steps and step in log.eval:
-        return say(f"finished: {log.run}")
-    say(f"interrupted: checkpoint of update {step} committed; run the same command again to go on")
-    sys.exit(config.INTERRUPTED)
+    """Print the last line of a run that ends after update `step`."""
+    if log.is_finished():
+        say(f"finished: {log.run}")
+    else:
+        again = "run the same command again to go on"
+        say(f"interrupted: checkpoint of update {step} committed; {again}")
 
 
-def read_rows(path: epath.Path, step: int) -> list[str]:
-    """The whole lines of a .jsonl up to update `step`; a torn last line goes with the rest."""
-    rows = []
-    for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
-        try:
-            if line.endswith("\n") and json.loads(line)["step"] <= step:
-                rows.append(line)
-        except (ValueError, TypeError, KeyError):
-            warn(f"{path}: dropped a line that is no row: {line[:60]!r}")
-    return rows
+# ---- pictures
 
 
-def draw_loss(path: epath.Path, train: list, evals: dict):
-    """The loss curve, as a PNG."""
-    from matplotlib.figure import Figure  # 0.3 s, and only needed here
+def draw_loss(path: epath.Path, train_losses: dict, eval_losses: dict):
+    """The loss curves, {step: loss or None}, as a PNG."""
+    from matplotlib.figure import Figure  # imported here because it takes 0.3 s
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    known = [(step, loss) for step, loss in train if loss is not None]
-    axes.plot(*zip(*known or [(0, np.nan)], strict=True), lw=0.8, label="train")
-    axes.plot(list(evals), list(evals.values()), "o-", label="validation")
+    finite = {step: loss for step, loss in train_losses.items() if loss is not None}
+    axes.plot(list(finite), list(finite.values()), lw=0.8, label="train")
+    axes.plot(list(eval_losses), list(eval_losses.values()), "o-", label="validation")
     axes.set(xlabel="update", ylabel="loss (nats per token)", title=path.parent.name)
     axes.grid(alpha=0.3)
     axes.legend()
-    write_png(path, figure)
-
-
-def draw_experts(path: epath.Path, row: dict, busiest: dict):
-    """Each expert's load in each moe layer in the newest row, and the busiest one's over time."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    load = np.array(row["load"]) * len(row["load"][0])
-    image = left.imshow(load, aspect="auto", vmin=0, vmax=max(2, load.max()), cmap="magma")
-    left.set(xlabel="expert", ylabel="layer", title=f"load after update {row['step']} (1 is even)")
-    named = range(0, len(load), 1 + len(load) // 16)
-    left.set_yticks(named, [row["layer"][i] for i in named])
-    figure.colorbar(image, ax=left)
-    for i, layer in enumerate(row["layer"]):
-        color = f"{0.75 * (1 - i / len(load)):.2f}"  # later layers are darker
-        label = layer if i in named else None
-        right.plot(list(busiest), [x[i] for x in busiest.values()], color=color, label=label)
-    right.set(xlabel="update", ylabel="load of the busiest expert", title=path.parent.name)
-    right.legend(title="layer", fontsize="small")
-    right.grid(alpha=0.3)
     write_png(path, figure)
 
 
@@ -259,17 +342,13 @@ def write_png(path: epath.Path, figure):
     path.write_bytes(png.getvalue())
 
 
-def has_wandb_key() -> bool:
-    try:
-        return bool(os.environ.get("WANDB_API_KEY") or netrc.netrc().authenticators("api.wandb.ai"))
-    except (OSError, netrc.NetrcParseError):
-        return False
+# ---- Weights & Biases: a second reader of the same rows
 
 
 def start_wandb(run: epath.Path, cfg: Config):
-    """A function that sends a row to Weights & Biases (None ends it), or None where it is off.
+    """The run's session at Weights & Biases, or None where it is off or does not start.
 
-    Never stops or changes the run, unless log.wandb is required: then UserError USAGE.
+    Raises UserError USAGE where it does not start though log.wandb=required.
     """
     mode, required = cfg.log.wandb, cfg.log.wandb == "required"
     if mode == "off":
@@ -280,44 +359,60 @@ def start_wandb(run: epath.Path, cfg: Config):
             raise UserError(config.USAGE, "log.wandb=required but no API key was found", fix)
         say("wandb: no API key, so this run is logged offline; `wandb sync` uploads it later")
         mode = "offline"
-    sections = {s: asdict(getattr(cfg, s)) for s in config.SECTIONS}
     try:
-        import wandb
-
-        session = wandb.init(
-            project=cfg.log.wandb_project,
-            name=cfg.run.name,
-            id=json.loads((run / "config.json").read_text())["run_id"],
-            config=sections,
-            dir=tempfile.mkdtemp(prefix="trifold-") if is_remote(run) else os.fspath(run),
-            mode="offline" if mode == "offline" else "online",
-            resume="allow",
-            settings=wandb.Settings(
-                init_timeout=30, console="off", save_code=False, disable_git=True
-            ),
-        )
-        session.define_metric("*", step_metric="step")
-    except Exception as e:  # whatever fails in there, training goes on without it
+        return init_wandb(run, cfg, "offline" if mode == "offline" else "online")
+    except Exception as e:  # whatever it is, training goes on without wandb
         why = f"{type(e).__name__}: {str(e)[:200]}"
         if required:
-            fix = "mend the connection, or use --log.wandb online"
             what = f"log.wandb=required but it did not start: {why}"
+            fix = "fix the connection, or use --log.wandb online"
             raise UserError(config.USAGE, what, fix) from None
         warn(f"wandb is off ({why}); metrics.jsonl has everything")
         return None
 
-    def send(row: dict | None):
-        try:
-            if row is None:
-                return session.finish()
-            named = {k: v for k, v in row.items() if k not in ("kind", "step", "layer")}
-            if row["kind"] == "moe":  # a line a layer; of the load the busiest expert's
-                named["load"] = [max(load) for load in named["load"]]
-                layers = list(enumerate(row["layer"]))
-                named = {f"{k}/layer{n}": x[i] for k, x in named.items() for i, n in layers}
-            named = {f"{row['kind']}/{k}": v for k, v in named.items()}
-            session.log(named | dict(step=row["step"]))
-        except Exception as e:  # as above
-            warn(f"wandb lost a row ({type(e).__name__}: {str(e)[:200]})")
 
-    return send
+def has_wandb_key() -> bool:
+    try:
+        return bool(os.environ.get("WANDB_API_KEY") or netrc.netrc().authenticators("api.wandb.ai"))
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def init_wandb(run: epath.Path, cfg: Config, mode: str):
+    import wandb
+
+    session = wandb.init(
+        project=cfg.log.wandb_project,
+        name=cfg.run.name,
+        id=json.loads((run / "config.json").read_text())["run_id"],
+        config={section: asdict(getattr(cfg, section)) for section in config.SECTIONS},
+        dir=tempfile.mkdtemp(prefix="trifold-") if is_remote(run) else os.fspath(run),
+        mode=mode,
+        resume="allow",
+        settings=wandb.Settings(init_timeout=30, console="off", save_code=False, disable_git=True),
+    )
+    session.define_metric("*", step_metric="step")
+    return session
+
+
+def send_to_wandb(session, row: dict):
+    """Send a row, its fields named kind/field.  What fails is a warning, never an error."""
+    if session is None:
+        return
+    try:
+        fields = {name: row[name] for name in row if name not in ("kind", "step")}
+        if row["kind"] in PANELS:
+            fields = PANELS[row["kind"]].wandb_fields(row)
+        fields = {f"{row['kind']}/{name}": value for name, value in fields.items()}
+        session.log(fields | dict(step=row["step"]))
+    except Exception as e:
+        warn(f"wandb lost a row ({type(e).__name__}: {str(e)[:200]})")
+
+
+def finish_wandb(session):
+    if session is None:
+        return
+    try:
+        session.finish()
+    except Exception as e:
+        warn(f"wandb did not finish ({type(e).__name__}: {str(e)[:200]})")

@@ -1,14 +1,22 @@
 """The transformer as one device runs it: the parameter table, the ends, the layers in order, and
-the loss of each token.
+the loss of each token.  The gradient is in gradient.py, decoding in generate.py.
 
-DIMS
+Dimension key (a suffix on every array's name spells its logical shape):
+  M  microbatches   B  sequences   L  sequence length   D  d_model   V  vocabulary   N  layers
+  E  experts   C  gate and up, or only up   F  hidden units
+
+Mesh axes: dp (the batch; weights rest sharded over it), pp (the layers; tokens rest spread over it
+by microbatch), tp (heads, d_ff, vocabulary, and the sequence wherever an array is x_BLD).  Inside
+shard_map a letter that the array's PartitionSpec maps to a mesh axis is the local part.
 """
 
 import math
 import zlib
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
+from operator import itemgetter
 
 import jax
 import jax.numpy as jnp
@@ -42,22 +50,22 @@ from layers import (
 from pipeline import forward_pipeline
 from utils import leaf_table
 
-# AMBL: tokens and targets as they rest; in evaluation a stage embeds and scores its own.
 TOKEN_SPEC = P(None, "pp", "dp", None)
+"""How tokens and targets, AMBL with A accumulation slices, are sharded at rest."""
 
-
-LAYER_INPUT = "a layer's input"  # its name for train.remat
+# ---- the parameter table
 
 
 def layer_table(cfg: Config, kind: str) -> dict:
-    """One layer of a kind: every weight's shape, where it rests, and how it starts."""
-    mlp = moe_table(cfg) if "moe" in kind else mlp_table(cfg, cfg.model.d_ff)
-    attention = attention_of(cfg)[0](cfg)
-    return norm_table(cfg, "attn_norm") | attention | norm_table(cfg, "mlp_norm") | mlp
+    """The weights of one layer of a kind."""
+    mlp_or_moe = moe_table(cfg) if "moe" in kind else mlp_table(cfg, cfg.model.d_ff)
+    attention_table, _ = attention_of(cfg)
+    table = norm_table(cfg, "attn_norm") | attention_table(cfg)
+    return table | norm_table(cfg, "mlp_norm") | mlp_or_moe
 
 
 def ends_table(cfg: Config) -> dict:
-    """What comes before and after the layers."""
+    """The weights before and after the layers."""
     m = cfg.model
     D, V, L = m.d_model, m.vocab_rows, m.max_positions
     table = dict(embed_VD=Param((V, D), P("tp", "dp"), normal(D)), **norm_table(cfg))
@@ -69,77 +77,42 @@ def ends_table(cfg: Config) -> dict:
 
 
 def param_table(cfg: Config) -> dict:
-    """The whole model.  The layers of a kind are stacked on a leading axis, and that axis is the
-    pipeline; those of the prefix belong to every stage."""
+    """All weights.  Layers of one kind are stacked along a leading dim, which is sharded over pp;
+    those of the prefix are on every stage."""
 
-    def stack(n: int, axis: str | None, p: Param) -> Param:
+    def stacked(n: int, axis: str | None, p: Param) -> Param:
         def init(key, shape):
             keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(n))
             return jax.vmap(lambda k: p.init(k, p.shape))(keys)
 
         return replace(p, shape=(n, *p.shape), spec=P(axis, *p.spec), init=init)
 
-    def stacks(kinds: list[str], times: int, axis: str | None) -> dict:
-        def of_kind(kind):
+    def group(kinds: list[str], times: int, axis: str | None) -> dict:
+        def layers_of(kind):
             n = times * kinds.count(kind)
-            return jax.tree.map(partial(stack, n, axis), layer_table(cfg, kind))
+            return jax.tree.map(partial(stacked, n, axis), layer_table(cfg, kind))
 
-        return {kind: of_kind(kind) for kind in sorted(set(kinds))}
+        return {kind: layers_of(kind) for kind in sorted(set(kinds))}
 
-    prefix, block = layer_kinds(cfg.model.prefix), layer_kinds(cfg.model.pattern)
-    table = dict(layers=stacks(block, n_blocks(cfg.model), "pp"), **ends_table(cfg))
-    table |= dict(prefix=stacks(prefix, 1, None)) if prefix else {}
-
-    def whole(p: Param):
+    def without_dp(p: Param) -> Param:
         spec = P(*(None if axis == "dp" else axis for axis in p.spec))
         return p if p.stays_sharded else replace(p, spec=spec)
 
-    return jax.tree.map(whole, table) if cfg.mesh.fsdp == "none" else table
-
-
-def param_sizes(cfg: Config, active: bool = False) -> dict:
-    """Parameters of each weight, by its path; active: of routed experts only a token's share."""
-    m, sizes = cfg.model, {}
-    for name, p in leaf_table(param_table(cfg)).items():
-        n = math.prod(p.shape)
-        if name in ("embed_VD", "unembed_DV"):  # the rows that fill up are no parameters
-            n = m.vocab_size * m.d_model
-        if active and name.endswith(("in_EDCF", "out_EFD")):
-            n = n // m.n_experts * m.n_active
-        sizes[name] = n
-    return sizes
-
-
-def param_count(cfg: Config, active: bool = False) -> int:
-    return sum(param_sizes(cfg, active).values())
-
-
-def flops_per_token(cfg: Config) -> float:
-    """Forward and backward FLOPs of one token (PaLM, appendix B, but with the causal mask).
-
-    6 a matmul weight that the token meets, the head counted and the embedding lookup not; of
-    attention only the keys that are seen.
-    """
-    m, L, table = cfg.model, cfg.train.seq_len, leaf_table(param_table(cfg))
-    lookups = {"position_LD"} if m.tie_embeddings else {"position_LD", "embed_VD"}
-    sizes = param_sizes(cfg, active=True).items()
-    matmul = sum(n for name, n in sizes if table[name].decay and name not in lookups)
-    keys = 0.0
-    for _, kind, _ in layer_places(cfg):
-        w = min(m.window, L) if "local" in kind else L
-        keys += w - w * (w - 1) / (2 * L)  # the mean over a sequence
-    return 6 * (matmul + m.n_heads * (m.d_head + m.d_rope + (m.d_value or m.d_head)) * keys)
+    prefix, block = layer_kinds(cfg.model.prefix), layer_kinds(cfg.model.pattern)
+    table = dict(layers=group(block, n_blocks(cfg.model), "pp"), **ends_table(cfg))
+    if prefix:
+        table |= dict(prefix=group(prefix, 1, None))
+    return jax.tree.map(without_dp, table) if cfg.mesh.fsdp == "none" else table
 
 
 def param_specs(cfg: Config) -> dict:
+    """The PartitionSpec of each weight."""
     return jax.tree.map(lambda p: p.spec, param_table(cfg))
 
 
 def init_params(cfg: Config) -> dict:
-    """Initial weights, float32.
-
-    A key per parameter (by name) and layer, so no mesh changes them.
-    """
+    """Initial weights, float32.  Each weight and layer has a key of its own, so that the mesh does
+    not change them."""
     key = jax.random.key(cfg.run.seed)
 
     def init(path, p: Param):
@@ -149,12 +122,49 @@ def init_params(cfg: Config) -> dict:
     return jax.tree_util.tree_map_with_path(init, param_table(cfg))
 
 
-def prepare_weights(params, cfg: Config, dtype) -> dict:
-    """The weights as the layers take them: matrices cast to dtype, and gathered over dp, but those
-    of layers only if mesh.fsdp does not leave it to the layer.
+def param_sizes(cfg: Config, active: bool = False) -> dict:
+    """Number of parameters of each weight, by its path; active: only those that a token meets, so
+    of the routed experts its share.  Rows that pad the vocabulary do not count."""
+    m, sizes = cfg.model, {}
+    for name, p in leaf_table(param_table(cfg)).items():
+        n = math.prod(p.shape)
+        if name in ("embed_VD", "unembed_DV"):
+            n = m.vocab_size * m.d_model
+        if active and name.endswith(("in_EDCF", "out_EFD")):
+            n = n // m.n_experts * m.n_active
+        sizes[name] = n
+    return sizes
 
-    They are typed as different on every device, so that a gradient is summed over the devices
-    once, in the transpose of this function.
+
+def param_count(cfg: Config, active: bool = False) -> int:
+    """The sum of `param_sizes`."""
+    return sum(param_sizes(cfg, active).values())
+
+
+def flops_per_token(cfg: Config) -> float:
+    """Forward and backward FLOPs of one token (PaLM, appendix B, but with the causal mask).
+
+    6 for each matmul weight that the token meets, the output head included and the embedding lookup
+    not; attention counts only the keys that a query sees.
+    """
+    m, L, table = cfg.model, cfg.train.seq_len, leaf_table(param_table(cfg))
+    lookups = {"position_LD"} if m.tie_embeddings else {"position_LD", "embed_VD"}
+    sizes = param_sizes(cfg, active=True).items()
+    matmul_weights = sum(n for name, n in sizes if table[name].decay and name not in lookups)
+    keys = 0.0
+    for _, kind, _ in layer_places(cfg):
+        window = min(m.window, L) if "local" in kind else L
+        keys += window - window * (window - 1) / (2 * L)  # the mean over a sequence
+    head_widths = m.d_head + m.d_rope + (m.d_value or m.d_head)
+    return 6 * (matmul_weights + m.n_heads * head_widths * keys)
+
+
+def prepare_weights(params, cfg: Config, dtype) -> dict:
+    """The weights as layers use them: matrices cast to dtype, and gathered over dp.  With
+    mesh.fsdp=layer the layers' weights stay sharded, and each layer gathers its own.
+
+    They are typed as different on every device, so that gradients are summed over devices once, in
+    the transpose of this function.
     """
 
     def cast(x, p: Param):
@@ -162,17 +172,86 @@ def prepare_weights(params, cfg: Config, dtype) -> dict:
 
     table = param_table(cfg)
     w = jax.tree.map(cast, params, table)
-    late = ("layers", "prefix") if cfg.mesh.fsdp == "layer" else ()
-    early = {name: x for name, x in w.items() if name not in late}
-    return mark_varying(w | gather_over_dp(early, {name: table[name] for name in early}))
+    gathered_later = ("layers", "prefix") if cfg.mesh.fsdp == "layer" else ()
+    gathered_now = {name: x for name, x in w.items() if name not in gathered_later}
+    gathered_now = gather_over_dp(gathered_now, {name: table[name] for name in gathered_now})
+    return mark_varying(w | gathered_now)
 
 
-def decoder_layer(kind, x_BLD, w, cfg, key, at: Span, memory):
-    """(x_BLD, (keys and values where there is memory, a moe layer's statistics in training))."""
+# ---- the ends: embedding, logits, cross entropy
+
+
+@jax.custom_vjp
+def lookup(grads_VD, table_VD, row_BL):
+    """(grads_VD, table_VD[row_BL]); backward, the gradient of each looked-up row is added to grads.
+
+    grads is float32: a bfloat16 sum stops growing at 256 times the size of a summand, which a
+    frequent token's gradient soon reaches.  `tap_gradient` explains how the gradient of grads is
+    such a sum; grads of None are for a forward pass only.
+    """
+    return grads_VD, table_VD[row_BL]
+
+
+def lookup_backward(row_BL, grads_and_g):
+    grads_VD, g_BLD = grads_and_g
+    return grads_VD.at[row_BL].add(g_BLD.astype(grads_VD.dtype)), None, None
+
+
+lookup.defvjp(lambda grads, table, row: (lookup(grads, table, row), row), lookup_backward)
+
+
+def embed(grads_VD, embed_VD, token_BL, tp_dim: int):
+    """(grads_VD, x_BLD): a vocab-parallel `lookup`.
+
+    Each tp shard looks up the tokens in its rows of the table; the sum over tp leaves each shard
+    its part of the sequence (tp_dim 1) or of the rows (tp_dim 0).
+    """
+    token_BL = sequences_to_rows(token_BL) if tp_dim == 1 else token_BL
+    row_BL = token_BL - lax.axis_index("tp") * embed_VD.shape[0]
+    is_here_BL = (row_BL >= 0) & (row_BL < embed_VD.shape[0])
+    grads_VD, x_BLD = lookup(grads_VD, embed_VD, jnp.where(is_here_BL, row_BL, 0))
+    return grads_VD, scatter_rows(jnp.where(is_here_BL[..., None], x_BLD, 0))
+
+
+def logits(x_BLD, ends, cfg):
+    """This tp shard's columns of the logits, float32, for the normed x of all tp shards.  Ids from
+    vocab_size on get a logit of -1e30."""
+    tied = cfg.model.tie_embeddings
+    sums, w = ("BLD,VD->BLV", ends["embed_VD"]) if tied else ("BLD,DV->BLV", ends["unembed_DV"])
+    logit_BLV = einsum(sums, x_BLD, w, jnp.float32)
+    V = logit_BLV.shape[-1]
+    id_V = lax.axis_index("tp") * V + jnp.arange(V)
+    # Added rather than chosen by jnp.where, which costs another backward pass (a fifth on a CPU).
+    padding_V = jnp.where(id_V < cfg.model.vocab_size, 0, -1e30)
+    return softcap(logit_BLV, cfg.model.logit_softcap) + padding_V
+
+
+def cross_entropy(x_BLD, target_BL, ends, cfg):
+    """(nll_BL, z_BL): negative log likelihood and log-partition of each token, in nats, for the
+    normed x of all tp shards.  No device holds a full row of logits."""
+    logit_BLV = logits(x_BLD, ends, cfg)
+    max_BL = lax.pmax(lax.stop_gradient(logit_BLV).max(-1), "tp")
+    z_BL = jnp.log(lax.psum(jnp.exp(logit_BLV - max_BL[..., None]).sum(-1), "tp")) + max_BL
+
+    V = logit_BLV.shape[-1]
+    col_BL = target_BL - lax.axis_index("tp") * V  # outside of 0 .. V-1 on the other tp shards
+    # Not picked by index: the gradient of that is a scatter into another array of this size.
+    target_logit_BL = jnp.where(col_BL[..., None] == jnp.arange(V), logit_BLV, 0).sum(-1)
+    return z_BL - lax.psum(target_logit_BL, "tp"), z_BL
+
+
+# ---- one layer
+
+
+def decoder_layer(kind, x_BLD, w, cfg, key, at: Span, cache):
+    """(x_BLD, kv, statistics): attention and feed-forward, each added to the residual stream.
+
+    kv: what a cache keeps of the tokens.  statistics: of a moe layer in training, else None.
+    """
     attn_key, mlp_key = (None, None) if key is None else jax.random.split(key)
     at = at._replace(window=cfg.model.window if "local" in kind else 0)
-    attention = attention_of(cfg)[1]
-    y_BLD, kv = attention(norm(x_BLD, w, "attn_norm", cfg), w, cfg, at, memory)
+    _, attention = attention_of(cfg)
+    y_BLD, kv = attention(norm(x_BLD, w, "attn_norm", cfg), w, cfg, at, cache)
     x_BLD = x_BLD + dropout(y_BLD, attn_key, at.row_B, cfg)
     y_BLD, stats = norm(x_BLD, w, "mlp_norm", cfg), None
     if "moe" in kind:
@@ -180,79 +259,28 @@ def decoder_layer(kind, x_BLD, w, cfg, key, at: Span, memory):
     else:
         y_BLD = mlp(y_BLD, w, cfg)
     x_BLD = x_BLD + dropout(y_BLD, mlp_key, at.row_B, cfg)
-    return x_BLD, (None if memory is None else kv, stats)
+    return x_BLD, kv, stats
 
 
-@jax.custom_vjp
-def lookup(grads_VD, table_VD, row_BL):
-    """(grads, table_VD[row_BL]); backward, what comes back to a row is added to that of grads.
+LAYER_INPUT = "layer input"
+"""The name by which train.remat=offload finds the inputs of layers."""
 
-    In float32: a bfloat16 sum no longer grows when it is 256 times what comes to it, which a
-    frequent token's soon is.  See `tap` for the gradient of grads; None is for no gradient.
+
+def rematerialize(layer: Callable, cfg: Config) -> Callable:
+    """The layer, with a backward pass that recomputes what train.remat says.
+
+    Weights that the layer gathers are never kept, but gathered again.
     """
-    return grads_VD, table_VD[row_BL]
-
-
-def lookup_backward(row_BL, of_both):
-    of_grads_VD, g_BLD = of_both
-    return of_grads_VD.at[row_BL].add(g_BLD.astype(of_grads_VD.dtype)), None, None
-
-
-lookup.defvjp(lambda grads, table, row: (lookup(grads, table, row), row), lookup_backward)
-
-
-def embed(grads_VD, embed_VD, token_BL, split: int):
-    """(grads, x): vocab-parallel `lookup`: each tp shard answers for its own rows; the sum leaves
-    each a piece of the sequence (split 1) or of the rows (0)."""
-    token_BL = sequences_to_rows(token_BL) if split else token_BL
-    row_BL = token_BL - lax.axis_index("tp") * embed_VD.shape[0]
-    mine_BL = (row_BL >= 0) & (row_BL < embed_VD.shape[0])
-    grads_VD, x_BLD = lookup(grads_VD, embed_VD, jnp.where(mine_BL, row_BL, 0))
-    return grads_VD, scatter_rows(jnp.where(mine_BL[..., None], x_BLD, 0))
-
-
-def logits(x_BLD, ends, cfg):
-    """This tp shard's columns of the logits, float32, of all tp shards' x after the last norm; ids
-    from vocab_size on are impossible."""
-    tied = cfg.model.tie_embeddings
-    sums, w = ("BLD,VD->BLV", ends["embed_VD"]) if tied else ("BLD,DV->BLV", ends["unembed_DV"])
-    logit_BLV = einsum(sums, x_BLD, w, jnp.float32)
-    V = logit_BLV.shape[-1]
-    id_V = lax.axis_index("tp") * V + jnp.arange(V)
-    # Added, not chosen: a choice costs another pass in the backward direction (a fifth on a CPU).
-    never_V = jnp.where(id_V < cfg.model.vocab_size, 0, -1e30)
-    return softcap(logit_BLV, cfg.model.logit_softcap) + never_V
-
-
-def cross_entropy(x_BLD, target_BL, ends, cfg):
-    """Negative log likelihood and log-partition of each token, in nats, from all tp shards' x after
-    the last norm; no device holds a full row of logits."""
-    logit_BLV = logits(x_BLD, ends, cfg)
-    top_BL = lax.pmax(lax.stop_gradient(logit_BLV).max(-1), "tp")
-    z_BL = jnp.log(lax.psum(jnp.exp(logit_BLV - top_BL[..., None]).sum(-1), "tp")) + top_BL
-
-    V = logit_BLV.shape[-1]
-    col_BL = target_BL - lax.axis_index("tp") * V  # of another shard: none of these
-    # Not picked by index, whose gradient would be scattered into another array of that size.
-    hit_BL = jnp.where(col_BL[..., None] == jnp.arange(V), logit_BLV, 0).sum(-1)
-    return z_BL - lax.psum(hit_BL, "tp"), z_BL
-
-
-def rematerialize(layer, cfg: Config):
-    """layer, but its backward pass recomputes what train.remat says.
-
-    Weights that the layer itself gathers are gathered again, not kept.
-    """
-    kept, policies = cfg.train.remat, jax.checkpoint_policies
+    remat, policies = cfg.train.remat, jax.checkpoint_policies
 
     def all_but_weights(primitive, *_, **params):
         return not (primitive.name == "all_gather" and "dp" in params["axis_name"])
 
-    if kept in ("none", "attention"):
+    if remat in ("none", "attention"):
         if cfg.mesh.fsdp != "layer":
             return layer
         policy = all_but_weights
-    elif kept == "offload":
+    elif remat == "offload":
         policy = policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[],
             names_which_can_be_offloaded=[LAYER_INPUT],
@@ -260,12 +288,16 @@ def rematerialize(layer, cfg: Config):
             offload_dst="pinned_host",
         )
     else:
-        policy = policies.dots_with_no_batch_dims_saveable if kept == "dots" else None
+        policy = policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
     return jax.checkpoint(layer, policy=policy, prevent_cse=False)
 
 
+# ---- layers in order
+
+
 def kind_runs(kinds: list[str]) -> list[tuple[str, int, int]]:
-    """(kind, start, stop) of each run of one kind, counted among the layers of that kind."""
+    """(kind, start, stop) of each run of equal kinds; start and stop count the layers of that kind
+    only.  ["a", "a", "b", "a"] has the runs ("a", 0, 2), ("b", 0, 1), ("a", 2, 3)."""
     found, seen = [], dict.fromkeys(kinds, 0)
     for kind, run in groupby(kinds):
         start = seen[kind]
@@ -274,53 +306,53 @@ def kind_runs(kinds: list[str]) -> list[tuple[str, int, int]]:
     return found
 
 
-def scan_layers(x, kinds: list[str], params, own, first, layer, unroll: int):
-    """Repeat the block of `kinds` over params, {kind: its layers' weights, [N, ...]}.
+def scan_layers(layer: Callable, x, kinds: list[str], inputs: dict, first_layer, unroll: int):
+    """(x, outputs): x through all layers, which are blocks of `kinds`, one block after the other.
 
-    layer(kind, x, w, n, own) -> (x, out) runs layer number n; numbers count from `first`.  own and
-    the outs, stacked, have the form of params.  Blocks are one scan, and so are the runs of a kind
-    in them: the program does not grow with their number.
+    inputs, {kind: tree of [N, ...]}: the layers' weights and whatever else is different for each.
+    layer(kind, x, (input, n)) -> (x, output) runs layer number n, counted from first_layer; outputs
+    are stacked in the form of inputs.  Blocks are one scan, and so is a run of equal kinds in a
+    block: the program does not grow with the number of layers.
     """
     kinds = kinds[:1] if len(set(kinds)) == 1 else kinds
-    times = count_layers(params) // len(kinds)
-    single = {kind: kinds.count(kind) == 1 for kind in params}
+    times = sum(jax.tree.leaves(tree)[0].shape[0] for tree in inputs.values()) // len(kinds)
+    is_single = {kind: kinds.count(kind) == 1 for kind in inputs}
 
     def split(kind, tree):
-        """[N, ...] by block; a kind that a block has once is as it was, since XLA copies what is
-        reshaped on its way into a loop."""
-        if single[kind]:
+        """[N, ...] by block.  Without a reshape where a block has one layer of the kind: XLA copies
+        what is reshaped on its way into a loop."""
+        if is_single[kind]:
             return tree
         return jax.tree.map(lambda x: x.reshape(times, -1, *x.shape[1:]), tree)
 
     def join(kind, tree):
-        return tree if single[kind] else jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
+        if is_single[kind]:
+            return tree
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
 
-    def one_run(kind, x, parts, n, start, stop):
-        w, own = jax.tree.map(lambda x: x[start:stop], parts)
-        numbers = n + jnp.arange(stop - start)
-        return lax.scan(lambda x, wn: layer(kind, x, *wn), x, (w, numbers, own), unroll=unroll)
-
-    def one_block(x, parts):
-        blocks, n = parts
-        outs = {kind: [] for kind in params}
+    def block(x, numbered_input):
+        block_input, n = numbered_input
+        outputs = {kind: [] for kind in inputs}
         for kind, start, stop in kind_runs(kinds):
-            if single[kind]:
-                w, own = blocks[kind]
-                x, out = layer(kind, x, w, n, own)
+            if is_single[kind]:
+                x, output = layer(kind, x, (block_input[kind], n))
             else:
-                x, out = one_run(kind, x, blocks[kind], n, start, stop)
-            outs[kind].append(out)
+                run_input = jax.tree.map(itemgetter(slice(start, stop)), block_input[kind])
+                numbers = n + jnp.arange(stop - start)
+                x, output = lax.scan(partial(layer, kind), x, (run_input, numbers), unroll=unroll)
+            outputs[kind].append(output)
             n += stop - start
-        for kind, out in outs.items():
-            outs[kind] = (
-                out[0] if single[kind] else jax.tree.map(lambda *x: jnp.concatenate(x), *out)
-            )
-        return x, outs
+        for kind, runs in outputs.items():
+            if is_single[kind]:
+                outputs[kind] = runs[0]
+            else:
+                outputs[kind] = jax.tree.map(lambda *x: jnp.concatenate(x), *runs)
+        return x, outputs
 
-    blocks = {kind: split(kind, (params[kind], own[kind])) for kind in params}
-    numbers = first + len(kinds) * jnp.arange(times)
-    x, outs = lax.scan(one_block, x, (blocks, numbers), unroll=unroll)
-    return x, {kind: join(kind, out) for kind, out in outs.items()}
+    by_block = {kind: split(kind, tree) for kind, tree in inputs.items()}
+    numbers = first_layer + len(kinds) * jnp.arange(times)
+    x, outputs = lax.scan(block, x, (by_block, numbers), unroll=unroll)
+    return x, {kind: join(kind, tree) for kind, tree in outputs.items()}
 
 
 def count_layers(params) -> int:
@@ -329,127 +361,146 @@ def count_layers(params) -> int:
 
 
 def fold_key(key, n):
+    """The n-th key made from a key; None from None."""
     return None if key is None else jax.random.fold_in(key, n)
 
 
 @jax.custom_vjp
 def tap_gradient(grads, w, row):
-    """(grads, w) as they are; backward, w's gradient is added to that row of grads' own.
+    """(grads, w) unchanged; backward, the gradient of w is added to that row of grads' gradient.
 
-    Handed on from layer to layer, the gradient of grads is a sum that grows in place (interleaved,
-    in a copy of a part).  Otherwise a loop stacks the layers' gradients, and they are added to the
-    sum afterwards: 0.18 GiB more for llama_1b with 1f1b on v5p 2x2x2, one row a microbatch, and 5 %
-    more cycles by XLA's count.
+    Passed from layer to layer, the gradient of grads becomes a sum that grows in place (in an
+    interleaved schedule, in a copy of one part).  Without it a loop stacks the gradients of the
+    layers, and they are added to the sum afterwards: 0.18 GiB more for llama_1b with 1f1b on v5p
+    2x2x2, one row a microbatch, and 5 % more cycles by XLA's count.
     """
     return grads, w
 
 
-def tap_gradient_backward(row, of_both):
-    return jax.tree.map(partial(add_to_row, row=row), *of_both), None, None
+def tap_gradient_backward(row, grads_and_g):
+    return jax.tree.map(partial(add_to_row, row=row), *grads_and_g), None, None
 
 
 tap_gradient.defvjp(lambda grads, w, row: ((grads, w), row), tap_gradient_backward)
 
 
 def apply_layers(
-    params, kinds: list[str], first, x_BLD, at: Span, cfg: Config, key=None, memory=None, grads=None
+    params,
+    kinds: list[str],
+    first_layer,
+    x_BLD,
+    at: Span,
+    cfg: Config,
+    key=None,
+    cache=None,
+    grads=None,
 ):
-    """(x_BLD, outs, grads): x through some of the layers, numbered from `first`.
+    """(x_BLD, outputs, grads): x through the layers of params, blocks of `kinds`.
 
-    outs, in the form of params: with memory, what each layer remembers now; with a key, in
-    training, the sums of moe layers' statistics.  grads: the float32 sum that the gradient of
-    params is added to, see `tap`; None leaves it to params.
+    cache: keys and values in the form of params; outputs are then the updated ones.  key: for
+    dropout, in training; without a cache outputs are the moe layers' statistics, or None.  grads:
+    the float32 sum that the gradient of params is added to (`tap_gradient`); with None, the
+    gradient goes to params.
     """
 
-    def layer(kind, x_BLD, w, n, memory):
+    def compute(kind, x_BLD, w, n, cache):
         if cfg.mesh.fsdp == "layer":
             w = gather_over_dp(w, layer_table(cfg, kind))
-        return decoder_layer(
-            kind, checkpoint_name(x_BLD, LAYER_INPUT), w, cfg, fold_key(key, n), at, memory
-        )
+        x_BLD = checkpoint_name(x_BLD, LAYER_INPUT)
+        x_BLD, kv, stats = decoder_layer(kind, x_BLD, w, cfg, fold_key(key, n), at, cache)
+        return x_BLD, stats if cache is None else kv
 
-    def one(kind, state, w, n, own):
-        (x_BLD, grads), (row, memory) = state, own
+    def layer(kind, x_and_grads, numbered_input):
+        (x_BLD, grads), ((w, row, cache), n) = x_and_grads, numbered_input
         if grads is not None:
-            of_kind, w = tap_gradient(grads[kind], w, row)
-            grads = grads | {kind: of_kind}
-        x_BLD, out = rematerialize(partial(layer, kind), cfg)(x_BLD, w, n, memory)
-        return (x_BLD, grads), out
+            kind_grads, w = tap_gradient(grads[kind], w, row)
+            grads = grads | {kind: kind_grads}
+        x_BLD, output = rematerialize(partial(compute, kind), cfg)(x_BLD, w, n, cache)
+        return (x_BLD, grads), output
 
-    own = {k: (jnp.arange(count_layers({k: w})), memory and memory[k]) for k, w in params.items()}
-    state = x_BLD, grads
-    (x_BLD, grads), outs = scan_layers(state, kinds, params, own, first, one, cfg.train.unroll)
-    return x_BLD, mark_varying({kind: out[memory is None] for kind, out in outs.items()}), grads
+    inputs = {}
+    for kind, w in params.items():
+        row_N = jnp.arange(count_layers({kind: w}))
+        inputs[kind] = w, row_N, None if cache is None else cache[kind]
+    x_and_grads = x_BLD, grads
+    unroll = cfg.train.unroll
+    x_and_grads, outputs = scan_layers(layer, x_and_grads, kinds, inputs, first_layer, unroll)
+    x_BLD, grads = x_and_grads
+    return x_BLD, mark_varying(outputs), grads
 
 
-def apply_front(params, token_BL, at: Span, cfg: Config, key=None, memory=None, grads=None):
-    """The embedding, and the layers of the prefix: what `stack` returns, of both."""
-    grads = dict(grads or {})
-    pair = grads.get("embed_VD"), params["embed_VD"]
-    grads["embed_VD"], x_BLD = embed(*pair, token_BL, at.split)
+def apply_front(params, token_BL, at: Span, cfg: Config, key=None, cache=None, grads=None):
+    """(x_BLD, outputs, grads) as `apply_layers`: the embedding, and the layers of the prefix."""
+    grads = {} if grads is None else dict(grads)
+    tokens = grads.get("embed_VD"), params["embed_VD"], token_BL
+    grads["embed_VD"], x_BLD = embed(*tokens, at.tp_dim)
     if cfg.model.positions == "learned":
-        position_BL = jnp.broadcast_to(at.position_BL, token_BL.shape)
-        pair = grads.get("position_LD"), params["position_LD"]
-        grads["position_LD"], position_BLD = lookup(*pair, tp_part(position_BL, at.split))
+        position_BL = tp_part(jnp.broadcast_to(at.position_BL, token_BL.shape), at.tp_dim)
+        positions = grads.get("position_LD"), params["position_LD"], position_BL
+        grads["position_LD"], position_BLD = lookup(*positions)
         x_BLD += position_BLD
     x_BLD = mark_varying(dropout(x_BLD, fold_key(key, cfg.model.n_layers), at.row_B, cfg))
     prefix = layer_kinds(cfg.model.prefix)
     if not prefix:
         return x_BLD, None, grads
-    args = x_BLD, at, cfg, key, memory, grads.get("prefix")
-    x_BLD, outs, grads["prefix"] = apply_layers(params["prefix"], prefix, 0, *args)
-    return x_BLD, outs, grads
+    args = x_BLD, at, cfg, key, cache, grads.get("prefix")
+    x_BLD, outputs, grads["prefix"] = apply_layers(params["prefix"], prefix, 0, *args)
+    return x_BLD, outputs, grads
 
 
-def hidden_states(params, token_MBL, span, cfg: Config, memory=None):
-    """(x_MBLD, memory): the residual stream after the last layer, for this device's microbatches.
+# ---- the whole model, forward only
 
-    span(m): the Span of microbatch m.  memory: what the layers remember, "layers" and "prefix" of
-    the form of params, [microbatch, N, ...]; or None.
+
+def hidden_states(params, token_MBL, make_span: Callable, cfg: Config, cache=None):
+    """(x_MBLD, cache): the residual stream after the last layer, for this device's microbatches.
+
+    make_span(m): the Span of microbatch m.  cache: {"layers": ..., "prefix": ...} in the form of
+    params, [microbatch, N, ...], or None.
     """
     prefix, kinds = layer_kinds(cfg.model.prefix), layer_kinds(cfg.model.pattern)
-    slots, s, memory = token_MBL.shape[0], lax.axis_index("pp"), memory or {}
+    slots, s = token_MBL.shape[0], lax.axis_index("pp")
+    cache = {} if cache is None else cache
 
-    def start(parts):
-        token_BL, m, own = parts
-        return apply_front(params, token_BL, span(m), cfg, memory=own)[:2]
+    def front(microbatch):
+        token_BL, m, prefix_cache = microbatch
+        return apply_front(params, token_BL, make_span(m), cfg, cache=prefix_cache)[:2]
 
-    def stage(x_BLD, m, carry):
-        first = len(prefix) + s * count_layers(params["layers"])
-        own = jax.tree.map(lambda x: x[m], carry)
-        x_BLD, new, _ = apply_layers(
-            params["layers"], kinds, first, x_BLD, span(m), cfg, memory=own
-        )
-        if carry is None:
+    def stage(x_BLD, m, cache):
+        first_layer = len(prefix) + s * count_layers(params["layers"])
+        here = jax.tree.map(lambda x: x[m], cache)
+        args = params["layers"], kinds, first_layer, x_BLD, make_span(m), cfg
+        x_BLD, new, _ = apply_layers(*args, cache=here)
+        if cache is None:
             return x_BLD, None
-        return x_BLD, jax.tree.map(lambda x, new: x.at[m].set(new), carry, new)
+        return x_BLD, jax.tree.map(lambda x, new: x.at[m].set(new), cache, new)
 
-    parts = token_MBL, s * slots + jnp.arange(slots), memory.get("prefix")
-    x_MBLD, prefix_memory = lax.map(start, parts)
-    x_MBLD, layers_memory = forward_pipeline(stage, x_MBLD, memory.get("layers"))
-    return x_MBLD, dict(layers=layers_memory) | (dict(prefix=prefix_memory) if prefix else {})
+    microbatches = token_MBL, s * slots + jnp.arange(slots), cache.get("prefix")
+    x_MBLD, prefix_cache = lax.map(front, microbatches)
+    x_MBLD, layers_cache = forward_pipeline(stage, x_MBLD, cache.get("layers"))
+    return x_MBLD, dict(layers=layers_cache) | (dict(prefix=prefix_cache) if prefix else {})
 
 
-def split_chunks(x, cfg: Config, fill=0):
-    """[tokens, ...] as [n, 1, tokens of a chunk, ...], at most train.loss_chunk each, filled up."""
+def split_chunks(x, cfg: Config, padding=0):
+    """[tokens, ...] as [n, 1, tokens of a chunk, ...], at most train.loss_chunk each, padded."""
     n = -(-x.shape[0] // cfg.train.loss_chunk)
     size = -(-x.shape[0] // n)
-    x = jnp.pad(x, ((0, n * size - x.shape[0]), *((0, 0),) * (x.ndim - 1)), constant_values=fill)
-    return x.reshape(n, 1, size, *x.shape[1:])
+    widths = (0, n * size - x.shape[0]), *((0, 0),) * (x.ndim - 1)
+    return jnp.pad(x, widths, constant_values=padding).reshape(n, 1, size, *x.shape[1:])
 
 
 def token_nll(params, token_MBL, target_MBL, cfg: Config):
-    """Negative log likelihood (nats) of each token of this device's share, MBL; no gradient."""
+    """nll_MBL: negative log likelihood (nats) of each token of this device, without a gradient."""
     params = prepare_weights(params, cfg, cfg.train.dtype)
-    all_MBL = lax.all_gather(token_MBL, "pp", axis=0, tiled=True)  # any stage may meet them
+    # Each stage needs the tokens of every microbatch, for the documents that they are in.
+    all_MBL = lax.all_gather(token_MBL, "pp", axis=0, tiled=True)
     x_MBLD, _ = hidden_states(params, token_MBL, lambda m: full_row_span(all_MBL, m, cfg), cfg)
 
-    def score(parts):
-        x_BLD, target_BL = parts
+    def score(microbatch):
+        x_BLD, target_BL = microbatch
         x_BLD = gather_rows(norm(x_BLD, params, "norm", cfg))
         target_BL = sequences_to_rows(target_BL)
         x = split_chunks(x_BLD.reshape(-1, x_BLD.shape[-1]), cfg)
-        chunks = x, split_chunks(target_BL.reshape(-1), cfg, fill=-1)
+        chunks = x, split_chunks(target_BL.reshape(-1), cfg, padding=-1)
         nll, _ = lax.map(lambda chunk: cross_entropy(*chunk, params, cfg), chunks)
         return rows_to_sequences(nll.reshape(-1)[: target_BL.size].reshape(target_BL.shape))
 

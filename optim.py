@@ -1,4 +1,5 @@
-"""Optimizers and learning rate schedules."""
+"""Optimizers and learning rate schedules, each a line of a table, and the skipping of updates that
+are not finite."""
 
 from functools import partial
 
@@ -6,32 +7,85 @@ import jax
 import jax.numpy as jnp
 import optax
 
-import model
-from config import Config
+from config import Config, look_up
+from model import param_table
+
+# ---- learning rate schedules: (n, cfg) -> how far from min_lr_ratio (0) to the peak (1)
+
+
+def progress(n, start: int, cfg: Config):
+    """The part, 0 to 1, that n + 1 updates are of the way from update `start` to the last one."""
+    steps = cfg.train.steps
+    return jnp.clip((n + 1 - start) / max(1, steps - start), 0, 1)
+
+
+def cosine(n, cfg: Config):
+    """Half a cosine, from the end of the warmup on (Loshchilov and Hutter 2017)."""
+    return 0.5 * (1 + jnp.cos(jnp.pi * progress(n, cfg.optim.warmup_steps, cfg)))
+
+
+def wsd(n, cfg: Config):
+    """Warmup-stable-decay: the peak, then linear decay over the last optim.decay_ratio of the
+    updates (Hu et al. 2024)."""
+    decay_steps = max(1, round(cfg.optim.decay_ratio * cfg.train.steps))
+    return 1 - progress(n, cfg.train.steps - decay_steps, cfg)
+
+
+SCHEDULES = dict(cosine=cosine, wsd=wsd)
 
 
 def learning_rate(n, cfg: Config):
-    """The rate of the update after n others: linear warmup, then cosine or hold-and-fall to
-    min_lr_ratio of the peak."""
-    o, steps = cfg.optim, cfg.train.steps
-    cosine = o.schedule == "cosine"
-    fall = steps - o.warmup_steps if cosine else max(1, round(o.decay_ratio * steps))
-    done = jnp.clip((n + 1 - (steps - fall)) / max(1, fall), 0, 1)
-    left = 0.5 * (1 + jnp.cos(jnp.pi * done)) if cosine else 1 - done
-    warm = (n + 1) / max(1, o.warmup_steps)
-    return o.lr * jnp.minimum(warm, o.min_lr_ratio + (1 - o.min_lr_ratio) * left)
+    """The rate of update n, from 0: linear warmup, then optim.schedule between the peak and
+    min_lr_ratio of it.  Raises UserError USAGE."""
+    o = cfg.optim
+    level = look_up(SCHEDULES, "optim.schedule", o.schedule)(n, cfg)
+    warmup = (n + 1) / max(1, o.warmup_steps)
+    return o.lr * jnp.minimum(warmup, o.min_lr_ratio + (1 - o.min_lr_ratio) * level)
+
+
+# ---- optimizers: cfg -> optax transformation, from the gradient to the change of the weights
+
+
+def clip(cfg: Config) -> optax.GradientTransformation:
+    """Gradients scaled down to a global norm of optim.clip_norm."""
+    return optax.clip_by_global_norm(cfg.optim.clip_norm)
+
+
+def decay_weights(cfg: Config) -> optax.GradientTransformation:
+    """Decoupled weight decay, on the weights that Param.decay says."""
+    mask = jax.tree.map(lambda p: p.decay, param_table(cfg))
+    return optax.add_decayed_weights(cfg.optim.weight_decay, mask)
+
+
+def scale_by_rate(cfg: Config) -> optax.GradientTransformation:
+    """The negative `learning_rate` times the update."""
+    return optax.scale_by_learning_rate(partial(learning_rate, cfg=cfg))
+
+
+def adamw(cfg: Config) -> optax.GradientTransformation:
+    """AdamW (Loshchilov and Hutter 2019)."""
+    adam = optax.scale_by_adam(cfg.optim.b1, cfg.optim.b2, cfg.optim.eps)
+    return optax.chain(clip(cfg), adam, decay_weights(cfg), scale_by_rate(cfg))
+
+
+OPTIMIZERS = dict(adamw=adamw)
 
 
 def optimizer(cfg: Config) -> optax.GradientTransformation:
-    """AdamW (Loshchilov and Hutter 2019) on gradients clipped by their global norm.
+    """The optimizer that optim.name chooses.  Raises UserError USAGE."""
+    return look_up(OPTIMIZERS, "optim.name", cfg.optim.name)(cfg)
 
-    The last state counts updates.
-    """
-    o = cfg.optim
-    decayed = jax.tree.map(lambda p: p.decay, model.param_table(cfg))
-    return optax.chain(
-        optax.clip_by_global_norm(o.clip_norm),
-        optax.scale_by_adam(o.b1, o.b2, o.eps),
-        optax.add_decayed_weights(o.weight_decay, decayed),
-        optax.scale_by_learning_rate(partial(learning_rate, cfg=cfg)),
-    )
+
+# ---- updates
+
+
+def count_updates(opt, step):
+    """How many updates an optimizer's state has seen; `step` for a state that does not count."""
+    counts = optax.tree.get_all_with_path(opt, "count")
+    return counts[-1][1] if counts else step
+
+
+def skip_unless_finite(new, old, loss, grad_norm):
+    """`new`, or `old` where the loss or the gradient's norm is not finite."""
+    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    return jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)

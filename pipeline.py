@@ -1,11 +1,15 @@
-"""Pipeline stages: which stage works on what in which tick, and moving activations between them.
+"""The pipeline: which stage works on which microbatch in which tick, and the loops that do it.
+What the work is, forward and backward, is in model.py and gradient.py.
 
-DIMS
+Dimension key (a suffix on every array's name spells its logical shape):
+  M  microbatches   B  sequences   L  sequence length   D  d_model
+
+Single letters: s is a stage, t a tick, m a microbatch, r a part of the layers.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,249 +20,314 @@ from config import Config
 from layers import mark_varying, platform
 
 
-def forward_pipeline(stage, x_MBLD, carry):
-    """Forward only: n = pp * slots microbatches pass pp stages in n + pp - 1 ticks.
+def neighbours() -> tuple[list, list]:
+    """The pairs for lax.ppermute that send from each stage to the next, and to the one before."""
+    pp = lax.axis_size("pp")
+    return [(s, (s + 1) % pp) for s in range(pp)], [(s, (s - 1) % pp) for s in range(pp)]
 
-    Stage s starts with its own slots' microbatches, m = s * slots and on, and ends with the same
-    ones finished.  In tick t it runs stage(x, m, carry) on microbatch m = t - s and hands the
-    resulting x on; what it carries stays with it, and is returned beside the x_MBLD.  Slot
-    t % slots turns one stage towards stage 0 once stage 0 has used its own, so that stage 0 meets
-    the microbatches in order; finished ones turn likewise after the last stage has stored them, and
-    are home after the last tick.  A stage with nothing to do skips the work (all of a dp or tp
-    group skip together, so collectives inside are safe).
+
+# ---- forward only: for evaluation and decoding
+
+
+def forward_pipeline(stage: Callable, x_MBLD, carry):
+    """Run pp * slots microbatches through pp stages in pp * slots + pp - 1 ticks.
+
+    x_MBLD: the inputs of this stage's `slots` microbatches, m = s * slots and on.  Returns their
+    outputs, and the carry.  In tick t stage s runs (x_BLD, carry) = stage(x_BLD, m, carry) on
+    microbatch m = t - s and sends x_BLD to the next stage; the carry stays.
+
+    Stage 0 needs all inputs, in order, and only the last stage makes outputs, so both rotate from
+    stage to stage towards stage 0: once stage 0 has used the input in slot t % slots, that slot
+    rotates; once the last stage has stored an output, its slot rotates.  After the last tick each
+    stage holds the outputs of its own microbatches.  A stage without work in a tick skips it, and
+    with it the whole dp and tp group, so that collectives inside are safe.
     """
     pp, s, slots = lax.axis_size("pp"), lax.axis_index("pp"), x_MBLD.shape[0]
-    onward = [(i, (i + 1) % pp) for i in range(pp)]
-    back = [(i, (i - 1) % pp) for i in range(pp)]
+    to_next, to_previous = neighbours()
 
     def skip(x_BLD, m, carry):
         return x_BLD, carry
 
     def tick(state, t):
-        x_BLD, todo_MBLD, done_MBLD, carry = state
+        x_BLD, input_MBLD, output_MBLD, carry = state
         m, i, o = t - s, t % slots, (t - pp + 1) % slots
-        x_BLD = jnp.where(s == 0, todo_MBLD[i], x_BLD)
-        todo_MBLD = todo_MBLD.at[i].set(lax.ppermute(todo_MBLD[i], "pp", back))
+        x_BLD = jnp.where(s == 0, input_MBLD[i], x_BLD)
+        input_MBLD = input_MBLD.at[i].set(lax.ppermute(input_MBLD[i], "pp", to_previous))
         x_BLD, carry = lax.cond((m >= 0) & (m < pp * slots), stage, skip, x_BLD, m, carry)
-        turned_BLD = lax.ppermute(done_MBLD[o], "pp", back)
-        done_MBLD = done_MBLD.at[o].set(jnp.where(s == pp - 1, x_BLD, turned_BLD))
-        return (lax.ppermute(x_BLD, "pp", onward), todo_MBLD, done_MBLD, carry), None
+        rotated_BLD = lax.ppermute(output_MBLD[o], "pp", to_previous)
+        output_MBLD = output_MBLD.at[o].set(jnp.where(s == pp - 1, x_BLD, rotated_BLD))
+        return (lax.ppermute(x_BLD, "pp", to_next), input_MBLD, output_MBLD, carry), None
 
     start = (jnp.zeros_like(x_MBLD[0]), x_MBLD, jnp.zeros_like(x_MBLD), carry)
     return lax.scan(tick, start, jnp.arange(pp * slots + pp - 1))[0][2:]
 
 
+# ---- forward and backward: for training
+
+
 class Schedule(NamedTuple):
     """Which stage works on what in which tick.
 
-    A stage has `parts` parts of the layers: part r of stage s is number r * pp + s.  Its work
-    number j is one microbatch through one part, in rounds of pp microbatches through all parts
-    (Narayanan et al. 2021, section 2.2).  Forward, stage s does j in tick s + j, when stage s - 1
-    has just sent it (part 0 of stage 0 begins anew, and the last stage's part r goes on to part
-    r + 1 of stage 0); backward, the same way back, in tick delay + (pp - 1 - s) + j.
+    A stage has `parts` parts of the layers: part r of stage s is the part r * pp + s of the model.
+    A work item is one microbatch through one part.  Item j of a stage goes through the parts in
+    turn, pp microbatches at a time (Narayanan et al. 2021, section 2.2).  Forward, stage s does
+    item j in tick s + j, just after stage s - 1 has sent its input; stage 0 takes new microbatches
+    for part 0, and for part r + 1 what the last stage made in part r.  Backward is the same in
+    reverse: stage s does item j in tick first_backward + (pp - 1 - s) + j.
     """
 
     pp: int
     parts: int
     microbatches: int
-    delay: int
-    """The tick of the first backward: after all forward in gpipe, else as soon as one is through,
-    which takes parts * pp - 1 ticks."""
+    first_backward: int
+    """The tick of the first backward work: after all forward work in gpipe, and otherwise as soon
+    as one microbatch is through, after parts * pp - 1 ticks."""
 
     @property
-    def n(self) -> int:
+    def items(self) -> int:
+        """Work items of a stage in each direction."""
         return self.parts * self.microbatches
 
     @property
     def ticks(self) -> int:
-        return self.delay + self.pp - 1 + self.n
+        return self.first_backward + self.pp - 1 + self.items
 
-    def place(self, j):
-        """(microbatch, part) of forward work j."""
-        turn, rest = j // (self.pp * self.parts), j % (self.pp * self.parts)
-        return turn * self.pp + rest % self.pp, rest // self.pp
+    def microbatch_and_part(self, j):
+        """(m, r) of forward item j; backward item j has microbatch m and part parts - 1 - r."""
+        group, rest = j // (self.pp * self.parts), j % (self.pp * self.parts)
+        return group * self.pp + rest % self.pp, rest // self.pp
 
-    def forward(self, t, s):
-        """Whether stage s goes forward in tick t, with work number t - s."""
-        return (t >= s) & (t - s < self.n)
+    def backward_item(self, t, s):
+        """The number of stage s's backward item in tick t; see `does_backward` for whether it has
+        one."""
+        return t - self.first_backward - (self.pp - 1 - s)
 
-    def begins(self, t, s):
-        """Whether it does so where the model begins."""
-        return self.forward(t, s) & (s == 0) & (self.place(t - s)[1] == 0)
+    def does_begin(self, t, s):
+        """Whether stage s starts a microbatch in tick t, where the model begins."""
+        return self.does_forward(t, s) & (s == 0) & (self.microbatch_and_part(t - s)[1] == 0)
 
-    def back(self, t, s):
-        """The number of the work with which stage s goes back in tick t, if it does: `backward`."""
-        return t - self.delay - (self.pp - 1 - s)
+    def does_forward(self, t, s):
+        """Whether stage s has forward work in tick t: item t - s."""
+        return (t >= s) & (t - s < self.items)
 
-    def backward(self, t, s):
-        """Whether stage s goes back in tick t."""
-        j = self.back(t, s)
-        return (j >= 0) & (j < self.n)
-
-    def scores(self, t, s):
-        """Whether the last stage goes back where the model ends, for which all of them score."""
+    def does_score(self, t, s):
+        """Whether all stages score an output of the model, which the last one has, in tick t."""
         last = self.pp - 1
-        return self.backward(t, last) & (self.place(self.back(t, last))[1] == 0)
+        r = self.microbatch_and_part(self.backward_item(t, last))[1]
+        return self.does_backward(t, last) & (r == 0)
 
-    def finishes(self, t, s):
-        """Whether stage s goes back where the model begins."""
-        r = self.place(self.back(t, s))[1]
-        return self.backward(t, s) & (s == 0) & (r == self.parts - 1)
+    def does_backward(self, t, s):
+        """Whether stage s has backward work in tick t."""
+        j = self.backward_item(t, s)
+        return (j >= 0) & (j < self.items)
 
-    def part(self, tree, r):
-        """Part r of layers, or of what is laid out like them."""
+    def does_finish(self, t, s):
+        """Whether stage s ends a microbatch's backward pass in tick t, where the model begins."""
+        r = self.microbatch_and_part(self.backward_item(t, s))[1]
+        return self.does_backward(t, s) & (s == 0) & (r == self.parts - 1)
+
+    def take_part(self, tree, r):
+        """Part r of the layers, or of a tree in their form."""
         return tree if self.parts == 1 else jax.tree.map(lambda x: x[r], tree)
 
-    def put(self, tree, r, new):
-        """tree with `new` for its part r."""
+    def put_part(self, tree, r, new):
+        """The tree with `new` as its part r."""
         return new if self.parts == 1 else jax.tree.map(lambda x, new: x.at[r].set(new), tree, new)
 
     def depth(self) -> int:
-        """Microbatches of a part that a stage keeps, at most, between forward and backward."""
-        j = np.arange(self.n)
-        m, r = self.place(j)
+        """How many microbatches of a part a stage keeps at most between forward and backward."""
+        j = np.arange(self.items)
+        m, r = self.microbatch_and_part(j)
         begin, end = np.zeros((2, self.parts, self.microbatches), int)
         begin[r, m] = j
-        end[self.parts - 1 - r, m] = self.delay + self.pp - 1 + j
-        held = (begin[:, None, :] <= end[:, :, None]).sum(-1) - np.arange(self.microbatches)
-        return int(held.max())
+        end[self.parts - 1 - r, m] = self.first_backward + self.pp - 1 + j
+        kept = (begin[:, None, :] <= end[:, :, None]).sum(-1) - np.arange(self.microbatches)
+        return int(kept.max())
 
 
 def make_schedule(cfg: Config, microbatches: int) -> Schedule:
+    """The Schedule that mesh.schedule names."""
     pp, parts = cfg.mesh.pp, cfg.mesh.virtual_stages
-    one_through = parts * pp - 1
-    all_through = parts * microbatches + pp - 1
+    after_one = parts * pp - 1
+    after_all = parts * microbatches + pp - 1
     gpipe = cfg.mesh.schedule == "gpipe" and pp > 1
-    return Schedule(pp, parts, microbatches, all_through if gpipe else one_through)
+    return Schedule(pp, parts, microbatches, after_all if gpipe else after_one)
 
 
-class Stage(NamedTuple):
-    """What `run_schedule` does with a microbatch; total is what all of them add up to."""
+class Work(Protocol):
+    """What `run_schedule` does with a microbatch.  `total` is the sum over all microbatches."""
 
-    begin: Callable
-    """(x, m, total) -> (x, total): where the model begins; x is taken for its shape."""
-    forward: Callable
-    """(x, m, r, total) -> (y, saved, total): microbatch m through part r, and what backward needs.
+    def begin(self, x_BLD, m, total):
+        """-> (x_BLD, total): where the model begins; the x_BLD given only has the shape."""
+
+    def forward(self, x_BLD, m, r, total):
+        """-> (y_BLD, saved, total): microbatch m through part r; saved: what backward needs."""
+
+    def score(self, y_BLD, m, total):
+        """-> (gradient of y_BLD, total): by all stages together, of the last stage's y_BLD."""
+
+    def backward(self, grad_BLD, saved, m, r, total):
+        """-> (gradient of forward's x_BLD, total)."""
+
+    def finish(self, grad_BLD, m, total):
+        """-> total: the backward pass of `begin`."""
+
+
+def run_schedule(schedule: Schedule, work: Work, x_BLD, saved, total, branch: Callable):
+    """Do the work of a schedule in one loop over its ticks; returns the total.
+
+    x_BLD and saved are examples, for shapes.  branch(due, work, skip, *args) runs one of the two
+    functions; due(s) says whether stage s has that work.  Each kind of work is a branch of its own,
+    and they depend on each other one after the other, because XLA on a CPU runs independent
+    collectives at once and mixes up those of one group.
     """
-    score: Callable
-    """(y, m, total) -> (gradient of y, total): by all stages together, of what the last one has."""
-    backward: Callable
-    """(gradient of y, saved, m, r, total) -> (gradient of x, total)."""
-    finish: Callable
-    """(gradient of x, m, total) -> total: where the model begins."""
-
-
-def run_schedule(plan: Schedule, stage: Stage, x_BLD, saved, total, branch: Callable):
-    """Run the work of a Schedule in one loop over its ticks; returns total.
-
-    x_BLD and saved are examples.  A stage with nothing to do skips the work (all of a dp or tp
-    group skip together, so collectives inside are safe).  Each kind of work is a branch of its own,
-    after the one before it: XLA's CPU runs independent collectives at once and mixes up those of
-    one group.  branch(when, work, rest, *args) does one of the two, when(s) being whether it is
-    stage s's turn.
-    """
-    pp, s, depth = plan.pp, lax.axis_index("pp"), plan.depth()
-    onward = [(i, (i + 1) % pp) for i in range(pp)]
-    back = [(i, (i - 1) % pp) for i in range(pp)]
-    late = plan.delay >= plan.n  # the last stage's y waits for its score
-    ring = jax.tree.map(
-        lambda x: mark_varying(jnp.zeros((plan.parts, depth, *x.shape), x.dtype)),
-        (saved, x_BLD if late else None),
+    pp, s, depth = schedule.pp, lax.axis_index("pp"), schedule.depth()
+    to_next, to_previous = neighbours()
+    # In gpipe the last stage's output waits for its score; otherwise it is scored at once.
+    y_waits = schedule.first_backward >= schedule.items
+    kept = jax.tree.map(
+        lambda x: mark_varying(jnp.zeros((schedule.parts, depth, *x.shape), x.dtype)),
+        (saved, x_BLD if y_waits else None),
     )
 
-    def keep(ring, new, m, r, works):
-        if depth == 1:  # used at once
-            return jax.tree.map(lambda x: x[None, None], new)
-        at = r, m % depth
-        return jax.tree.map(lambda x, new: x.at[at].set(jnp.where(works, new, x[at])), ring, new)
-
-    def recall(ring, m, r):
-        return jax.tree.map(lambda x: x[0, 0] if depth == 1 else x[r, m % depth], ring)
-
-    def no_forward(x_BLD, m, r, total):
+    def skip_forward(x_BLD, m, r, total):
         return x_BLD, jax.tree.map(jnp.zeros_like, saved), total
 
-    def no_score(y_BLD, m, total):
+    def skip_score(y_BLD, m, total):
         return jnp.zeros_like(y_BLD), total
 
     def tick(state, t):
-        x_BLD, g_BLD, ring, total = state
-        m, r = plan.place(t - s)
-        begins, forward = partial(plan.begins, t), partial(plan.forward, t)
-        x_BLD, total = branch(begins, stage.begin, lambda x, m, total: (x, total), x_BLD, m, total)
-        y_BLD, new, total = branch(forward, stage.forward, no_forward, x_BLD, m, r, total)
-        ring = keep(ring, (new, y_BLD if late else None), m, r, forward(s))
+        x_BLD, grad_BLD, kept, total = state
+        m, r = schedule.microbatch_and_part(t - s)
+        due = partial(schedule.does_begin, t)
+        x_BLD, total = branch(due, work.begin, lambda x, m, total: (x, total), x_BLD, m, total)
+        due = partial(schedule.does_forward, t)
+        y_BLD, new, total = branch(due, work.forward, skip_forward, x_BLD, m, r, total)
+        kept = keep(kept, (new, y_BLD if y_waits else None), m, r, depth, due(s))
 
-        m, r = plan.place(plan.back(t, pp - 1))
-        scored = recall(ring, m, r)[1] if late else y_BLD
-        of_y_BLD, total = branch(partial(plan.scores, t), stage.score, no_score, scored, m, total)
+        m, r = schedule.microbatch_and_part(schedule.backward_item(t, pp - 1))
+        output_BLD = recall(kept, m, r, depth)[1] if y_waits else y_BLD
+        due = partial(schedule.does_score, t)
+        output_grad_BLD, total = branch(due, work.score, skip_score, output_BLD, m, total)
 
-        m, r = plan.place(plan.back(t, s))
-        g_BLD, r = jnp.where((s == pp - 1) & (r == 0), of_y_BLD, g_BLD), plan.parts - 1 - r
-        args = g_BLD, recall(ring, m, r)[0], m, r, total
-        backward, finishes = partial(plan.backward, t), partial(plan.finishes, t)
-        g_BLD, total = branch(backward, stage.backward, lambda g, *a: (g, a[-1]), *args)
-        total = branch(finishes, stage.finish, lambda g, m, total: total, g_BLD, m, total)
-        sent = lax.ppermute(y_BLD, "pp", onward), lax.ppermute(g_BLD, "pp", back)
-        return (*sent, ring if depth > 1 else (), total), None
+        m, r = schedule.microbatch_and_part(schedule.backward_item(t, s))
+        grad_BLD = jnp.where((s == pp - 1) & (r == 0), output_grad_BLD, grad_BLD)
+        r = schedule.parts - 1 - r
+        args = grad_BLD, recall(kept, m, r, depth)[0], m, r, total
+        due = partial(schedule.does_backward, t)
+        grad_BLD, total = branch(due, work.backward, lambda grad, *a: (grad, a[-1]), *args)
+        due = partial(schedule.does_finish, t)
+        total = branch(due, work.finish, lambda grad, m, total: total, grad_BLD, m, total)
+        sent = lax.ppermute(y_BLD, "pp", to_next), lax.ppermute(grad_BLD, "pp", to_previous)
+        return (*sent, kept if depth > 1 else (), total), None
 
     zero_BLD = jnp.zeros_like(x_BLD)
-    start = zero_BLD, zero_BLD, ring if depth > 1 else (), total
-    return lax.scan(tick, start, jnp.arange(plan.ticks))[0][-1]
+    start = zero_BLD, zero_BLD, kept if depth > 1 else (), total
+    return lax.scan(tick, start, jnp.arange(schedule.ticks))[0][-1]
+
+
+def keep(kept, new, m, r, depth: int, valid):
+    """The kept arrays, [part, depth, ...], with the new ones of microbatch m and part r, if valid.
+
+    With a depth of 1 they are used in the same tick, and nothing else is kept.
+    """
+    if depth == 1:
+        return jax.tree.map(lambda x: x[None, None], new)
+    at = r, m % depth
+    return jax.tree.map(lambda x, new: x.at[at].set(jnp.where(valid, new, x[at])), kept, new)
+
+
+def recall(kept, m, r, depth: int):
+    """The kept arrays of microbatch m and part r."""
+    return jax.tree.map(lambda x: x[0, 0] if depth == 1 else x[r, m % depth], kept)
+
+
+# ---- how a stage skips work, for `run_schedule`
+
+
+def always_work(due, work, skip, *args):
+    """For a pipeline of one stage, which has work in every tick."""
+    return work(*args)
+
+
+def work_when_due(due, work, skip, *args):
+    """Each stage works when it has work, and else skips it."""
+    return lax.cond(due(lax.axis_index("pp")), work, skip, *args)
+
+
+def work_in_lock_step(due, work, skip, *args):
+    """Where any stage has work all stages work, and those without drop the results."""
+    this_stage = due(lax.axis_index("pp"))
+    any_stage = due(jnp.arange(lax.axis_size("pp"))).any()
+
+    def work_and_choose(*args):
+        return jax.tree.map(partial(jnp.where, this_stage), work(*args), skip(*args))
+
+    return lax.cond(any_stage, work_and_choose, skip, *args)
+
+
+def branch_policy(cfg: Config) -> Callable:
+    """The `branch` of run_schedule that mesh.skip_bubbles chooses.
+
+    A single stage needs no branches, but on a CPU they keep collectives in order.  There too
+    train.remat=offload does without, because arrays in host memory cannot leave a branch.
+    """
+    if cfg.mesh.pp == 1 and (platform() != "cpu" or cfg.train.remat == "offload"):
+        return always_work
+    return work_when_due if cfg.mesh.skip_bubbles else work_in_lock_step
+
+
+# ---- layers to the parts of an interleaved schedule
+
+
+def routing_rounds(pp: int, parts: int) -> list[dict]:
+    """Rounds of messages, {sender: (receiver, piece, part)}, that bring every piece of the layers
+    to its stage; in a round each stage sends and receives at most one piece.
+
+    At rest stage n // parts holds piece n, as its piece n % parts; the schedule wants it on stage
+    n % pp, as its part n // pp.  With two stages and two parts:
+
+        at rest:     stage 0 has pieces 0 1, stage 1 has pieces 2 3
+        scheduled:   stage 0 has parts  0 2, stage 1 has parts  1 3
+        round 0:     stage 0 keeps 0, stage 1 keeps 3
+        round 1:     stage 0 sends 1 to stage 1, stage 1 sends 2 to stage 0
+    """
+    rounds = []
+    for n in range(parts * pp):
+        sender, receiver = n // parts, n % pp
+        for messages in rounds:
+            if sender not in messages and receiver not in [to for to, *_ in messages.values()]:
+                break
+        else:
+            rounds.append(messages := {})
+        messages[sender] = receiver, n % parts, n // pp
+    return rounds
 
 
 def layers_to_parts(layers, cfg: Config):
-    """Layers as they rest, [N, ...] in one piece a stage, as the parts of the interleaved schedule,
-    [parts, N / parts, ...]; pieces change stages, so that checkpoints know of no schedule."""
+    """A stage's layers [N, ...] as the parts of the schedule, [parts, N / parts, ...].
+
+    Layers rest in the model's order whatever the schedule, so that checkpoints do not depend on it;
+    an interleaved schedule wants other layers on a stage.  As a reshape outside of shard_map it
+    would be two lines, but unless pp and parts are powers of two XLA (jaxlib 0.10.2) gathers all
+    layers on every device for it.
+    """
     parts, pp, s = cfg.mesh.virtual_stages, cfg.mesh.pp, lax.axis_index("pp")
     if parts == 1:
         return layers
-    rounds = []  # {sender: (receiver, piece, part)}; in a round each sends and receives one at most
-    for n in range(parts * pp):
-        sender, receiver = n // parts, n % pp
-        fits = (r for r in rounds if sender not in r and receiver not in [x[0] for x in r.values()])
-        if (free := next(fits, None)) is None:
-            rounds.append(free := {})
-        free[sender] = receiver, n % parts, n // pp
+    rounds = routing_rounds(pp, parts)
 
     def leaf(x):
         x = x.reshape(parts, -1, *x.shape[1:])
         out = jnp.zeros_like(x)
-        for r in rounds:
-            piece, part = np.zeros(pp, int), np.full(pp, parts)  # out of range: dropped
-            for sender, (receiver, n, to) in r.items():
-                piece[sender], part[receiver] = n, to
-            sent, moves = x[jnp.asarray(piece)[s]], [(a, b) for a, (b, *_) in r.items()]
-            if any(a != b for a, b in moves):
-                sent = lax.ppermute(sent, "pp", moves)
+        for messages in rounds:
+            piece, part = np.zeros(pp, int), np.full(pp, parts)  # part `parts` is dropped below
+            for sender, (receiver, sent_piece, received_part) in messages.items():
+                piece[sender], part[receiver] = sent_piece, received_part
+            sent, pairs = x[jnp.asarray(piece)[s]], [(a, b) for a, (b, *_) in messages.items()]
+            if any(a != b for a, b in pairs):
+                sent = lax.ppermute(sent, "pp", pairs)
             out = out.at[jnp.asarray(part)[s]].set(sent, mode="drop")
         return out
 
     return jax.tree.map(leaf, layers)
-
-
-def branch_policy(cfg: Config) -> Callable:
-    """What chooses whether to work, for `run_schedule`.
-
-    Without other stages there always is work.  On a CPU, branches still keep collectives in order;
-    but host memory cannot come out of one.
-    """
-
-    def always(when, work, rest, *args):
-        return work(*args)
-
-    def skip(when, work, rest, *args):
-        return lax.cond(when(lax.axis_index("pp")), work, rest, *args)
-
-    def lock_step(when, work, rest, *args):
-        """Where one stage works all do, and the others drop what comes of it."""
-        own, busy = when(lax.axis_index("pp")), when(jnp.arange(cfg.mesh.pp)).any()
-
-        def all_work(*args):
-            return jax.tree.map(partial(jnp.where, own), work(*args), rest(*args))
-
-        return lax.cond(busy, all_work, rest, *args)
-
-    if cfg.mesh.pp == 1 and (platform() != "cpu" or cfg.train.remat == "offload"):
-        return always
-    return skip if cfg.mesh.skip_bubbles else lock_step

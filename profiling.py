@@ -1,4 +1,7 @@
-"""A trace of some updates, and the ledger of where their time went."""
+"""train.profile and log.hlo: a trace of some updates, and the ledger of where their time went.
+
+A ledger is made from a trace and the text of the compiled update; see `ledger` for its rows.
+"""
 
 import math
 import os
@@ -16,101 +19,116 @@ from files import is_remote, write_whole
 from metrics import MetricsLog
 from utils import AXES, is_lead, say, warn
 
-UPDATE, DATA_WAIT = "update", "data wait"  # what the host marks in a trace
+UPDATE, DATA_WAIT = "update", "data wait"  # the events with which the host marks a trace
 
 
-OTHER = "other programs"
+# ---- the compiled program: which mesh axes a collective joins
 
 
-IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"  # [2,4]T(1,0): 0, 1 .. in that shape, transposed
+IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"  # [2,4]T(1,0): 0, 1, 2 .. in shape [2, 4], transposed
 
 
 def parse_ints(text: str | None) -> list[int]:
     return [int(x) for x in re.findall(r"\d+", text or "")]
 
 
-def iota(shape: str | None, order: str | None):
+def parse_iota(shape: str, order: str | None):
+    """The array that the two groups of IOTA describe."""
     x = np.arange(math.prod(parse_ints(shape))).reshape(parse_ints(shape))
-    return x.transpose(parse_ints(order)) if order else x
+    return x if order is None else x.transpose(parse_ints(order))
 
 
 def device_groups(text: str, n: int):
-    """[group, member]: the devices, of n, that an HLO collective joins; None in a form not known.
+    """[group, member]: the devices, of n, that an HLO collective joins; None for an unknown form.
 
-    Known are {{0,1},{2,3}} (a permute's pairs too), {} for all, [2,2]<=[4], and
-    mesh['a'=2,'b'=2], device_ids=([4]) {'b'}, each of the iotas perhaps transposed.
+    Known are {{0,1},{2,3}} (also as the pairs of a permute), {} for all devices, [2,2]<=[4], and
+    mesh['a'=2,'b'=2], device_ids=([4]) {'b'}.  Each of the iotas may be transposed.
     """
     if found := re.search(r"(?:_groups|_pairs)=\{((?:\{[\d,]+\},?)*)\}", text):
-        rows = re.findall(r"\{([\d,]+)\}", found[1])
-        return np.array([parse_ints(row) for row in rows] or [range(n)])
+        rows = [parse_ints(row) for row in re.findall(r"\{([\d,]+)\}", found[1])]
+        return np.array(rows if rows else [range(n)])
     if found := re.search(rf"_groups=\[([\d,]+)\]<={IOTA}", text):
-        return iota(found[2], found[3]).reshape(parse_ints(found[1]))
+        return parse_iota(found[2], found[3]).reshape(parse_ints(found[1]))
     form = rf"_groups=mesh\[([^\]]+)\](?:, device_ids=\({IOTA}\))? \{{((?:'\w+',?)+)\}}"
     if found := re.search(form, text):
-        axes = dict(re.findall(r"'(\w+)'=(\d+)", found[1]))
-        joined = [list(axes).index(axis) for axis in re.findall(r"\w+", found[4])]
-        x = iota(found[2] or str(n), found[3]).reshape([int(size) for size in axes.values()])
-        x = np.moveaxis(x, joined, range(-len(joined), 0))
-        return x.reshape(-1, math.prod(x.shape[-len(joined) :]))
+        sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", found[1])}
+        joined = [list(sizes).index(axis) for axis in re.findall(r"\w+", found[4])]
+        ids = np.arange(n) if found[2] is None else parse_iota(found[2], found[3])
+        ids = np.moveaxis(ids.reshape(*sizes.values()), joined, range(-len(joined), 0))
+        return ids.reshape(-1, math.prod(ids.shape[-len(joined) :]))
     return None
 
 
-def joined_axes(text: str, sizes: tuple[int, ...]) -> list[str] | None:
-    """The axes along which the devices of an HLO collective differ, on a mesh of these sizes; None
-    in a form not known."""
+def collective_axes(text: str, sizes: tuple[int, ...]) -> list[str] | None:
+    """The mesh axes along which the devices of an HLO collective differ; None for an unknown form.
+
+    sizes: of the mesh's axes.
+    """
     groups = device_groups(text, math.prod(sizes))
     if groups is None:
         return None
-    at = zip(AXES, np.unravel_index(groups, sizes), strict=True)
-    return [axis for axis, i in at if (i != i[:, :1]).any()]
+    coordinates = zip(AXES, np.unravel_index(groups, sizes), strict=True)
+    return [axis for axis, i in coordinates if (i != i[:, :1]).any()]
 
 
 def op_classes(hlo: str, sizes: tuple[int, ...]) -> dict[str, str]:
     """{instruction: class} of a compiled module's text, on a mesh of these sizes.
 
-    "compute"; of a collective the axes along which its devices differ ("dp", "dp+tp", or "unknown
-    axes"); "" of control flow, whose events cover those of what it runs.  The two halves of an
-    asynchronous collective are found by XLA's names, -start and -done.
+    The class of a collective is the axes along which its devices differ ("dp", "dp+tp", or "unknown
+    axes"); that of control flow is "", since its events cover those of the ops it runs; that of all
+    else is "compute".  The two halves of an asynchronous collective are found by the names that XLA
+    gives them, -start and -done.
     """
     instruction = re.compile(r"\s+(?:ROOT )?%?([\w.-]+) = (?:\(.*?\)|\S+) ([\w-]+)\((.*)")
-    classes, inside, computation = {}, {}, ""
+    classes, class_in_computation, computation = {}, {}, ""
     for line in hlo.splitlines():
-        if not (found := instruction.match(line)):
+        found = instruction.match(line)
+        if found is None:
             header = re.match(r"(?:ENTRY )?%?([\w.-]+) \(.*\{$", line)
-            computation = header[1] if header else computation
+            computation = computation if header is None else header[1]
             continue
         name, opcode, rest = found.groups()
         kind = "" if opcode in ("while", "conditional", "call") else "compute"
         if re.search("replica_groups=|source_target_pairs=", rest):
-            axes = joined_axes(rest, sizes)
-            # A group of one only copies.
-            kind = "unknown axes" if axes is None else "+".join(axes) or "compute"
-            inside[computation] = kind
+            axes = collective_axes(rest, sizes)
+            if axes is None:
+                kind = "unknown axes"
+            elif axes:  # else each group is one device, and the op only copies
+                kind = "+".join(axes)
+            class_in_computation[computation] = kind
         elif re.search("-start|-done", name):
             for ref in re.findall(r"%([\w.-]+)", rest):
-                if ref in inside or "-start" in ref:
-                    kind = inside.get(ref) or classes.get(ref, kind)
+                if ref in class_in_computation or "-start" in ref:
+                    kind = class_in_computation.get(ref, classes.get(ref, kind))
                     break
         classes[name] = kind
     return classes
 
 
+# ---- the trace
+
+
+OTHER = "other programs"
+
+
 def read_trace(data) -> tuple[dict, dict]:
     """({device: [(op, module or None, start, stop)]}, {mark: [(start, stop)]}), in ns.
 
-    data: a jax.profiler.ProfileData.  On a CPU ops are events of host threads, several of which
-    work for one device, and some go on after their event until one named "end: ..".  A GPU's plane
-    has a line a stream, a TPU's one called XLA Ops; those two are read as they are documented to
-    be, and have not been met.
+    data: a jax.profiler.ProfileData.  On a CPU, ops are events of host threads: several threads
+    work for one device, and some ops last beyond their event, until one named "end: ..".  A GPU's
+    plane has a line for each stream, and a TPU's has one called XLA Ops.  Those two are read as
+    they are documented; no trace of such a device has been tried.
     """
     cpu, accelerator, ends, marks = {}, {}, {}, {UPDATE: [], DATA_WAIT: []}
     for plane in data.planes:
         device = re.fullmatch(r"/device:(GPU|TPU):\d+", plane.name)
-        prefix = {"GPU": "Stream", "TPU": "XLA Ops"}[device[1]] if device else ""
-        for line in plane.lines if device or plane.name == "/host:CPU" else ():
+        if device is None and plane.name != "/host:CPU":
+            continue
+        prefix = "" if device is None else {"GPU": "Stream", "TPU": "XLA Ops"}[device[1]]
+        for line in plane.lines:
             for event in line.events if line.name.startswith(prefix) else ():
                 stats, span = dict(event.stats), (event.start_ns, event.end_ns)
-                if device:
+                if device is not None:
                     op = stats.get("hlo_op") or event.name.split(" = ")[0].lstrip("%")
                     ops = accelerator.setdefault(plane.name, [])
                     ops.append((op, stats.get("hlo_module"), *span))
@@ -122,127 +140,146 @@ def read_trace(data) -> tuple[dict, dict]:
                 elif event.name in marks:
                     marks[event.name].append(span)
     for ops in cpu.values():
-        ops[:] = [(*op, start, max(stop, ends.get(id, 0))) for *op, start, stop, id in ops]
-    return accelerator or cpu, marks
+        ops[:] = [(*op, start, max(stop, ends.get(key, 0))) for *op, start, stop, key in ops]
+    return accelerator if accelerator else cpu, marks
 
 
 def op_spans(events: list, module: str, classes: dict[str, str]) -> dict[str, list]:
-    """{class: [(start, stop)]} of a device's ops in read_trace's form."""
+    """{class: [(start, stop)]} of one device's events as read_trace gives them.
+
+    Events of modules other than `module`, the update's, have the class OTHER.
+    """
     spans = {}
-    for op, its_module, *span in events:
-        own = its_module is None or its_module.split("(")[0] == module
-        if kind := classes.get(op, "compute") if own else OTHER:
+    for op, event_module, *span in events:
+        is_update = event_module is None or event_module.split("(")[0] == module
+        kind = classes.get(op, "compute") if is_update else OTHER
+        if kind != "":
             spans.setdefault(kind, []).append(span)
     return spans
 
 
-def ledger(data, hlo: str, sizes: tuple[int, ...]) -> dict[str, float]:
-    """{row: ms an update} of a trace (ProfileData) of updates that ran `hlo`; a device's mean.
+# ---- the ledger
 
-    The rows add up to the time from the first update's start to the last one's end, for each moment
-    of a device is in the first row that fits; {} where the trace shows no device.
-      compute               an op that is no collective runs, or on a CPU waits for a core
-      bubble                it is in a collective over pp while another traced device computes; one
-                            that no traced device sees so shows as time in collectives over pp
-      collectives over ..   it is in one, waiting for its peers included
-      other programs        an evaluation, a sample or a save falls among the updates
+
+def covered_pieces(spans: list, edges):
+    """bool [piece]: whether each piece of time between two edges lies in one of the spans."""
+    ends = np.searchsorted(edges, np.clip(np.reshape(spans, (-1, 2)), edges[0], edges[-1]))
+    starts, stops = (np.bincount(x, minlength=len(edges)) for x in ends.T)
+    return (starts - stops).cumsum()[:-1] > 0
+
+
+def ledger(data, hlo: str, sizes: tuple[int, ...]) -> dict[str, float]:
+    """{row: ms per update}, the mean over the devices in a trace (ProfileData) of updates of `hlo`.
+
+    The rows add up to the time from the first update's start to the last one's end, because each
+    moment of a device counts in the first row that fits.  {} if the trace shows no device.
+      compute               an op that is not a collective runs, or on a CPU waits for a core
+      bubble                in a collective over pp while another traced device computes; if that
+                            device is not traced, the time counts as collectives over pp
+      collectives over ..   in a collective over these axes, the wait for its peers included
+      other programs        an evaluation, a sample or a save runs between the updates
       idle                  something runs on another traced device
       data wait             no traced device works, and the host waits for the next batch
       host gap              no traced device works
     """
     (devices, marks), classes = read_trace(data), op_classes(hlo, sizes)
-    module = re.match(r"HloModule ([\w.-]+)", hlo)[1]
-    devices = [op_spans(events, module, classes) for events in devices.values()]
     if not devices or not marks[UPDATE]:
         return {}
-    first, last = np.min(marks[UPDATE]), np.max(marks[UPDATE])
-    lists = [*marks.values(), *(spans for table in devices for spans in table.values())]
-    edges = np.unique(np.concatenate([np.clip(x, first, last).ravel() for x in lists]))
-
-    def covered(spans):
-        """bool: whether each piece between two edges lies in one of the spans."""
-        ends = np.searchsorted(edges, np.clip(np.reshape(spans, (-1, 2)), first, last))
-        starts, stops = (np.bincount(x, minlength=len(edges)) for x in ends.T)
-        return (starts - stops).cumsum()[:-1] > 0
-
+    module = re.match(r"HloModule ([\w.-]+)", hlo)[1]
+    devices = [op_spans(events, module, classes) for events in devices.values()]
+    # Nothing changes between two neighbouring edges, so every piece between them has one row.
+    span_lists = [*marks.values(), *(spans for table in devices for spans in table.values())]
+    times = np.concatenate([np.ravel(spans) for spans in span_lists])
+    edges = np.unique(np.clip(times, np.min(marks[UPDATE]), np.max(marks[UPDATE])))
     axes = sorted(set().union(*devices) - {"compute", OTHER})
     kinds = {"compute", "pp", OTHER, *axes}
-    devices = [{kind: covered(spans.get(kind, [])) for kind in kinds} for spans in devices]
-    computing = sum(covers["compute"].astype(int) for covers in devices)
-    working = np.any([cover for covers in devices for cover in covers.values()], 0)
-    waiting, rows = covered(marks[DATA_WAIT]), {}
-    for covers in devices:
-        fits = dict(compute=covers["compute"])
-        fits["bubble"] = covers["pp"] & (computing > covers["compute"])
-        fits |= {f"collectives over {kind}": covers[kind] for kind in axes}
-        fits |= {OTHER: covers[OTHER], "idle": working, "data wait": waiting}
-        left = np.diff(edges)
-        for row, fit in (fits | {"host gap": True}).items():
+    devices = [
+        {kind: covered_pieces(spans.get(kind, []), edges) for kind in kinds} for spans in devices
+    ]
+    n_computing = sum(device["compute"].astype(int) for device in devices)
+    some_works = np.any([covered for device in devices for covered in device.values()], 0)
+    waits, rows = covered_pieces(marks[DATA_WAIT], edges), {}
+    for device in devices:
+        fits = dict(compute=device["compute"])
+        fits["bubble"] = device["pp"] & (n_computing > device["compute"])
+        fits |= {f"collectives over {kind}": device[kind] for kind in axes}
+        fits |= {OTHER: device[OTHER], "idle": some_works, "data wait": waits, "host gap": True}
+        left = np.diff(edges)  # ns that no row has yet
+        for row, fit in fits.items():
             rows[row] = rows.get(row, 0.0) + float((left * fit).sum())
             left = np.where(fit, 0, left)
     return {row: ns / 1e6 / len(devices) / len(marks[UPDATE]) for row, ns in rows.items()}
 
 
 class Profile:
-    """train.profile and log.hlo: a trace of some updates, their ledger, and the step's program.
+    """Traces the updates of train.profile, reports their ledger, and writes log.hlo's program.
 
-    Process 0 traces its own devices, and no others; a run resumed past the first of the updates
-    traces none.  On object stores the trace is written locally, then copied.
+    Process 0 traces the devices of its own process only.  A run that resumes after the first of the
+    updates traces none.  On object stores the trace is written locally, then copied.
     """
 
     def __init__(self, run: epath.Path, program, cfg: Config):
-        """program: the compiled update, or None where there is none to take."""
+        """program: the compiled update, or None if the run makes no update."""
         self.run, self.cfg, self.path = run, cfg, run / "profile"
-        self.first, n = cfg.train.profile
-        self.last, self.state = self.first + n - 1, "none"
-        self.hlo = program.as_text() if program and (cfg.log.hlo or self.first) else ""
+        self.first, n_updates = cfg.train.profile
+        self.last, self.state = self.first + n_updates - 1, "none"
+        is_needed = program is not None and (cfg.log.hlo or self.first > 0)
+        self.hlo = program.as_text() if is_needed else ""
         if self.hlo and cfg.log.hlo and is_lead():
             write_whole(run / "step.hlo.txt", self.hlo)
 
     @contextmanager
-    def update(self, step: int, log: MetricsLog):
-        """Around update `step`: start and stop the trace where due, the devices at rest."""
+    def trace_update(self, step: int, log: MetricsLog):
+        """Mark update `step`, run in this context, in the trace; start or stop the trace if due.
+
+        Starting and stopping wait for the updates before, so that the trace has whole ones.
+        """
         if is_lead() and step == self.first:
-            log.aside(self.start)
-        ends = self.state == "tracing" and step == self.last
+            log.run_untimed(self.start)
+        is_end = self.state == "tracing" and step == self.last
         with jax.profiler.StepTraceAnnotation(UPDATE, step_num=step):
             yield
-            if ends:
+            if is_end:
                 log.flush()
-        if ends:
-            log.aside(self.stop)
+        if is_end:
+            log.run_untimed(self.stop)
             self.state = "traced"
 
     def start(self):
-        remote = is_remote(self.path)
-        self.local = epath.Path(tempfile.mkdtemp(prefix="trifold-")) if remote else self.path
+        self.local_path = self.path
+        if is_remote(self.path):
+            self.local_path = epath.Path(tempfile.mkdtemp(prefix="trifold-"))
         options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0  # would slow the host that is being measured
-        jax.profiler.start_trace(os.fspath(self.local), profiler_options=options)
+        options.python_tracer_level = 0  # it would slow the host that is being measured
+        jax.profiler.start_trace(os.fspath(self.local_path), profiler_options=options)
         self.state = "tracing"
 
     def stop(self):
         jax.profiler.stop_trace()
         if is_remote(self.path):
-            fs, there = fsspec.url_to_fs(os.fspath(self.path))
-            fs.put(f"{self.local}/", f"{there}/", recursive=True)
+            fs, remote_path = fsspec.url_to_fs(os.fspath(self.path))
+            fs.put(f"{self.local_path}/", f"{remote_path}/", recursive=True)
 
     def report(self):
-        """Print the ledger and add it to ledger.txt; at the end of the run, for reading a trace
-        takes a while.  A run stopped among its updates leaves the trace alone."""
+        """Print the ledger and append it to ledger.txt; the trace of a stopped run has no ledger.
+
+        Called at the end of the run, because reading a trace takes a while.
+        """
         if self.state == "tracing":
             self.stop()
         if self.state != "traced":
             return
-        trace = sorted(self.local.glob("plugins/profile/*/*.xplane.pb"))[-1]  # by time
-        data = jax.profiler.ProfileData.from_file(os.fspath(trace))
+        traces = self.local_path.glob("plugins/profile/*/*.xplane.pb")
+        newest = sorted(traces)[-1]  # their folders are named by time
+        data = jax.profiler.ProfileData.from_file(os.fspath(newest))
         rows = ledger(data, self.hlo, self.cfg.mesh.sizes)
         if not rows:
-            return warn(f"{trace} shows no work of a device, so there is no ledger")
+            return warn(f"{newest} shows no work of a device, so there is no ledger")
         wall = sum(rows.values())
         lines = [f"updates {self.first} to {self.last}, ms each:"]
         for row, ms in (rows | {"all": wall}).items():
             lines.append(f"  {row:<28}{ms:12.3f}{ms / wall:8.1%}")
         path, text = self.path / "ledger.txt", "\n".join(lines)
         say(text)
-        write_whole(path, (path.read_text() if path.exists() else "") + text + "\n")
+        before = path.read_text() if path.exists() else ""
+        write_whole(path, before + text + "\n")

@@ -1,6 +1,10 @@
-"""Train: build the mesh, make or resume the state, take steps.
+"""Train: build the mesh, make or resume the state, take steps.  The State, the sharded train and
+eval step, the loop over updates, and `main`.
 
-`python train.py --config demo`, or --help.
+    python train.py --config demo
+
+Dimension key (a suffix on every array's name spells its logical shape):
+  A  accumulation slices   M  microbatches   B  sequences   L  sequence length
 """
 
 import cli
@@ -9,8 +13,8 @@ import cli
 if __name__ == "__main__":
     CFG = cli.start()
 
+import sys
 import time
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,19 +25,22 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
-import gradient
 import model
 import utils
 from checkpoint import Checkpoints
-from config import CHECKPOINT, USAGE, Config, UserError
+from config import CHECKPOINT, INTERRUPTED, USAGE, Config, UserError
 from dataset import Dataset
 from experts import moe_metrics, update_router_biases
 from generate import generate
+from gradient import add_slice_gradient, prepare_parts, reduce_total, zero_total
+from layers import BATCH
 from metrics import MetricsLog, print_end, print_eval
 from model import TOKEN_SPEC
-from optim import learning_rate, optimizer
+from optim import count_updates, learning_rate, optimizer, skip_unless_finite
 from profiling import DATA_WAIT, Profile
 from rundir import open_run, write_record
+
+# ---- the state
 
 
 class State(NamedTuple):
@@ -43,16 +50,18 @@ class State(NamedTuple):
     """Updates tried so far, skipped ones included."""
     params: Any
     opt: Any
+    """The optimizer's state."""
 
 
 def make_state(cfg: Config) -> State:
+    """The State before the first update."""
     params = model.init_params(cfg)
     return State(jnp.int32(0), params, optimizer(cfg).init(params))
 
 
 def state_specs(cfg: Config) -> State:
-    """Where each leaf of State rests: the optimizer's moments with their weights, counters
-    everywhere."""
+    """The PartitionSpec of each leaf of State: the optimizer's moments are sharded like their
+    weights, counters are on every device."""
     specs, opt = model.param_specs(cfg), jax.eval_shape(partial(make_state, cfg)).opt
     moment, counter = lambda _, spec: spec, lambda _: P()
     opt = optax.tree.map_params(optimizer(cfg), moment, opt, specs, transform_non_params=counter)
@@ -60,17 +69,19 @@ def state_specs(cfg: Config) -> State:
 
 
 def init_state(cfg: Config) -> State:
-    homes = utils.shardings(state_specs(cfg))
-    return jax.jit(make_state, static_argnums=0, out_shardings=homes)(cfg)
+    """`make_state`, made sharded: no device holds all of it."""
+    shardings = utils.shardings(state_specs(cfg))
+    return jax.jit(make_state, static_argnums=0, out_shardings=shardings)(cfg)
 
 
 def checkpoint_items(state: State) -> dict:
-    """A State as the items of a checkpoint: the weights apart, for those who want nothing else."""
+    """A State as the items of a checkpoint.  The weights are an item of their own, so that they can
+    be read alone."""
     return dict(params=state.params, rest=dict(step=state.step, opt=state.opt))
 
 
 def step_shapes(cfg: Config) -> tuple:
-    """Of what train_step takes, but for cfg, the shapes and dtypes."""
+    """Shapes and dtypes of the arrays that train_step takes."""
     t = cfg.train
     rows = t.batch_size // (t.grad_accum * t.microbatches)
     tokens_AMBL = jax.ShapeDtypeStruct((t.grad_accum, t.microbatches, rows, t.seq_len), jnp.int32)
@@ -78,26 +89,28 @@ def step_shapes(cfg: Config) -> tuple:
 
 
 def step_specs(cfg: Config) -> tuple:
+    """PartitionSpecs of the arrays that train_step takes."""
     return state_specs(cfg), TOKEN_SPEC, TOKEN_SPEC
 
 
 def with_shardings(shapes, specs):
-    """The shapes, each with where it rests on the ambient mesh."""
+    """The shapes with their shardings on the ambient mesh."""
 
-    def leaf(x, home):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=home)
+    def leaf(x, sharding):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     return jax.tree.map(leaf, shapes, utils.shardings(specs))
 
 
 def abstract_state(cfg: Config) -> State:
-    """State without its numbers."""
+    """Shapes, dtypes and shardings of the State."""
     return with_shardings(step_shapes(cfg)[0], state_specs(cfg))
 
 
 def restore_or_init(run, train: Dataset, cfg: Config) -> tuple[Checkpoints, State]:
-    """The run's checkpoints, and the State of the newest one or a new one."""
-    store = Checkpoints(run, cfg.checkpoint.keep, fixed_settings(cfg, train))
+    """The run's checkpoints, and the State of the newest one, or a new State where there is none.
+    Raises UserError CHECKPOINT and USAGE."""
+    store = Checkpoints(run, cfg.checkpoint.keep, fixed_settings(cfg, train.source.fingerprint))
     found = store.restore(checkpoint_items(abstract_state(cfg)))
     if found is None and cfg.eval_only:
         what = f"{store.run} has no checkpoint to evaluate"
@@ -113,7 +126,8 @@ def restore_or_init(run, train: Dataset, cfg: Config) -> tuple[Checkpoints, Stat
 
 
 def load_params(run, cfg: Config, step: int = -1):
-    """The weights of a run's newest checkpoint, or of the one after `step` updates."""
+    """The weights of a run's newest checkpoint, or of the one after `step` updates.  Raises
+    UserError CHECKPOINT."""
     weights = dict(params=abstract_state(cfg).params)
     found = Checkpoints(run, keep=0).restore(weights, step)
     if found is None:
@@ -121,66 +135,70 @@ def load_params(run, cfg: Config, step: int = -1):
     return found["params"]
 
 
-def fixed_settings(cfg: Config, train: Dataset) -> dict:
-    """The settings that a run and the checkpoint it goes on from must share; the others may change
-    between starts."""
+def fixed_settings(cfg: Config, fingerprint: str | None) -> dict:
+    """The settings that must be the same in a run and in the checkpoint that it resumes from; all
+    others may change between starts."""
     m = {f"model.{name}": value for name, value in vars(cfg.model).items()}
     t = {f"train.{name}": getattr(cfg.train, name) for name in ("seq_len", "batch_size")}
-    return m | t | {"run.seed": cfg.run.seed, "data.train fingerprint": train.fingerprint}
+    return m | t | {"run.seed": cfg.run.seed, "data.train fingerprint": fingerprint}
+
+
+# ---- the train step and the eval step
 
 
 def loss_and_grads(params, tokens_AMBL, targets_AMBL, key, cfg: Config):
-    """Mean loss (nats per counted token of the global batch), the objective's gradient, and the
-    sums over the batch of moe layers' statistics (experts.balance), stacked like their weights.
+    """(loss, gradient, statistics) of a batch: the mean loss in nats per counted token; the
+    objective's gradient, sharded like params; the sums of the moe layers' statistics
+    (experts.routing_stats), stacked like their weights.
 
     The only shard_map of training.
     """
     specs = model.param_specs(cfg)
-    out_specs = P(), specs, dict(layers=P("pp")) | (dict(prefix=P()) if cfg.model.prefix else {})
+    stats_specs = dict(layers=P("pp")) | (dict(prefix=P()) if cfg.model.prefix else {})
 
-    @jax.shard_map(in_specs=(specs, TOKEN_SPEC, TOKEN_SPEC, P()), out_specs=out_specs)
+    @jax.shard_map(
+        in_specs=(specs, TOKEN_SPEC, TOKEN_SPEC, P()), out_specs=(P(), specs, stats_specs)
+    )
     def per_device(params, tokens_AMBL, targets_AMBL, key):
-        n_tokens = lax.psum((targets_AMBL >= 0).sum(dtype=jnp.float32), ("dp", "pp"))
-        tokens_AMBL, targets_AMBL = (
-            lax.all_gather(x, "pp", axis=1, tiled=True) for x in (tokens_AMBL, targets_AMBL)
-        )
-        if cfg.mesh.schedule != "gpipe":  # one slice: the pipeline fills and drains once
-            tokens_AMBL, targets_AMBL = (
-                x.reshape(1, -1, *x.shape[2:]) for x in (tokens_AMBL, targets_AMBL)
-            )
+        n_tokens = lax.psum((targets_AMBL >= 0).sum(dtype=jnp.float32), BATCH)
+        # A stage works on all microbatches of its dp rank.
+        tokens_AMBL = lax.all_gather(tokens_AMBL, "pp", axis=1, tiled=True)
+        targets_AMBL = lax.all_gather(targets_AMBL, "pp", axis=1, tiled=True)
+        if cfg.mesh.schedule != "gpipe":  # one slice, so that the pipeline fills and drains once
+            tokens_AMBL = tokens_AMBL.reshape(1, -1, *tokens_AMBL.shape[2:])
+            targets_AMBL = targets_AMBL.reshape(1, -1, *targets_AMBL.shape[2:])
         n_rows = cfg.train.batch_size // tokens_AMBL.shape[0]
-        w = gradient.prepare_parts(params, cfg, cfg.train.dtype)
+        w = prepare_parts(params, cfg, cfg.train.dtype)
 
-        def add(total, slice):
+        def add_slice(total, slice):
             tokens_MBL, targets_MBL, a = slice
-            rows = tokens_MBL, targets_MBL, total, key, a * n_rows
-            return gradient.add_slice_gradient(w, *rows, n_tokens, cfg), None
+            args = tokens_MBL, targets_MBL, total, key, a * n_rows, n_tokens
+            return add_slice_gradient(w, *args, cfg), None
 
-        grads = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), w)
-        loss = lax.pcast(jnp.float32(0), ("dp", "pp"), to="varying")
-        zero = gradient.Total(loss, grads, gradient.zero_stats(w, cfg))
         slices = (tokens_AMBL, targets_AMBL, jnp.arange(len(tokens_AMBL)))
-        total, _ = lax.scan(add, zero, slices)
-        return gradient.reduce_total(total, params, cfg)
+        total, _ = lax.scan(add_slice, zero_total(w, cfg), slices)
+        return reduce_total(total, params, cfg)
 
     return per_device(params, tokens_AMBL, targets_AMBL, key)
 
 
 @partial(jax.jit, static_argnames="cfg", donate_argnames="state")
 def train_step(state: State, tokens_AMBL, targets_AMBL, cfg: Config):
-    """One update.  One with a loss or gradient that is not finite changes nothing but the step."""
+    """(state, metrics) after one update.  If its loss or gradient is not finite, only state.step
+    changes.
+
+    Every scalar in metrics gets into metrics.jsonl, the console and Weights & Biases by itself.
+    """
     key = jax.random.fold_in(jax.random.key(cfg.run.seed), state.step)
     loss, grads, stats = loss_and_grads(state.params, tokens_AMBL, targets_AMBL, key, cfg)
     grad_norm = optax.tree.norm(grads)
     updates, opt = optimizer(cfg).update(grads, state.opt, state.params)
     params = update_router_biases(optax.apply_updates(state.params, updates), stats, cfg)
-    good = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-
-    def pick(new, old):
-        return jnp.where(good, new, old)
-
-    params, opt = jax.tree.map(pick, (params, opt), (state.params, state.opt))
-    metrics = dict(loss=loss, grad_norm=grad_norm, lr=learning_rate(state.opt[-1].count, cfg))
+    params, opt = skip_unless_finite(
+        (params, opt), (state.params, state.opt), loss=loss, grad_norm=grad_norm
+    )
+    lr = learning_rate(count_updates(state.opt, state.step), cfg)
+    metrics = dict(loss=loss, grad_norm=grad_norm, lr=lr)
     if cfg.model.n_experts:
         metrics["moe"] = lax.with_sharding_constraint(moe_metrics(stats, cfg), P())
     new = State(state.step + 1, params, opt)
@@ -189,7 +207,7 @@ def train_step(state: State, tokens_AMBL, targets_AMBL, cfg: Config):
 
 @partial(jax.jit, static_argnames="cfg")
 def eval_step(params, tokens_AMBL, targets_AMBL, cfg: Config):
-    """(sum of the losses, tokens counted, AMBL loss of each token, 0 where it is not counted)."""
+    """(sum of the losses in nats, counted tokens, nll_AMBL: 0 for a token that is not counted)."""
     specs = model.param_specs(cfg)
 
     @jax.shard_map(in_specs=(specs, TOKEN_SPEC, TOKEN_SPEC), out_specs=(P(), P(), TOKEN_SPEC))
@@ -199,46 +217,50 @@ def eval_step(params, tokens_AMBL, targets_AMBL, cfg: Config):
 
         nll_AMBL = lax.map(score, (tokens_AMBL, targets_AMBL))
         nll_AMBL = jnp.where(targets_AMBL >= 0, nll_AMBL, 0)
-        return *lax.psum((nll_AMBL.sum(), (targets_AMBL >= 0).sum()), ("dp", "pp")), nll_AMBL
+        return *lax.psum((nll_AMBL.sum(), (targets_AMBL >= 0).sum()), BATCH), nll_AMBL
 
     return per_device(params, tokens_AMBL, targets_AMBL)
 
 
-def evaluate(params, data: Dataset, step: int, cfg: Config, stop=False) -> dict | None:
-    """An eval row of metrics.jsonl, every token weighing the same; None when stop comes first."""
+# ---- the loop over updates
+
+
+def evaluate(params, data: Dataset, step: int, cfg: Config, stop=None) -> dict | None:
+    """The loss (nats a token), bits per byte and number of tokens of the evaluation after `step`
+    updates; every token has the same weight.  None if `stop` (a utils.Stop) cuts it short."""
     total = tokens = 0
-    indices = data.eval_indices(step)
-    bar = dict(desc="evaluate", unit="batch", leave=False, disable=not utils.is_lead())
-    for i in tqdm(indices, **bar):
-        if stop:
+    no_bar = None if utils.is_lead() else True  # None: no bar where stderr is not a terminal
+    bar = dict(desc="evaluate", unit="batch", leave=False, disable=no_bar)
+    for i in tqdm(data.eval_indices(step), **bar):
+        if stop is not None and stop.agree_to_stop():
             return None
         nll, n, _ = utils.wait_for(eval_step(params, *data.eval_batch(i), cfg))
         total, tokens = total + float(nll), tokens + int(n)
-    loss = total / tokens
-    bits = data.bytes_per_token and loss / jnp.log(2).item() / data.bytes_per_token
-    return dict(
-        loss=utils.finite_or_none(loss),
-        bits_per_byte=bits and utils.finite_or_none(bits),
-        tokens=tokens,
-    )
+    loss, bytes_per_token = total / tokens, data.source.bytes_per_token
+    result = dict(loss=utils.finite_or_none(loss), bits_per_byte=None, tokens=tokens)
+    if bytes_per_token is not None:
+        bits = loss / jnp.log(2).item() / bytes_per_token
+        result |= dict(bits_per_byte=utils.finite_or_none(bits))
+    return result
 
 
 def is_due(step: int, every: int, cfg: Config) -> bool:
-    """Whether what comes every so many updates (0: only at the end) comes after update `step`."""
+    """Whether something done every so many updates (0: only at the end) is due after update
+    `step`."""
     return step == cfg.train.steps or (step > 0 and every > 0 and step % every == 0)
 
 
 def sample_row(params, step: int, cfg: Config, data: Dataset) -> dict:
-    """A row of samples.jsonl: the start of a document, from the same random numbers every time."""
-    end = data.manifest.get("eot_id", 0)
-    ids = dict(vocab_size=data.manifest["vocab_size"], stop_id=end)
+    """A row of samples.jsonl: a new document, drawn with the same random numbers every time."""
+    end = max(0, data.source.end_id)
+    ids = dict(vocab_size=data.source.vocab_size, stop_id=end)
     draw = dict(temperature=0.8, seed=cfg.run.seed)
     *_, rows = generate(params, [[end]], cfg.train.sample_tokens, cfg, **ids, **draw)
-    return dict(step=step, text=data.decode(rows[0][1:]))
+    return dict(step=step, text=data.source.decode(rows[0][1:]))
 
 
 def compile_step(cfg: Config):
-    """The program of train_step on the ambient mesh; says what it needs."""
+    """train_step compiled for the ambient mesh; prints the memory that it needs."""
     begin = time.monotonic()
     utils.say("compiling the update")
     program = utils.compile_program(
@@ -251,30 +273,30 @@ def compile_step(cfg: Config):
 
 
 def train_loop(run, store, state: State, train: Dataset, val: Dataset, stop, cfg: Config):
-    """Train to the last step, or to the update at which `stop` is set, evaluating and saving on the
-    way; the State then, and the log."""
+    """(state, log) after training to the last step, or until `stop`, with the evaluations, samples
+    and checkpoints on the way."""
     start = int(state.step)
-    utils.on_lead(write_record, run, cfg, train)
+    utils.run_on_lead(write_record, run, cfg, train.source)
     log = MetricsLog(run, cfg, start, model.flops_per_token(cfg))
-    # Before the first checkpoint: it may be that this cannot be compiled, or has no room.
-    program = log.aside(compile_step, cfg) if start < cfg.train.steps else None
+    # Before the first checkpoint, because compiling may fail, or show that memory is too small.
+    program = log.run_untimed(compile_step, cfg) if start < cfg.train.steps else None
     profile = Profile(run, program, cfg)
     for step in range(start, cfg.train.steps + 1):
-        if is_due(step, cfg.train.eval_every, cfg) and step not in log.eval:
-            log.evaluation(step, log.aside(evaluate, state.params, val, step, cfg, stop))
-        samples = cfg.train.sample_every and is_due(step, cfg.train.sample_every, cfg)
-        if samples and step not in log.samples:
-            log.sample(log.aside(sample_row, state.params, step, cfg, train))
-        last = step == cfg.train.steps or bool(stop)
+        if is_due(step, cfg.train.eval_every, cfg) and step not in log.eval_losses:
+            log.add_evaluation(step, log.run_untimed(evaluate, state.params, val, step, cfg, stop))
+        wants_sample = cfg.train.sample_every > 0 and step not in log.sampled_steps
+        if wants_sample and is_due(step, cfg.train.sample_every, cfg):
+            log.add_sample(log.run_untimed(sample_row, state.params, step, cfg, train))
+        last = step == cfg.train.steps or stop.agree_to_stop()
         if step == 0 or last or is_due(step, cfg.checkpoint.every, cfg):
-            log.aside(store.save, step, checkpoint_items(state))
+            log.run_untimed(store.save, step, checkpoint_items(state))
         if last:
             break
-        with profile.update(step + 1, log):
+        with profile.trace_update(step + 1, log):
             with jax.profiler.TraceAnnotation(DATA_WAIT):
                 batch = train.batch(step)
             state, metrics = program(state, *batch)
-            log.update(step + 1, metrics)
+            log.add_update(step + 1, metrics)
     store.close()
     profile.report()
     log.close()
@@ -285,20 +307,24 @@ def main(cfg: Config) -> State | None:
     """Make or resume a run and train it, or only evaluate it."""
     stop = utils.Stop()
     cfg = utils.start_mesh(cfg)
-    n_params, n_active = model.param_count(cfg), model.param_count(cfg, active=True)
     train = Dataset(cfg, "train")
-    if cfg.data.document_mask:
-        cfg = replace(cfg, data=replace(cfg.data, end_id=train.end_id))
+    cfg = train.cfg  # now with the data's end-of-document id
     val = Dataset(cfg, "val")
-    with open_run(cfg, train) as run:
+    n_params, n_active = model.param_count(cfg), model.param_count(cfg, active=True)
+    with open_run(cfg, train.source) as run:
         store, state = restore_or_init(run, train, cfg)
         if cfg.eval_only:
             step = int(state.step)
-            return print_eval(step, evaluate(state.params, val, step, cfg, stop))
-        of_token = f", {n_active:,} active" if n_active < n_params else ""
-        utils.say(f"train: {train}\nval: {val}\nmodel: {n_params:,} parameters{of_token}")
+            result = evaluate(state.params, val, step, cfg, stop)
+            if result is None:
+                sys.exit(INTERRUPTED)
+            return print_eval(step, result)
+        active = f", {n_active:,} active" if n_active < n_params else ""
+        utils.say(f"train: {train}\nval: {val}\nmodel: {n_params:,} parameters{active}")
         state, log = train_loop(run, store, state, train, val, stop, cfg)
     print_end(log, int(state.step))
+    if not log.is_finished():
+        sys.exit(INTERRUPTED)
     return state
 
 

@@ -1,13 +1,15 @@
-"""Loss, perplexity and bits per byte of a trained model on a data set, each token counted once,
-as one line of JSON.
+"""Loss, perplexity and bits per byte of a trained model on a data set, as one line of JSON.
 
     python scripts/evaluate.py --run runs/demo --data data/demo/val --per_token logprob.npy
+
+Each token counts once, on any mesh.
 """
 
 import json
 import math
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import tyro
@@ -24,14 +26,14 @@ class Args:
     run: str
     """A run directory, local or gs://."""
     data: str = ""
-    """The data set; by default what the run validated on."""
+    """The data set; by default the run's validation set."""
     per_token: str = ""
-    """Write here, as float32 .npy, the log probability (nats) of each token but the first, in the
-    data's order."""
+    """A .npy file to write: the log probability (nats, float32) of each token after the first.
+    They are in the order of the data."""
     batch_size: int = 64
-    """Sequences at a time, about; the result does not depend on it."""
+    """Sequences in a batch, rounded to what the mesh needs; does not change the result."""
     step: int = -1
-    """The checkpoint to use; -1 is the newest."""
+    """Number of updates of the checkpoint to use; -1 is the newest."""
     mesh: config.YesNo[config.Mesh] = config.Mesh()
 
 
@@ -56,27 +58,30 @@ import utils
 from dataset import Dataset
 
 
-def main(cfg: config.Config):
-    """Score every token of the set, and print what comes of it."""
-    args = ARGS
+def main(args: Args, cfg: config.Config):
+    """Score every token of the set, print the means, and write --per_token."""
     cfg = utils.start_mesh(cfg, rows=args.batch_size)
     data = Dataset(cfg, "val")
     params = train.load_params(files.absolute_path(args.run), cfg, args.step)
-    nlls, bar = [], dict(desc="evaluate", unit="batch", disable=not utils.is_lead())
-    for i in tqdm(range(data.n_eval_batches), **bar):
+    if utils.is_lead():  # on stderr: stdout is for the result
+        print(f"evaluating on {data.source}", file=sys.stderr, flush=True)
+    hidden = None if utils.is_lead() else True  # None shows the bar on a terminal only
+    nlls = []
+    for i in tqdm(
+        range(data.n_eval_batches), "evaluate", unit="batch", leave=False, disable=hidden
+    ):
         _, _, nll_AMBL = train.eval_step(params, *data.eval_batch(i), cfg)
         nlls.append(np.asarray(multihost_utils.process_allgather(nll_AMBL, tiled=True)).ravel())
-    nll = np.concatenate(nlls)[: len(data.stream) - 1]  # the rest pads the last batch
+    nll = np.concatenate(nlls)[: data.source.n_tokens - 1]  # without the padding of the last batch
     loss = nll.sum(dtype=np.float64) / len(nll)
-    per_byte = loss / math.log(2) / data.bytes_per_token if data.bytes_per_token else math.nan
-    scores = dict(loss=loss, perplexity=np.exp(loss), bits_per_byte=per_byte)
-    scores = {
-        name: utils.finite_or_none(score) for name, score in scores.items()
-    }  # JSON has no NaN
+    bytes_per_token = data.source.bytes_per_token
+    bits = loss / math.log(2) / bytes_per_token if bytes_per_token is not None else math.nan
+    scores = dict(loss=loss, perplexity=np.exp(loss), bits_per_byte=bits)
+    scores = {name: utils.finite_or_none(x) for name, x in scores.items()}  # JSON has no NaN
     utils.say(json.dumps(scores | dict(tokens=len(nll))))
     if args.per_token and utils.is_lead():
         files.write_whole(files.absolute_path(args.per_token), files.npy_bytes(-nll))
 
 
 if __name__ == "__main__":
-    utils.run_main(main, CFG)
+    utils.run_main(partial(main, ARGS), CFG)

@@ -1,4 +1,7 @@
-"""What a run came to, from its metrics: `python scripts/report.py --run runs/demo`."""
+"""Summary of a run, from its metrics.jsonl and samples.jsonl.
+
+python scripts/report.py --run runs/demo
+"""
 
 import json
 import statistics
@@ -21,28 +24,27 @@ class Args:
     """A run directory, local or gs://."""
 
 
-def rows(path: epath.Path) -> list[dict]:
+def read_rows(path: epath.Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def main(args: Args):
-    """Print the run directory, how far and how fast it trained, its last evaluation and its last
-    sample."""
+    """Print where the run is, how long and how fast it trained, its last evaluation and sample."""
     run = epath.Path(args.run)
-    metrics, samples = rows(run / "metrics.jsonl"), rows(run / "samples.jsonl")
+    metrics, samples = read_rows(run / "metrics.jsonl"), read_rows(run / "samples.jsonl")
     train = [row for row in metrics if row["kind"] == "train"]
     evals = [row for row in metrics if row["kind"] == "eval"]
     if not train:
-        what = f"{run} has no rows in metrics.jsonl"
+        what = f"{run} has no training rows in metrics.jsonl"
         raise UserError(DATA, what, "give --run a run directory that has trained")
-    last, skipped = train[-1], sum(None in (row["loss"], row["grad_norm"]) for row in train)
+    last, n_skipped = train[-1], sum(None in (row["loss"], row["grad_norm"]) for row in train)
     rate = statistics.median(row["tokens_per_sec"] for row in train)
     print(f"run directory    {run} (loss.png, metrics.jsonl, checkpoints/)")
     amount = f"{last['step']:,} updates, {last['tokens']:,} tokens"
-    print(f"trained          {amount}, {rate:,.0f} tokens/s, {skipped} skipped")
+    print(f"trained          {amount}, {rate:,.0f} tokens/s, {n_skipped} skipped")
     if evals:
-        loss, tokens, bits = (evals[-1][k] for k in ("loss", "tokens", "bits_per_byte"))
-        print(f"validation loss  {loss:.4f} nats per token, over {tokens:,} tokens")
+        loss, n_tokens, bits = (evals[-1][k] for k in ("loss", "tokens", "bits_per_byte"))
+        print(f"validation loss  {loss:.4f} nats per token, over {n_tokens:,} tokens")
         if bits is not None:
             print(f"bits per byte    {bits:.4f}")
     if samples:

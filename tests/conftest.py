@@ -34,7 +34,7 @@ import pytest
 import utils
 
 # JAX's programs are many objects that live long, and to look them through took a seventh of the
-# time of test_model.py's meshes (69 s instead of 59 for twenty of them).
+# time of test_gradient.py's meshes (69 s instead of 59 for twenty of them).
 gc.set_threshold(200_000, 50, 1000)
 
 MESHES = sorted((mesh for mesh in product((1, 2, 4, 8), repeat=3) if prod(mesh) <= 8), key=prod)
@@ -61,7 +61,7 @@ def few_programs():
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
-    """train/ and val/ of real text, one byte a token, cut into several shards."""
+    """A folder with train/ and val/: real text, one byte per token, in several shards."""
     out = tmp_path_factory.mktemp("corpus")
     source = Path(os.__file__).parent / "json"
     request = ["--input", source, "--suffix", ".py", "--tokenizer", "byte", "--out", out]
@@ -76,6 +76,7 @@ def run(script: str, *args, **kwargs) -> subprocess.CompletedProcess:
 
 
 def prepare(*args):
+    """Run prepare_data.py, which has to succeed."""
     done = run("scripts/prepare_data.py", *args)
     assert done.returncode == 0, done.stderr
 

@@ -1,11 +1,11 @@
-"""Google Cloud Storage emulated on the loopback, in memory, for tests of gs:// paths.
+"""An in-memory emulation of Google Cloud Storage on the loopback, for tests of gs:// paths.
 
     python tests/gcs_emulator.py PORT BUCKET
 
-PORT 0 takes any free one; the first line printed is the address.  The package gcp-storage-emulator
-answers most of the JSON API.  This file adds what gcsfs (files) and tensorstore (the arrays of
-checkpoints) rely on beyond that: preconditions on generations, ranges counted from the end,
-listings between two names, moves, and many requests at once.
+PORT 0 takes any free port; the first line printed is the address.  The package gcp-storage-emulator
+implements most of the JSON API.  This file adds what gcsfs (for files) and tensorstore (for the
+arrays of checkpoints) need beyond that: preconditions on generations, ranges counted from the end,
+listings between two names, moves, and many parallel requests.
 """
 
 import logging
@@ -25,16 +25,16 @@ ONE_AT_A_TIME = threading.RLock()
 
 
 class LoopbackServer(ThreadingHTTPServer):
-    """A thread for each request: checkpoints are read in hundreds of parallel ones.
+    """Serves each request in a thread of its own, because reading a checkpoint sends hundreds.
 
-    With the default backlog of 5 most would be turned away, and try again a second later.
+    With the default backlog of 5 most of them would be refused and retried a second later.
     """
 
     request_queue_size = 256
     daemon_threads = True
 
     def handle_error(self, request, client_address):
-        """Report what goes wrong, but not clients that hang up: gcsfs often does."""
+        """Report errors, except clients that close the connection, which gcsfs often does."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
@@ -47,58 +47,58 @@ def query_value(request, name: str) -> str | None:
 
 
 def object_name(request) -> str | None:
-    """The object that a request reads or changes; None where it is not about one object."""
+    """The object that a request reads or changes; None for requests on no single object."""
     body = request.data if isinstance(request.data, dict) else {}
     uploaded = query_value(request, "name") or body.get("meta", body).get("name")
     return request.params.get("dest_object_id") or request.params.get("object_id") or uploaded
 
 
-def generation(storage, bucket: str, name: str) -> str:
-    """The version of an object, and "0" where there is none: GCS says so too."""
+def object_generation(storage, bucket: str, name: str) -> str:
+    """The version of an object; "0" if there is none, as in GCS."""
     try:
         return storage.get_file_obj(bucket, name)["generation"]
     except NotFound:
         return "0"
 
 
-def refusal(request, storage, name: str | None) -> HTTPStatus | None:
-    """The status of a request whose precondition does not hold.
+def failed_precondition(request, storage, name: str | None) -> HTTPStatus | None:
+    """The status that answers a request whose precondition does not hold; None if it holds.
 
-    Tensorstore writes the index of its arrays only if it is still the one that it has read.
+    Tensorstore overwrites the index of its arrays only if nothing has changed it since it was read.
     """
     must_be = query_value(request, "ifGenerationMatch")
     must_not_be = query_value(request, "ifGenerationNotMatch")
     if name is None or must_be is must_not_be is None:
         return None
-    now = generation(storage, request.params["bucket_name"], name)
-    if must_be not in (None, now):
+    generation = object_generation(storage, request.params["bucket_name"], name)
+    if must_be not in (None, generation):
         return HTTPStatus.PRECONDITION_FAILED
-    if must_not_be == now:
-        known = HTTPStatus.NOT_MODIFIED
-        return known if request.method == "GET" else HTTPStatus.PRECONDITION_FAILED
+    if must_not_be == generation:
+        is_get = request.method == "GET"
+        return HTTPStatus.NOT_MODIFIED if is_get else HTTPStatus.PRECONDITION_FAILED
     return None
 
 
-def guarded(handler):
-    """The handler, for requests whose precondition holds, and with no other at work meanwhile."""
+def check_preconditions(handler):
+    """A handler that checks a request's preconditions first, and runs one request at a time."""
 
-    def serve(request, response, storage):
-        name = object_name(request)  # this waits for the body, so it comes before the lock
+    def handle(request, response, storage):
+        name = object_name(request)  # waits for the request's body, so it is outside of the lock
         with ONE_AT_A_TIME:
-            refused = refusal(request, storage, name)
-            if refused:
-                response.status = refused
-            else:
+            status = failed_precondition(request, storage, name)
+            if status is None:
                 handler(request, response, storage)
+            else:
+                response.status = status
 
-    return serve
+    return handle
 
 
-# ---- requests that the package answers in part or not at all
+# ---- requests that the package implements in part or not at all
 
 
 def byte_range(header: str, size: int) -> tuple[int, int] | None:
-    """(first, last + 1) of `bytes=2-5`, `bytes=2-`, or `bytes=-4`, which is the last four."""
+    """(first, last + 1) of `bytes=2-5`, `bytes=2-`, or `bytes=-4`, which means the last four."""
     found = re.fullmatch(r"\s*bytes=(\d*)-(\d*)\s*", header)
     if not found or found.groups() == ("", ""):
         return None
@@ -109,7 +109,7 @@ def byte_range(header: str, size: int) -> tuple[int, int] | None:
 
 
 def download(request, response, storage):
-    """An object or a range of its bytes, with its generation, which tensorstore has to see."""
+    """Send an object or a range of its bytes, with its generation, which tensorstore needs."""
     bucket, name = request.params["bucket_name"], request.params["object_id"]
     try:
         data, about = storage.get_file(bucket, name), storage.get_file_obj(bucket, name)
@@ -133,15 +133,15 @@ def download(request, response, storage):
 
 
 def get(request, response, storage):
-    """An object's bytes, or what is known about it, as the query asks."""
+    """Send an object's bytes or its metadata, as the query asks."""
     answer = download if query_value(request, "alt") == "media" else objects.get
     answer(request, response, storage)
 
 
 def list_objects(request, response, storage):
-    """The objects from startOffset up to endOffset, all on one page.
+    """List the objects from startOffset up to endOffset, all on one page.
 
-    Tensorstore lists, and deletes, by such ranges: without them it would meet its neighbours too.
+    Tensorstore lists and deletes such ranges; without them it would delete other objects too.
     """
     start = query_value(request, "startOffset") or ""
     end = query_value(request, "endOffset") or chr(sys.maxunicode)
@@ -156,7 +156,7 @@ def list_objects(request, response, storage):
 
 
 def move(request, response, storage):
-    """Give an object another name in its bucket; gcsfs renames with it."""
+    """Rename an object within its bucket, as gcsfs does."""
     bucket = request.params["dest_bucket_name"] = request.params["bucket_name"]
     objects.copy(request, response, storage)
     if response.status == HTTPStatus.OK:
@@ -167,20 +167,20 @@ def move(request, response, storage):
 
 
 def routes() -> tuple:
-    """The package's (path, {method: handler}) with our handlers in it, and all of them guarded."""
-    ours = {objects.download: download, objects.get: get, objects.ls: list_objects}
-    an_object = r"^/storage/v1/b/(?P<bucket_name>[-.\w]+)/o/(?P<object_id>[^/]+)"
-    moves = (an_object + r"/moveTo/o/(?P<dest_object_id>[^/]+)$", {"POST": move})
+    """The package's table of (path, {method: handler}), with the handlers of this file."""
+    replacements = {objects.download: download, objects.get: get, objects.ls: list_objects}
+    object_path = r"^/storage/v1/b/(?P<bucket_name>[-.\w]+)/o/(?P<object_id>[^/]+)"
+    move_route = (object_path + r"/moveTo/o/(?P<dest_object_id>[^/]+)$", {"POST": move})
     table = []
-    for path, methods in (moves, *server.HANDLERS):
-        handlers = {method: guarded(ours.get(f, f)) for method, f in methods.items()}
-        table.append((path, handlers))
+    for path, handlers in (move_route, *server.HANDLERS):
+        handlers = {method: replacements.get(f, f) for method, f in handlers.items()}
+        table.append((path, {method: check_preconditions(f) for method, f in handlers.items()}))
     return tuple(table)
 
 
 def serve(port: int, bucket: str):
-    """Serve an empty bucket until the process is ended."""
-    logging.disable()  # a missing object is an answer; errors in a handler are printed regardless
+    """Serve an empty bucket until the process is killed."""
+    logging.disable()  # a missing object is no error; errors in a handler are printed all the same
     server.HANDLERS = routes()
     storage = Storage(use_memory_fs=True)
     buckets.create_bucket(bucket, storage)

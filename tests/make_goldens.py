@@ -1,14 +1,14 @@
-"""What Hugging Face transformers computes with tiny models, for tests/test_interop.py.
+"""Tiny models, and what Hugging Face transformers computes with them, for tests/test_interop.py.
 
     python tests/make_goldens.py [FOLDER]      needs tests/requirements-interop.txt
 
-FOLDER (default tests/goldens) gets a folder a family, as `save_pretrained` writes it, and beside it
-golden.safetensors:
+FOLDER (default tests/goldens) gets a folder for each family, as `save_pretrained` writes it, and in
+it golden.safetensors:
   tokens  [2, 48]      two sequences
-  nll     [2, 47]      of each next token, nats
-  loss    []           their mean, as the model itself has it
-  logits  [2, 9, 96]   at the last positions (of all they would take most of the room)
-Weights rest in bfloat16 and hold no more than that, so that no bit is lost; all is computed in
+  nll     [2, 47]      negative log likelihood of each next token, nats
+  loss    []           their mean, as the model itself computes it
+  logits  [2, 9, 96]   at the last positions (those of all positions would be most of the file)
+The weights are bfloat16 numbers and stored as such, so no bit is lost; everything is computed in
 float32, with eager attention.
 """
 
@@ -22,16 +22,18 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 B, L, V, LAST = 2, 48, 96, 9
-# No choice of an expert, or of a group of them, is closer than this: float noise must not turn it.
+# The least difference between the score of a chosen expert, or group of experts, and that of the
+# next: rounding must not change the choice.
 MARGIN = 1e-3
-EPS = 0.01  # large enough to be seen, where a norm ignores it or takes it though it should not
+EPS = 0.01  # large, so that a norm that ignores it, or wrongly uses it, is noticed
 
 COMMON = dict(
     vocab_size=V, max_position_embeddings=64, bos_token_id=0, eos_token_id=1,
     hidden_size=16, num_hidden_layers=2, num_attention_heads=4, rms_norm_eps=EPS,
 )  # fmt: skip
 GQA = COMMON | dict(num_key_value_heads=2, head_dim=8, intermediate_size=32)
-# With 8 pairs of theta 500, 16 tokens are 2.5, 1.2, 0.5, 0.2.. turns: some kept, some between.
+# With theta 500, the first of 8 pairs make 2.5, 1.2, 0.5, 0.2.. turns in 16 tokens: some
+# frequencies are kept, some interpolated.
 STRETCHED = GQA | dict(head_dim=16, tie_word_embeddings=True)
 LLAMA3 = dict(
     rope_type="llama3", rope_theta=500.0, factor=4.0, original_max_position_embeddings=16,
@@ -78,13 +80,13 @@ FAMILIES = dict(
 )  # fmt: skip
 
 
-def scatter(model, generator):
-    """Weights that hide nothing: no gain near one, no bias near zero, each layer's branches of one
-    size with its input."""
+def randomize(model, generator):
+    """Set weights that hide no mistake: gains are not near one, biases not near zero, and a layer's
+    branches are as large as its input."""
     for name, x in model.state_dict().items():
         noise = torch.randn(x.shape, generator=generator)
         if x.ndim > 1:
-            # At 1.5 transformers' own float32 strays by 8e-5 from its float64, at 1.25 by 1e-5.
+            # At 1.5, transformers' float32 differs by 8e-5 from its float64; at 1.25, by 1e-5.
             noise *= 1.25 * x.shape[-1] ** -0.5
         else:
             noise = 0.3 * noise + (name.endswith("weight"))
@@ -92,32 +94,32 @@ def scatter(model, generator):
 
 
 def gap(score, n):
-    """The least by which the n best of a row beat the next one."""
+    """The least difference, over rows, between the n-th best score and the next one."""
     best = score.topk(min(n + 1, score.shape[-1])).values
     return (best[:, n - 1] - best[:, n]).min().item() if best.shape[-1] > n else 1.0
 
 
 def margin(router, logit) -> float:
-    """The least by which a router chose."""
+    """The least difference between scores that decided a router's choices."""
     if not hasattr(router, "e_score_correction_bias"):
         return gap(logit.softmax(-1), router.top_k)
     score = logit.sigmoid() + router.e_score_correction_bias
     group = score.view(len(score), router.num_group, -1)
     worth = group.topk(2).values.sum(-1)
-    least = worth.topk(router.topk_group).values[:, -1:]
-    allowed = group.masked_fill((worth < least)[..., None], -1.0).flatten(1)
+    last = worth.topk(router.topk_group).values[:, -1:]
+    allowed = group.masked_fill((worth < last)[..., None], -1.0).flatten(1)
     return min(gap(worth, router.topk_group), gap(allowed, router.top_k))
 
 
 def attempt(family: str, seed: int):
-    """(model, tokens, output, margin) of the family's model with that seed."""
+    """(model, tokens, output, margin) of a family's model, drawn with that seed."""
     model_type, fields = FAMILIES[family]
     config = AutoConfig.for_model(model_type, **fields)
     model = AutoModelForCausalLM.from_config(
         config, attn_implementation="eager", dtype=torch.float32
     ).eval()
     margins, generator = [1.0], torch.Generator().manual_seed(seed)
-    scatter(model, generator)
+    randomize(model, generator)
     for module in model.modules():
         if type(module).__name__.lower().endswith("topkrouter"):
             module.register_forward_hook(lambda m, _, out: margins.append(margin(m, out[0])))
@@ -127,10 +129,10 @@ def attempt(family: str, seed: int):
 
 @torch.no_grad()
 def make(family: str, folder: Path) -> dict:
-    """Write the family's model and golden to folder, and return the golden."""
+    """Write a family's model and golden to folder, and return the golden."""
     torch.set_num_threads(1)
-    tries = (attempt(family, seed) for seed in itertools.count())
-    model, tokens, out, least = next(found for found in tries if found[-1] > MARGIN)
+    attempts = (attempt(family, seed) for seed in itertools.count())
+    model, tokens, out, least = next(found for found in attempts if found[-1] > MARGIN)
     nll = torch.nn.functional.cross_entropy(
         out.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"
     )

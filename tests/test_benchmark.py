@@ -1,14 +1,18 @@
-"""The benchmark: its plain model trains as ours does, so that the two can be compared; and what it
-reports."""
+"""The benchmark: its plain model trains as Trifold's does, so that the two can be compared; and its
+report."""
 
 import json
 from dataclasses import replace
 
+import jax
 import numpy as np
+import optax
 import pytest
 from conftest import on_mesh, run
 
 import config
+import model
+import optim
 import utils
 from scripts import benchmark
 
@@ -30,49 +34,60 @@ RELU2 = replace(GPT2, model=replace(GPT2.model, activation="relu2", tie_embeddin
 MOE = replace(TINY, model=replace(TINY.model, pattern="moe", n_experts=4, d_expert=16))
 
 
-def rows(cfg):
+def windows(cfg):
+    """A batch of random windows of L + 1 tokens."""
     shape = cfg.train.batch_size, cfg.train.seq_len + 1
     return np.random.default_rng(0).integers(cfg.model.vocab_size, size=shape, dtype=np.int32)
 
 
-def losses(c: benchmark.Contestant) -> list[float]:
+def first_losses(contestant: benchmark.Contestant) -> list[float]:
     """Of the first updates; from the second on they depend on gradients and optimizer too."""
-    state, found = c.begin(), []
+    state, found = contestant.begin(), []
     for _ in range(4):
-        state, metrics = c.step(state)
+        state, metrics = contestant.step(state)
         found.append(float(metrics["loss"]))
-    assert found[0] == c.loss
+    assert found[0] == contestant.loss
     return found
 
 
 @pytest.mark.parametrize("preset", [LLAMA, GPT2, RELU2], ids=["llama", "gpt2", "relu2"])
-def test_the_plain_model_trains_as_ours_does(preset):
+def test_the_plain_model_trains_as_trifolds_does(preset):
     cfg = on_mesh(preset)
-    got, want = (losses(f(rows(cfg), cfg)) for f in (benchmark.plain, benchmark.trifold))
+    got = first_losses(benchmark.make_plain(windows(cfg), cfg))
+    want = first_losses(benchmark.make_trifold(windows(cfg), cfg, jax.sharding.get_mesh()))
     assert want[-1] < want[0] - 0.01
     np.testing.assert_allclose(got, want, rtol=2e-6)
 
 
-def test_a_peer_that_lacks_what_the_config_has_is_left_out_with_the_reason():
+def test_the_plain_model_is_trained_by_any_optimizer(monkeypatch):
+    monkeypatch.setitem(optim.OPTIMIZERS, "sgd", lambda cfg: optax.sgd(0.1))
+    cfg = on_mesh(replace(LLAMA, optim=replace(LLAMA.optim, name="sgd")))
+    got = first_losses(benchmark.make_plain(windows(cfg), cfg))
+    want = first_losses(benchmark.make_trifold(windows(cfg), cfg, jax.sharding.get_mesh()))
+    assert len({*want}) == len(want)
+    np.testing.assert_allclose(got, want, rtol=2e-6)
+
+
+def test_a_peer_that_lacks_a_setting_of_the_config_is_left_out_with_the_reason():
     cfg = on_mesh(MOE)
-    entered, left_out = benchmark.enter_peers(benchmark.PEERS, rows(cfg), cfg)
-    assert not entered and set(left_out) == set(benchmark.PEERS)
-    assert all("model.n_experts=4" in why for why in left_out.values())
+    peers, left_out = benchmark.make_peers(benchmark.PEERS, windows(cfg), cfg)
+    assert not peers and set(left_out) == set(benchmark.PEERS)
+    assert all("model.n_experts=4" in reason for reason in left_out.values())
 
 
 def test_rates_and_shares_follow_from_medians(monkeypatch):
-    """On a CPU of CPU seconds; PaLM's count has all keys, ours those that are seen."""
+    """On a CPU, from CPU seconds; PaLM's FLOPs count all keys, Trifold's those not masked."""
     cfg = on_mesh(TINY)
     m, L, n_tokens = cfg.model, cfg.train.seq_len, cfg.train.batch_size * cfg.train.seq_len
-    causal = benchmark.model.flops_per_token(cfg)
-    unseen = 12 * m.n_layers * m.n_heads * m.d_head * (L - (L + 1) / 2)
+    causal = model.flops_per_token(cfg)
+    masked = 12 * m.n_layers * m.n_heads * m.d_head * (L - (L + 1) / 2)
     monkeypatch.setattr(utils, "peak_flops", lambda cfg: 1e9)
-    c = benchmark.Contestant("c", 1, None, None, 1.0, None, 6.0)
+    contestant = benchmark.Contestant("some", 1, None, None, 1.0, None, 6.0)
     turns = [np.array(seconds) for seconds in ([5, 9], [4, 2], [1, 1])]
-    got = benchmark.row(c, turns, 1e8, cfg)
+    got = benchmark.summarize(contestant, turns, 1e8, cfg)
     assert (got["step_seconds"], got["cpu_seconds"]) == (4, 2)
     assert got["tokens_per_sec"] == n_tokens / 4 and got["rate"] == n_tokens / 2
-    want = dict(of_matmul=causal / 1e8, mfu=causal / 1e9, mfu_palm=(causal + unseen) / 1e9)
+    want = dict(of_matmul=causal / 1e8, mfu=causal / 1e9, mfu_palm=(causal + masked) / 1e9)
     for name, share in want.items():
         np.testing.assert_allclose(got[name], n_tokens / 2 * share, rtol=1e-12)
 
@@ -80,9 +95,9 @@ def test_rates_and_shares_follow_from_medians(monkeypatch):
 def test_the_command_measures_on_any_mesh_and_writes_what_it_prints(tmp_path):
     flags = ["--mesh.dp", 2, "--mesh.tp", 2, "--train.batch_size", 4, "--model.n_layers", 2]
     out = tmp_path / "out.json"
-    own = ["--repeats", 2, "--steps", 1, "--peers", "plain", "--json", out]
-    own += ["--meshes", "1,1,1", "1,2,1,1f1b,False"]
-    done = run("scripts/benchmark.py", *own, "--config", "tiny", *flags)
+    flags += ["--repeats", 2, "--steps", 1, "--peers", "plain", "--json", out]
+    flags += ["--meshes", "1,1,1", "1,2,1,1f1b,False"]
+    done = run("scripts/benchmark.py", "--config", "tiny", *flags)
     assert done.returncode == 0, done.stderr
     result = json.loads(out.read_text())
     names = ["trifold", "plain jit", "1,1,1", "1,2,1,1f1b,False"]

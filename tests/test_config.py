@@ -1,7 +1,9 @@
-"""The command line: what it accepts, what it says, and that it says it at once."""
+"""The command line, config files and checks; and rules that all source files keep."""
 
 import ast
+import itertools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -16,14 +18,15 @@ import cli
 import config
 from config import USAGE, UserError
 
-# In the order of their imports.
+# A module imports only modules that stand before it here.
 MODULES = """
-    config checks cli files utils layers attention experts pipeline model gradient generate optim
+    config checks files cli utils layers attention experts pipeline model gradient generate optim
     dataset rundir metrics checkpoint profiling train
 """.split()  # noqa: SIM905
 
 
 def problems(*flags) -> list[str]:
+    """What is wrong with these flags, by the checks."""
     with pytest.raises(UserError) as error:
         cli.parse(["--config", "demo", *flags])
     assert error.value.code == USAGE
@@ -32,7 +35,7 @@ def problems(*flags) -> list[str]:
 
 def test_a_bad_mesh_is_two_lines_and_exit_2_in_half_a_second():
     seconds = []
-    for _ in range(3):  # the machine may be busy: the best of three
+    for _ in range(3):  # the fastest of three, because the machine may be busy
         start = time.perf_counter()
         done = run("train.py", "--config", "demo", "--mesh.pp", 3)
         seconds.append(time.perf_counter() - start)
@@ -96,6 +99,9 @@ MOE = ["--model.pattern", "moe", "--model.n_experts", "4", "--model.d_expert", "
      ["model.max_positions=100 is below train.seq_len=128"]),
     (["--model.rope_factor", "8"], ["model.rope_factor=8.0 has no effect"]),
     (["--model.rope_scaling", "yarn", "--model.rope_low", "40"], ["model.rope_low=40.0 must be"]),
+    (["--model.n_heads", "-3", "--mesh.tp", "1"], ["model.n_heads=-3 must be at least 1"]),
+    ([*MOE, "--model.n_experts", "-1", "--model.n_active_groups", "2"],
+     ["model.n_experts=-1 must be at least 0", "model.n_active_groups=2 has no effect"]),
     (["--data.end_id", "4096"], ["data.end_id=4096 must be below model.vocab_size=4096"]),
 ], ids=lambda x: " ".join(x) if x[0].startswith("--") else "")  # fmt: skip
 def test_every_problem_is_reported_at_once_with_its_numbers(flags, words):
@@ -131,9 +137,10 @@ def test_a_config_reads_back_from_its_json(preset, tmp_path):
 @pytest.mark.parametrize("text", [
     "", "[]", "{", '{"modle": {}}', '{"model": {"d_model": [1]}}',
     '{"model": {"d_model": 64}, "model": {}}', '{"model": 3}', '{"model": {"d_model": {"a": 1}}}',
-    "[" * 100_000, '{"model": {"d_model": null}}', "\xff\x00",
-], ids=range(11))  # fmt: skip
-def test_a_config_file_from_a_stranger_is_an_error_not_a_traceback(text, tmp_path):
+    "[" * 100_000, '{"model": {"d_model": null}}', "\xff\x00", '{"model": {"nonesuch": [1]}}',
+    '{"train": {"profile": [1.5, 2]}}',
+], ids=range(13))  # fmt: skip
+def test_a_malformed_config_file_is_an_error_not_a_traceback(text, tmp_path):
     path = tmp_path / "config.json"
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(UserError) as error:
@@ -141,7 +148,7 @@ def test_a_config_file_from_a_stranger_is_an_error_not_a_traceback(text, tmp_pat
     assert error.value.code == USAGE
 
 
-def test_a_config_file_meets_the_checks_of_the_command_line(tmp_path, capsys):
+def test_a_config_file_goes_through_the_checks_of_the_command_line(tmp_path, capsys):
     (tmp_path / "a.json").write_text('{"model": {"d_model": "wide"}}')
     (tmp_path / "b.json").write_text('{"train": {"stepz": 3}}')
     for name in "ab":
@@ -156,19 +163,78 @@ def test_no_config_and_no_such_config_name_the_presets():
             cli.parse(argv)
 
 
-def test_help_shows_every_flag_with_its_docstring():
-    done = run("train.py", "--help")
-    assert done.returncode == 0
-    text = re.sub(r"[│\s]+", " ", done.stdout)
+def field_docs() -> dict[str, str]:
+    """{"section.field": docstring}, and of "fresh" and "eval_only", as written in config.py."""
+    section_of = {type(getattr(config.Config(), s)).__name__: f"{s}." for s in config.SECTIONS}
+    section_of["Config"] = ""
+    docs = {}
+    for node in ast.parse((ROOT / "config.py").read_text()).body:
+        if isinstance(node, ast.ClassDef) and node.name in section_of:
+            for field, doc in itertools.pairwise(node.body):
+                if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr):
+                    docs[section_of[node.name] + field.target.id] = doc.value.value
+    return docs
+
+
+def all_flags() -> set[str]:
+    """Every flag of train.py, without its dashes."""
+    sections = {s: fields(getattr(config.Config(), s)) for s in config.SECTIONS}
+    names = {f"{section}.{field.name}" for section, found in sections.items() for field in found}
+    return names | {"config", "fresh", "eval_only"}
+
+
+@pytest.fixture
+def help_of(monkeypatch):
+    """help_of(*flags): what train.py prints for --help in a terminal of 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def text(*flags) -> str:
+        done = run("train.py", *flags, "--help")
+        assert done.returncode == 0
+        return done.stdout
+
+    return text
+
+
+def squeeze(text: str) -> str:
+    """text without spaces, line breaks and box lines, so that wrapping does not matter."""
+    return re.sub(r"[│─\s]+", "", text)
+
+
+def test_help_shows_every_flag_and_section_with_its_docstring(help_of):
+    text, docs = squeeze(help_of().split("╭─ options", 1)[1]), field_docs()
+    assert set(docs) == all_flags() - {"config"}
+    for name, doc in docs.items():
+        assert re.search(rf"--{name}[^.]*?{re.escape(squeeze(doc))}\(default:", text), name
     for section in config.SECTIONS:
-        for field in fields(getattr(config.Config(), section)):
-            assert f"--{section}.{field.name} " in text
-    assert "moved aside, never deleted" in text
+        title, doc = f"╭{section}options╮", type(getattr(config.Config(), section)).__doc__
+        assert title + squeeze(doc) in text, section
+    presets = squeeze(f"Presets: {', '.join(config.PRESETS)}. (required)")
+    assert re.search(rf"--configPRESET\|FILE[^:]*{re.escape(presets)}", text)
+    assert squeeze("moved aside, never deleted") in text
+
+
+def test_help_begins_with_the_common_flags_and_fits_80_columns(help_of):
+    text = help_of()
+    about, _ = text.split("╭─ options", 1)
+    common = re.findall(r"^  --([a-z_.]+) ", about, re.M)
+    assert common[0] == "config" and 10 < len(common) == len(set(common))
+    named = set(re.findall(r"--([a-z_.]+)", about))
+    assert named <= all_flags() | {"help"}, named - all_flags()
+    assert max(map(len, text.splitlines())) <= 80
+    for flags in re.findall(r"python train.py (--config demo.*)", about):
+        cli.parse(flags.split())  # the examples pass the checks
+
+
+def test_help_with_a_preset_shows_its_values_as_defaults(help_of):
+    text = squeeze(help_of("--config", "llama_1b"))
+    assert re.search(r"--model.d_ffINT[^(]*\(default:5632\)", text)
 
 
 def test_every_field_is_described_and_read():
-    """A field that nothing reads is a defect.  A section is read as cfg.train or, locally, as t."""
-    source = (ROOT / "config.py").read_text()
+    """A field that nothing reads is a defect.  Code reads cfg.train.steps, or t.steps with a local
+    t = cfg.train.  tyro shows each line of a docstring on a line, so each must end a sentence."""
+    docs = field_docs()
     users = [name for name in MODULES if name not in ("config", "checks", "cli")]
     code = "\n".join((ROOT / f"{name}.py").read_text() for name in users)
     code = code.replace("getattr(cfg.data, split)", "cfg.data.train cfg.data.val")
@@ -177,8 +243,9 @@ def test_every_field_is_described_and_read():
     code += " ".join(re.findall(r"self\.cfg\.[a-z_.]+", code)).replace("self.", "")
     for section in config.SECTIONS:
         for field in fields(getattr(config.Config(), section)):
-            described = re.search(rf'^    {field.name}: .*\n    """', source, re.M)
-            assert described, f"{section}.{field.name} has no docstring"
+            doc = docs.get(f"{section}.{field.name}")
+            assert doc, f"{section}.{field.name} has no docstring"
+            assert all(line.endswith(".") for line in doc.splitlines()), doc
             read = rf"\b(cfg\.{section}|{section[0]})\.{field.name}\b"
             assert re.search(read, code), f"nothing reads {section}.{field.name}"
     for flag in ("fresh", "eval_only"):
@@ -186,24 +253,24 @@ def test_every_field_is_described_and_read():
 
 
 def test_imports_go_one_way():
-    """Each module imports only modules before it in MODULES, so there is no circle, and hands on
-    nothing that it did not define."""
+    """Each module imports only modules before it in MODULES, so there are no cycles, and takes a
+    name only from the module that defines it."""
     assert {p.stem for p in ROOT.glob("*.py")} == set(MODULES)
     for n, name in enumerate(MODULES):
         tree = ast.parse((ROOT / f"{name}.py").read_text())
         imports = {
             a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names
         }
-        taken = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-        imports |= {node.module for node in taken}
+        from_imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        imports |= {node.module for node in from_imports}
         assert imports & set(MODULES) <= set(MODULES[:n]), name
-        for node in taken:
+        for node in from_imports:
             if node.module in MODULES:
                 assert {a.name for a in node.names} <= defined(node.module), (name, node.module)
 
 
 def defined(module: str) -> set[str]:
-    """The names that a module itself makes at its top level."""
+    """The names that a module defines at its top level."""
     names = set()
     for node in ast.parse((ROOT / f"{module}.py").read_text()).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -222,8 +289,8 @@ def test_config_and_prepare_data_do_not_need_jax():
         assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_strangers_data_is_never_code():
-    """No pickle, eval, exec, shell or unsafe loader anywhere in the product."""
+def test_data_is_never_run_as_code():
+    """No source file uses pickle, eval, exec, a shell or an unsafe loader."""
     banned = {"pickle", "dill", "cloudpickle", "marshal", "shelve"}
     banned_calls = {"eval", "exec", "os.system", "yaml.load", "tempfile.mktemp"}
     for path in [*ROOT.glob("*.py"), *ROOT.glob("scripts/*.py")]:
@@ -249,7 +316,7 @@ def test_problems_of_all_kinds_come_together():
 
 
 def test_simulated_devices_get_the_threads_they_need(monkeypatch):
-    """Fake devices deadlock on a pool with fewer threads than twice their number."""
+    """Fake devices deadlock on a thread pool with fewer than twice as many threads."""
     cases = [
         ((2, 2, 2), {}, 64),
         ((64, 1, 1), {}, 128),
@@ -257,7 +324,12 @@ def test_simulated_devices_get_the_threads_they_need(monkeypatch):
         ((1, 1, 1), dict(XLA_FLAGS="--xla_force_host_platform_device_count=40"), 80),
         ((2, 2, 2), dict(NPROC="10"), 64),
         ((2, 2, 2), dict(NPROC="100"), 100),
-        ((2, 2, 2), dict(NPROC="2"), 96, 96),  # too small a pool is raised on a large host too
+        (
+            (2, 2, 2),
+            dict(NPROC="2"),
+            96,
+            96,
+        ),  # a pool that is too small is raised on a large host too
     ]
     for mesh, env, want, *cores in cases:
         for name in ("NPROC", "XLA_FLAGS", "JAX_NUM_CPU_DEVICES"):
@@ -266,8 +338,8 @@ def test_simulated_devices_get_the_threads_they_need(monkeypatch):
             monkeypatch.setenv(name, text)
         monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores[0] if cores else 2)
         cli.simulate_devices(config.Mesh(*mesh))
-        assert config.os.environ["NPROC"] == str(want)
-        assert "terminate_timeout" in config.os.environ["XLA_FLAGS"]
+        assert os.environ["NPROC"] == str(want)
+        assert "terminate_timeout" in os.environ["XLA_FLAGS"]
 
 
 def test_automatic_microbatches_and_axes():

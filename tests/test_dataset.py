@@ -1,4 +1,4 @@
-"""Data: what is read, in which order, and what is refused."""
+"""Data: what is read and in which order, what is refused, and the seams for formats and sources."""
 
 import json
 import shutil
@@ -12,29 +12,26 @@ from conftest import on_mesh
 import dataset
 import train
 from config import DATA, UserError
-from dataset import Dataset
+from dataset import Dataset, Shard, Source
 
 
-def stream_of(folder) -> np.ndarray:
-    """Every token of a prepared set, straight from its shards."""
+def all_tokens(folder) -> np.ndarray:
+    """Every token of a prepared set, read directly from the .npy files."""
     shards = json.loads((folder / "manifest.json").read_text())["shards"]
     return np.concatenate([np.load(folder / s["name"]) for s in shards])
 
 
-def copy_of(folder, tmp_path):
-    return shutil.copytree(folder, tmp_path / "copy")
+def open_set(cfg, path, split="train") -> Dataset:
+    """The data at path, on one device."""
+    return Dataset(on_mesh(cfg, data={split: str(path)}), split)
 
 
-def trained_on(path, cfg):
-    """cfg with that training data."""
-    return replace(cfg, data=replace(cfg.data, train=str(path)))
-
-
-def refuses(cfg, split="train", read=False) -> str:
+def problem_of(cfg, path, split="train", read=False) -> str:
+    """What the one problem is that opening this set, or reading it too, ends with."""
     with pytest.raises(UserError) as error:
-        data = Dataset(on_mesh(cfg), split)
+        data = open_set(cfg, path, split)
         if read:
-            data.stream.read(0, len(data.stream))
+            data.source.read(0, data.source.n_tokens)
     assert error.value.code == DATA
     (problem,) = error.value.problems
     return problem.what
@@ -46,47 +43,47 @@ def refuses(cfg, split="train", read=False) -> str:
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 64, 1000])
 def test_an_epoch_is_a_permutation(n):
     for key in (0, 1, 12345678901234567):
-        assert sorted(dataset.permuted(np.arange(n), n, key)) == list(range(n))
+        assert sorted(dataset.permute(np.arange(n), n, key)) == list(range(n))
     if n > 60:
-        first, second = (dataset.permuted(np.arange(n), n, key) for key in (1, 2))
+        first, second = (dataset.permute(np.arange(n), n, key) for key in (1, 2))
         assert (first != second).mean() > 0.9
-        moved = np.abs(first - np.arange(n)).mean() / n
-        assert 0.25 < moved < 0.42  # a third of n, for a random permutation
+        distance = np.abs(first - np.arange(n)).mean() / n
+        assert 0.25 < distance < 0.42  # a third of n for a random permutation
 
 
 def test_billions_of_windows_need_no_table():
     n = 5_000_000_000
-    got = dataset.permuted(np.arange(1000), n, 3)
+    got = dataset.permute(np.arange(1000), n, 3)
     assert len(set(got.tolist())) == 1000 and 0.4 < got.mean() / n < 0.6
     assert got.min() >= 0 and got.max() < n
 
 
-def test_every_window_comes_once_an_epoch_and_epochs_differ(cfg):
+def test_an_epoch_has_every_window_once_and_epochs_differ(cfg):
     data = Dataset(on_mesh(cfg), "train")
-    steps = 3 * data.windows // cfg.train.batch_size
-    rows = np.concatenate([data.rows(step) for step in range(steps + 1)])
-    epochs = [rows[k * data.windows : (k + 1) * data.windows] for k in range(3)]
+    steps = 3 * data.n_windows // cfg.train.batch_size
+    rows = np.concatenate([data.train_rows(step) for step in range(steps + 1)])
+    epochs = [rows[k * data.n_windows : (k + 1) * data.n_windows] for k in range(3)]
     for epoch in epochs:
-        assert sorted(epoch) == list(range(data.windows))
+        assert sorted(epoch) == list(range(data.n_windows))
     assert (epochs[0] != epochs[1]).any()
 
 
-def test_a_batch_is_next_token_pairs_of_the_stream_in_the_seeded_order(cfg, corpus):
+def test_a_batch_holds_tokens_and_next_tokens_in_the_seeded_order(cfg, corpus):
     cfg = on_mesh(cfg, (2, 2, 2), train=dict(grad_accum=2))
-    data, stream = Dataset(cfg, "train"), stream_of(corpus / "train")
-    assert len(data.stream.shards) > 1  # windows cross shard boundaries
+    data, expected = Dataset(cfg, "train"), all_tokens(corpus / "train")
+    assert len(data.source.shards) > 1  # windows cross the borders of shards
     tokens, targets = (np.asarray(x).reshape(cfg.train.batch_size, -1) for x in data.batch(5))
     L = cfg.train.seq_len
-    for row, x, y in zip(data.rows(5), tokens, targets, strict=True):
-        np.testing.assert_array_equal(x, stream[row * L : row * L + L])
-        np.testing.assert_array_equal(y, stream[row * L + 1 : row * L + L + 1])
+    for row, x, y in zip(data.train_rows(5), tokens, targets, strict=True):
+        np.testing.assert_array_equal(x, expected[row * L : row * L + L])
+        np.testing.assert_array_equal(y, expected[row * L + 1 : row * L + L + 1])
 
 
 def test_a_batch_depends_on_data_seed_and_step_only(cfg):
-    def batch(step, mesh=(1, 1, 1), warm=(), **sections):
+    def batch(step, mesh=(1, 1, 1), earlier=(), **sections):
         data = Dataset(on_mesh(cfg, mesh, **sections), "train")
-        for s in warm:
-            data.batch(s)
+        for earlier_step in earlier:
+            data.batch(earlier_step)
         return np.stack([np.asarray(x).reshape(cfg.train.batch_size, -1) for x in data.batch(step)])
 
     want = batch(7)
@@ -94,80 +91,83 @@ def test_a_batch_depends_on_data_seed_and_step_only(cfg):
         np.testing.assert_array_equal(batch(7, mesh), want)
     split = dict(grad_accum=4, microbatches=2)
     np.testing.assert_array_equal(batch(7, (2, 2, 1), train=split), want)
-    np.testing.assert_array_equal(batch(7, warm=[0]), want)  # not what was read ahead
-    np.testing.assert_array_equal(batch(7, warm=[0, 1, 6]), want)  # read ahead or not
+    np.testing.assert_array_equal(batch(7, earlier=[0]), want)  # batch 1 was read ahead
+    np.testing.assert_array_equal(batch(7, earlier=[0, 1, 6]), want)  # batch 7 was read ahead
     assert (batch(8) != want).any() and (batch(7, run=dict(seed=1)) != want).any()
 
 
 # ---- evaluation
 
 
-def losses(cfg, mesh, step, **fields):
+def evaluate(cfg, mesh, step, **fields) -> tuple[dict, list[int]]:
+    """The eval row of the initial weights, and the batches that it is the mean of."""
     cfg = on_mesh(cfg, mesh, train=fields)
     data = Dataset(cfg, "val")
     return train.evaluate(train.init_state(cfg).params, data, step, cfg), data.eval_indices(step)
 
 
 def test_the_whole_set_counts_every_token_once_on_any_mesh(cfg, corpus):
-    n = len(stream_of(corpus / "val")) - 1
-    want, _ = losses(cfg, (1, 1, 1), 10)
+    n = len(all_tokens(corpus / "val")) - 1
+    want, _ = evaluate(cfg, (1, 1, 1), 10)
     assert want["tokens"] == n
-    assert n % (cfg.train.batch_size * cfg.train.seq_len)  # the last batch is partial
+    assert n % (cfg.train.batch_size * cfg.train.seq_len)  # the last batch is padded
     for mesh, fields in [((2, 2, 2), {}), ((8, 1, 1), dict(grad_accum=2)), ((1, 4, 2), {})]:
-        got, _ = losses(cfg, mesh, 10, **fields)
+        got, _ = evaluate(cfg, mesh, 10, **fields)
         assert got["tokens"] == n
         np.testing.assert_allclose(got["loss"], want["loss"], rtol=1e-6)
-    other, _ = losses(cfg, (1, 1, 1), 10, batch_size=8)
+    other, _ = evaluate(cfg, (1, 1, 1), 10, batch_size=8)
     np.testing.assert_allclose(other["loss"], want["loss"], rtol=1e-6)
 
 
 def test_bits_per_byte_of_one_byte_tokens_is_the_loss_in_bits(cfg):
-    got, _ = losses(cfg, (1, 1, 1), 10, eval_batches=1)
+    got, _ = evaluate(cfg, (1, 1, 1), 10, eval_batches=1)
     np.testing.assert_allclose(got["bits_per_byte"], got["loss"] / np.log(2), rtol=0.01)
 
 
 def test_four_kinds_of_evaluation(cfg):
     """{first n batches, the whole set} x {the same each time, rolling}."""
     small = dict(batch_size=8, eval_every=10)
-    n = losses(cfg, (1, 1, 1), 10, **small)[1][-1] + 1
+    n = evaluate(cfg, (1, 1, 1), 10, **small)[1][-1] + 1
 
-    def at(step, **fields):
-        return losses(cfg, (1, 1, 1), step, **small, **fields)[1]
+    def batches(step, **fields):
+        return evaluate(cfg, (1, 1, 1), step, **small, **fields)[1]
 
     assert n > 4
-    assert at(10, eval_batches=2) == at(20, eval_batches=2) == [0, 1]
-    assert at(10) == at(20) == list(range(n))
-    assert at(10, eval_batches=2, eval_rolling=True) == [0, 1]
-    assert at(20, eval_batches=2, eval_rolling=True) == [2, 3]
-    assert at(10 * (n + 1), eval_batches=1, eval_rolling=True) == [0]  # around the end
-    assert sorted(at(20, eval_rolling=True)) == list(range(n))
-    # The last evaluation need not be due.
-    assert at(25, eval_batches=2, eval_rolling=True) == [4, 5]
-    assert at(10, eval_batches=10**6) == list(range(n))  # never a batch twice
+    assert batches(10, eval_batches=2) == batches(20, eval_batches=2) == [0, 1]
+    assert batches(10) == batches(20) == list(range(n))
+    assert batches(10, eval_batches=2, eval_rolling=True) == [0, 1]
+    assert batches(20, eval_batches=2, eval_rolling=True) == [2, 3]
+    # After the end of the set, its start.
+    assert batches(10 * (n + 1), eval_batches=1, eval_rolling=True) == [0]
+    assert sorted(batches(20, eval_rolling=True)) == list(range(n))
+    # The evaluation at the end of a run, between two regular ones.
+    assert batches(25, eval_batches=2, eval_rolling=True) == [4, 5]
+    assert batches(10, eval_batches=10**6) == list(range(n))  # no batch twice
 
 
 # ---- formats
 
 
 def test_nanogpt_bin_files(cfg, corpus, tmp_path):
-    stream = stream_of(corpus / "train")
-    for split, part in (("train", stream[:20_000]), ("val", stream[20_000:])):
+    tokens = all_tokens(corpus / "train")
+    parts = dict(train=tokens[:20_000], val=tokens[20_000:])
+    for split, part in parts.items():
         part.astype(np.uint16).tofile(tmp_path / f"{split}.bin")
-    for split, want in (("train", stream[:20_000]), ("val", stream[20_000:])):
+    for split, part in parts.items():
         for path in (tmp_path, tmp_path / f"{split}.bin"):
-            data = Dataset(on_mesh(cfg, data={split: str(path)}), split)
-            np.testing.assert_array_equal(data.stream.read(0, len(want)), want)
-            assert data.bytes_per_token is None
+            source = open_set(cfg, path, split).source
+            np.testing.assert_array_equal(source.read(0, source.n_tokens), part)
+            assert source.bytes_per_token is None
     (tmp_path / "train.bin").write_bytes(b"abc")
-    assert "3 bytes is no whole number of uint16" in refuses(trained_on(tmp_path, cfg))
+    assert "3 bytes is not a whole number of uint16" in problem_of(cfg, tmp_path)
 
 
 def test_jaxformer_bare_npy_shards(cfg, corpus, tmp_path):
-    stream = stream_of(corpus / "train")
-    for n, kind in enumerate(["uint16", "uint32", "int32", "int64"]):
-        np.save(tmp_path / f"shard_{n}.npy", stream[n * 5000 : (n + 1) * 5000].astype(kind))
-    data = Dataset(on_mesh(cfg, data=dict(train=str(tmp_path))), "train")
-    np.testing.assert_array_equal(data.stream.read(0, 20_000), stream[:20_000])
+    tokens = all_tokens(corpus / "train")
+    for n, dtype in enumerate(["uint16", "uint32", "int32", "int64"]):
+        np.save(tmp_path / f"shard_{n}.npy", tokens[n * 5000 : (n + 1) * 5000].astype(dtype))
+    source = open_set(cfg, tmp_path).source
+    np.testing.assert_array_equal(source.read(0, 20_000), tokens[:20_000])
 
 
 @pytest.mark.parametrize("array, word", [
@@ -179,54 +179,109 @@ def test_jaxformer_bare_npy_shards(cfg, corpus, tmp_path):
 ], ids=["pickle", "2-D", "big-endian", "float", "empty"])  # fmt: skip
 def test_other_arrays_are_refused(cfg, tmp_path, array, word):
     np.save(tmp_path / "a.npy", array, allow_pickle=True)
-    assert word in refuses(trained_on(tmp_path, cfg))
+    assert word in problem_of(cfg, tmp_path)
+
+
+# ---- seams: another format, another source
+
+
+def test_a_format_is_one_entry_in_readers(cfg, corpus, tmp_path, monkeypatch):
+    def big_endian_shard(path) -> Shard:
+        return Shard(path, n_tokens=path.stat().length // 2, dtype=">u2", offset=0)
+
+    monkeypatch.setitem(dataset.READERS, ".be16", big_endian_shard)
+    assert "no manifest.json, *.npy, *.bin or *.be16 among 0" in problem_of(cfg, tmp_path)
+    tokens = all_tokens(corpus / "train")
+    tokens[:9000].astype(">u2").tofile(tmp_path / "a.be16")
+    tokens[9000:].astype(">u2").tofile(tmp_path / "b.be16")
+    assert len(open_set(cfg, tmp_path / "a.be16").source.shards) == 1
+    want = Dataset(on_mesh(cfg), "train").batch(3)
+    for got, expected in zip(open_set(cfg, tmp_path).batch(3), want, strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+class Counting(Source):
+    """Window r counts from r in steps of 1 + r % 3."""
+
+    def __init__(self, cfg, split):
+        self.positions = np.arange(cfg.train.seq_len + 1)
+        self.n_tokens = 500 * cfg.train.seq_len + 1
+        self.fingerprint = f"counting {split}"
+
+    def windows(self, rows):
+        increments = 1 + rows % 3
+        return (rows[:, None] + increments[:, None] * self.positions) % 512
+
+
+def test_a_source_is_one_class(cfg, monkeypatch):
+    monkeypatch.setitem(dataset.SOURCES, "counting:", Counting)
+    few = dict(steps=12, eval_every=6)
+    cfg = on_mesh(cfg, (2, 2, 2), data=dict(train="counting:", val="counting:"), train=few)
+    data = Dataset(cfg, "train")
+    tokens, targets = (np.asarray(x).reshape(cfg.train.batch_size, -1) for x in data.batch(0))
+    np.testing.assert_array_equal((targets - tokens) % 512 - 1, (tokens[:, :1] % 3) + 0 * tokens)
+    assert data.n_windows == 500 and str(data).startswith("8,001 tokens, 500 windows of 16")
+
+    train.main(cfg)
+    text = (Path(cfg.run.dir) / cfg.run.name / "metrics.jsonl").read_text()
+    rows = [json.loads(line) for line in text.splitlines()]
+    evals = [row for row in rows if row["kind"] == "eval"]
+    assert [(row["step"], row["tokens"]) for row in evals] == [(6, 8000), (12, 8000)]
+    assert evals[1]["loss"] < evals[0]["loss"] < np.log(512)
+
+    too_small = on_mesh(cfg, model=dict(vocab_size=100))
+    with pytest.raises(UserError, match="data.train gives token id .* model.vocab_size=100"):
+        Dataset(too_small, "train").batch(0)
 
 
 # ---- faults
 
 
-def shard(folder) -> Path:
-    """Its first shard."""
+def copy_set(folder, tmp_path) -> Path:
+    return shutil.copytree(folder, tmp_path / "copy")
+
+
+def first_shard(folder) -> Path:
     return min(folder.glob("*.npy"))
 
 
-def flip(folder):
-    raw = bytearray(shard(folder).read_bytes())
-    raw[-1] ^= 1
-    shard(folder).write_bytes(raw)
+def flip_bit(folder):
+    data = bytearray(first_shard(folder).read_bytes())
+    data[-1] ^= 1
+    first_shard(folder).write_bytes(data)
 
 
-def swap(folder):
+def swap_shards(folder):
     a, b = sorted(folder.glob("*.npy"))[:2]
     a.rename(folder / "x")
     b.rename(a)
     (folder / "x").rename(b)
 
 
-def remove(folder):
-    shard(folder).unlink()
+def remove_shard(folder):
+    first_shard(folder).unlink()
 
 
-def cut(folder):
-    shard(folder).write_bytes(shard(folder).read_bytes()[:-7])
+def truncate_shard(folder):
+    first_shard(folder).write_bytes(first_shard(folder).read_bytes()[:-7])
 
 
-def append(folder):
-    shard(folder).write_bytes(shard(folder).read_bytes() + b"x")
+def append_byte(folder):
+    first_shard(folder).write_bytes(first_shard(folder).read_bytes() + b"x")
 
 
-def empty(folder):
+def remove_all_files(folder):
     for path in folder.iterdir():
         path.unlink()
 
 
 def manifest_text(text):
-    """The fault of a manifest that holds this text."""
+    """The fault of a manifest with this text."""
     return lambda folder: (folder / "manifest.json").write_text(text)
 
 
 def manifest_change(change):
-    """The fault of a manifest that was changed so."""
+    """The fault of a manifest that change(manifest) has edited."""
 
     def damage(folder):
         manifest = json.loads((folder / "manifest.json").read_text())
@@ -237,20 +292,20 @@ def manifest_change(change):
 
 
 def shard_entry(**fields):
-    """The fault of a manifest that says this of its first shard."""
-    return manifest_change(lambda m: m["shards"][0].update(fields))
+    """The fault of a manifest with these fields in its first shard's entry."""
+    return manifest_change(lambda manifest: manifest["shards"][0].update(fields))
 
 
-no_shards = manifest_change(lambda m: m.pop("shards"))
-more_ids = manifest_change(lambda m: m.update(vocab_size=70_000))
+no_shards = manifest_change(lambda manifest: manifest.pop("shards"))
+large_vocabulary = manifest_change(lambda manifest: manifest.update(vocab_size=70_000))
 
 FAULTS = {
-    "a flipped bit": (flip, "checksum"),
-    "two shards swapped": (swap, "holds"),
-    "a missing shard": (remove, "missing"),
-    "a truncated shard": (cut, "promises"),
-    "trailing bytes": (append, "promises"),
-    "an empty folder": (empty, "no shards"),
+    "a flipped bit": (flip_bit, "checksum"),
+    "two shards swapped": (swap_shards, "holds"),
+    "a missing shard": (remove_shard, "missing"),
+    "a truncated shard": (truncate_shard, "promises"),
+    "trailing bytes": (append_byte, "promises"),
+    "an empty folder": (remove_all_files, "no shards"),
     "no folder": (shutil.rmtree, "does not exist"),
     "a name above the folder": (shard_entry(name="../val/shard_00000.npy"), "plain file name"),
     "an absolute name": (shard_entry(name="/etc/passwd"), "plain file name"),
@@ -259,62 +314,62 @@ FAULTS = {
     "no shards in the manifest": (no_shards, "not a manifest"),
     "a manifest that is a list": (manifest_text("[]"), "not a manifest"),
     "a manifest nested too deep": (manifest_text("[" * 200_000), "not a manifest"),
-    "a larger vocabulary": (more_ids, "vocabulary of 70000, above model.vocab_size=512"),
+    "a large vocabulary": (large_vocabulary, "vocabulary of 70000, above model.vocab_size=512"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_the_data_is_named(cfg, corpus, tmp_path, fault):
-    folder = copy_of(corpus / "train", tmp_path)
+    folder = copy_set(corpus / "train", tmp_path)
     damage, word = FAULTS[fault]
     damage(folder)
-    assert word in refuses(trained_on(folder, cfg), read=True)
+    assert word in problem_of(cfg, folder, read=True)
 
 
-def test_a_document_mask_needs_to_know_the_end(cfg, corpus, tmp_path):
-    """From the manifest, or by flag where there is none."""
+def test_a_document_mask_needs_the_end_of_documents(cfg, corpus, tmp_path):
+    """The id comes from the manifest, or from the flag where there is none."""
     masked = replace(cfg, data=replace(cfg.data, document_mask=True))
-    assert Dataset(on_mesh(masked), "train").end_id == 256
-    np.save(tmp_path / "bare.npy", np.zeros(1000, np.uint16))
-    bare = trained_on(tmp_path / "bare.npy", masked)
-    assert "does not say which token ends a document" in refuses(bare)
-    told = replace(bare, data=replace(bare.data, end_id=3))
-    assert Dataset(on_mesh(told), "train").end_id == 3
-    other = replace(masked, data=replace(masked.data, end_id=3))
-    assert "data.end_id=3, but documents in data.val" in refuses(other, "val")
+    assert Dataset(on_mesh(masked), "train").cfg.data.end_id == 256
+    assert Dataset(on_mesh(cfg), "train").cfg.data.end_id == -1  # nothing uses it
+    bare = tmp_path / "bare.npy"
+    np.save(bare, np.zeros(1000, np.uint16))
+    assert "does not say which token ends a document" in problem_of(masked, bare)
+    with_flag = replace(masked, data=replace(masked.data, end_id=3))
+    assert open_set(with_flag, bare).cfg.data.end_id == 3
+    what = problem_of(with_flag, cfg.data.val, "val")
+    assert "data.end_id=3, but documents in data.val" in what and "end with 256" in what
 
 
-def test_a_token_out_of_range_is_named_with_its_place(cfg, corpus, tmp_path):
+def test_a_bad_token_is_named_with_its_shard_and_index(cfg, tmp_path):
     tokens = np.arange(1000, dtype=np.uint16) % 512
     tokens[345] = 600
     np.save(tmp_path / "a.npy", tokens)
-    bad = trained_on(tmp_path, cfg)
     want = "shard 'a.npy': token id 600 at index 345 is not below model.vocab_size=512"
-    assert refuses(bad, read=True) == want
+    assert problem_of(cfg, tmp_path, read=True) == want
     np.save(tmp_path / "a.npy", np.where(tokens == 600, -1, tokens.astype(np.int32)))
-    assert "token id -1 at index 345" in refuses(bad, read=True)
+    assert "token id -1 at index 345" in problem_of(cfg, tmp_path, read=True)
 
 
 def test_too_little_data_names_both_numbers(cfg, tmp_path):
     np.save(tmp_path / "a.npy", np.zeros(16, np.uint16))
-    what = refuses(trained_on(tmp_path, cfg))
+    what = problem_of(cfg, tmp_path)
     assert "holds 16 tokens; one window needs train.seq_len + 1 = 17" in what
 
 
 def test_a_set_smaller_than_a_batch_repeats_in_new_orders(cfg, tmp_path):
     np.save(tmp_path / "a.npy", np.arange(100, dtype=np.uint16))
-    data = Dataset(on_mesh(cfg, data=dict(train=str(tmp_path))), "train")
-    rows = data.rows(0)
-    assert data.windows == 6 and sorted(rows[:6]) == sorted(rows[6:12]) == list(range(6))
+    data = open_set(cfg, tmp_path)
+    rows = data.train_rows(0)
+    assert data.n_windows == 6 and sorted(rows[:6]) == sorted(rows[6:12]) == list(range(6))
 
 
 def test_the_fingerprint_changes_with_the_tokens(cfg, corpus, tmp_path):
-    def print_of(path):
-        return Dataset(on_mesh(cfg, data=dict(train=str(path))), "train").fingerprint
+    def fingerprint(path):
+        return open_set(cfg, path).source.fingerprint
 
-    want = print_of(corpus / "train")
-    assert want == print_of(copy_of(corpus / "train", tmp_path)) != print_of(corpus / "val")
+    want, copy = fingerprint(corpus / "train"), copy_set(corpus / "train", tmp_path)
+    assert want == fingerprint(copy) != fingerprint(corpus / "val")
     np.save(tmp_path / "a.npy", np.arange(100, dtype=np.uint16))
-    before = print_of(tmp_path / "a.npy")
+    before = fingerprint(tmp_path / "a.npy")
     np.save(tmp_path / "a.npy", np.arange(100, dtype=np.uint16)[::-1].copy())
-    assert print_of(tmp_path / "a.npy") != before
+    assert fingerprint(tmp_path / "a.npy") != before

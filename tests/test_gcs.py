@@ -1,5 +1,5 @@
-"""gs:// from end to end: data, training, resuming, locking and sampling, in real processes on an
-emulated bucket.  A compilation cache shared by the processes saves most of their time."""
+"""gs:// from end to end, in real processes on an emulated bucket: data, training, resuming, locking
+and sampling.  The processes share a compilation cache, which saves most of their time."""
 
 import json
 import os
@@ -23,32 +23,32 @@ OBJECTS = "/storage/v1/b/bucket/o"
 SET_BY_CONFTEST = {"JAX_NUM_CPU_DEVICES", "NPROC", "XLA_FLAGS"}
 
 
-def path_of(name: str) -> str:
+def object_path(name: str) -> str:
     return f"{OBJECTS}/{quote(name, safe='')}"
 
 
 class Bucket:
-    """The emulated bucket as the tests look at it: by plain HTTP, without the libraries under test.
+    """The emulated bucket, read and written by plain HTTP, without the libraries under test.
 
-    env is what a process needs to take it for Google's.
+    env: the environment in which a process uses it instead of Google's.
     """
 
-    def __init__(self, address: str, compiled: Path):
+    def __init__(self, address: str, compile_cache: Path):
         self.host = address.removeprefix("http://")
         inherited = {name: v for name, v in os.environ.items() if name not in SET_BY_CONFTEST}
         self.env = inherited | {
             "STORAGE_EMULATOR_HOST": address,
             "TENSORSTORE_GCS_HTTP_URL": address,
             "GOOGLE_AUTH_TOKEN_FOR_TESTING": "x",
-            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # or calls first try gRPC, for a minute
+            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # else calls first try gRPC, for a minute
             "NO_PROXY": "127.0.0.1",
             "JAX_PLATFORMS": "cpu",
-            "JAX_COMPILATION_CACHE_DIR": str(compiled),
+            "JAX_COMPILATION_CACHE_DIR": str(compile_cache),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }
 
     def call(self, method: str, path: str, *, code=200, body=None, headers=None, **query):
-        """The answer's body and headers; its status has to be `code`."""
+        """The answer's body and headers; fails unless its status is `code`."""
         connection = HTTPConnection(self.host, timeout=30)
         connection.request(method, f"{path}?{urlencode(query)}", body, headers or {})
         answer = connection.getresponse()
@@ -58,7 +58,7 @@ class Bucket:
         return data, answer.headers
 
     def names(self, prefix: str, **query) -> set[str]:
-        """The names of all objects that start so, without that start."""
+        """The names of all objects with this prefix, without the prefix."""
         listing = json.loads(self.call("GET", OBJECTS, prefix=prefix, **query)[0])
         return {about["name"].removeprefix(prefix) for about in listing["items"]}
 
@@ -66,7 +66,7 @@ class Bucket:
         return "" in self.names(name)
 
     def read(self, name: str, **options) -> bytes:
-        return self.call("GET", path_of(name), alt="media", **options)[0]
+        return self.call("GET", object_path(name), alt="media", **options)[0]
 
     def write(self, name: str, data: bytes, **options):
         self.call("POST", "/upload" + OBJECTS, body=data, uploadType="media", name=name, **options)
@@ -83,7 +83,7 @@ class Bucket:
 
 
 def start(bucket: Bucket, script: str, *args, beat: int = 1) -> subprocess.Popen:
-    """`python script args` in the background; its leases are renewed each `beat` seconds."""
+    """`python script args` in the background; its leases are renewed every `beat` seconds."""
     command = [sys.executable, ROOT / script, *args]
     return subprocess.Popen(
         [*map(str, command)],
@@ -94,8 +94,8 @@ def start(bucket: Bucket, script: str, *args, beat: int = 1) -> subprocess.Popen
     )
 
 
-def end(process: subprocess.Popen, code: int = 0) -> str:
-    """What a process has printed, once it has ended with this exit code."""
+def finish(process: subprocess.Popen, code: int = 0) -> str:
+    """Wait for a process to end with this exit code; returns what it has printed."""
     try:
         output, _ = process.communicate(timeout=120)
     except subprocess.TimeoutExpired:
@@ -106,11 +106,11 @@ def end(process: subprocess.Popen, code: int = 0) -> str:
 
 
 def run(bucket: Bucket, script: str, *args, code: int = 0, beat: int = 1) -> str:
-    return end(start(bucket, script, *args, beat=beat), code)
+    return finish(start(bucket, script, *args, beat=beat), code)
 
 
 def wait_for_object(bucket: Bucket, name: str, process: subprocess.Popen):
-    """Return as soon as the process has made this object, and while it still runs."""
+    """Return as soon as the running process has written this object."""
     deadline = time.monotonic() + 60
     while not bucket.has(name):
         if time.monotonic() > deadline:
@@ -124,7 +124,7 @@ def prepare(bucket: Bucket, out):
     run(bucket, "scripts/prepare_data.py", "--input", JSON_PACKAGE, *flags, "--out", out)
 
 
-# ---- what several tests look at
+# ---- what several tests use
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def bucket(tmp_path_factory):
     emulator = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, text=True)
     address = emulator.stdout.readline().strip()
     assert address, "the emulator did not start"
-    yield Bucket(address, tmp_path_factory.mktemp("compiled"))
+    yield Bucket(address, tmp_path_factory.mktemp("compile_cache"))
     emulator.terminate()
     emulator.communicate()
 
@@ -150,7 +150,7 @@ def on_disk(bucket, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def flags(bucket, tmp_path_factory) -> list:
-    """The same command with the data and the run in the bucket; the data is there."""
+    """The same command with its data and runs in the bucket; the data is prepared there."""
     prepare(bucket, "gs://bucket/data")
     data = ["--data.train", "gs://bucket/data/train", "--data.val", "gs://bucket/data/val"]
     cache = ["--data.cache", tmp_path_factory.mktemp("cache")]
@@ -159,14 +159,14 @@ def flags(bucket, tmp_path_factory) -> list:
 
 @pytest.fixture(scope="module")
 def run_a(bucket, on_disk, flags) -> str:
-    """Where the finished run `a` is in the bucket; on_disk has compiled all that it needs."""
+    """The prefix of the finished run `a` in the bucket; on_disk has compiled its programs."""
     run(bucket, "train.py", *flags, "--run.name", "a")
     return "runs/a/"
 
 
 @pytest.fixture(scope="module")
-def live(bucket, run_a, flags):
-    """A run that started over where a finished one was, and goes on for as long as it is let."""
+def live_run(bucket, run_a, flags):
+    """The process of an endless run that was started with --fresh over a finished one."""
     bucket.copy(run_a, "runs/live/")
     endless = ["--train.steps", 10**6, "--train.eval_every", 0, "--checkpoint.every", 10**6]
     process = start(bucket, "train.py", *flags, *endless, "--run.name", "live", "--fresh")
@@ -185,13 +185,13 @@ def losses(metrics: bytes) -> list:
 
 
 def test_the_emulator_answers_as_google_does(bucket):
-    """What gcsfs and tensorstore build on, and some of it only when several processes save."""
+    """Requests that gcsfs and tensorstore send, some of them only when several processes save."""
     name = "emulator/one"
     bucket.write(name, b"0123456789", ifGenerationMatch=0)
     bucket.write(name, b"again", ifGenerationMatch=0, code=412)
     assert bucket.read(name, ifGenerationNotMatch=0) == b"0123456789"
-    about, _ = bucket.call("GET", path_of(name))
-    _, headers = bucket.call("GET", path_of(name), alt="media")
+    about, _ = bucket.call("GET", object_path(name))
+    _, headers = bucket.call("GET", object_path(name), alt="media")
     assert headers["x-goog-generation"] == json.loads(about)["generation"]
     bucket.read(name, ifGenerationNotMatch=headers["x-goog-generation"], code=304)
 
@@ -203,18 +203,20 @@ def test_the_emulator_answers_as_google_does(bucket):
     bucket.write("emulator/two", b"2")
     assert bucket.names("emulator/", startOffset="emulator/two") == {"two"}
     assert bucket.names("emulator/", endOffset="emulator/two") == {"one"}
-    bucket.call("POST", f"{path_of('emulator/two')}/moveTo/o/{quote('emulator/three', safe='')}")
+    new_name = quote("emulator/three", safe="")
+    bucket.call("POST", f"{object_path('emulator/two')}/moveTo/o/{new_name}")
     assert bucket.contents("emulator/") == {"one": b"0123456789", "three": b"2"}
     bucket.read("emulator/two", code=404)
 
 
-def test_a_data_set_in_a_bucket_is_the_one_on_disk(bucket, flags, on_disk):
-    made = {p.relative_to(on_disk).as_posix(): p.read_bytes() for p in on_disk.glob("data/*/*")}
-    assert bucket.contents("data/") == {name.removeprefix("data/"): made[name] for name in made}
+def test_a_data_set_in_a_bucket_equals_the_one_on_disk(bucket, flags, on_disk):
+    folder = on_disk / "data"
+    local = {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.glob("*/*")}
+    assert bucket.contents("data/") == local
     assert {"train/manifest.json", "val/manifest.json"} < bucket.names("data/")
 
 
-def test_a_run_in_a_bucket_is_the_one_on_disk(bucket, run_a, on_disk):
+def test_a_run_in_a_bucket_equals_the_one_on_disk(bucket, run_a, on_disk):
     metrics = bucket.read(run_a + "metrics.jsonl")
     expected = losses((on_disk / "runs" / "a" / "metrics.jsonl").read_bytes())
     assert [step for kind, step, *_ in expected if kind == "train"] == [1, 2, 3, 4, 5, 6]
@@ -234,7 +236,7 @@ def test_a_killed_run_resumes_to_the_same_losses(bucket, run_a, flags):
     process = start(bucket, "train.py", *flags, "--run.name", "killed")
     wait_for_object(bucket, "runs/killed/checkpoints/2/commit_success.txt", process)
     process.kill()
-    end(process, -signal.SIGKILL)
+    finish(process, -signal.SIGKILL)
     whole = losses(bucket.read(run_a + "metrics.jsonl"))
     assert len(losses(bucket.read("runs/killed/metrics.jsonl"))) < len(whole)
 
@@ -243,19 +245,19 @@ def test_a_killed_run_resumes_to_the_same_losses(bucket, run_a, flags):
     assert losses(bucket.read("runs/killed/metrics.jsonl")) == whole
 
 
-def test_fresh_moves_the_old_run_aside_whole(bucket, run_a, live):
+def test_fresh_renames_the_whole_old_run(bucket, run_a, live_run):
     assert bucket.contents("runs/live.old/") == bucket.contents(run_a)
     checkpoints = {name.split("/")[0] for name in bucket.names("runs/live/checkpoints/")}
     assert checkpoints <= {"0", "1000000"} and "0" in checkpoints
 
 
-def test_a_second_run_is_refused_while_the_first_lives(bucket, flags, live):
-    # patient, so that a first run which is late with its lease on a busy machine is not overrun
+def test_a_second_run_is_refused_while_the_first_is_live(bucket, flags, live_run):
+    # It waits for 30 s, because on a busy machine the first run may renew its lease late.
     output = run(bucket, "train.py", *flags, "--run.name", "live", code=8, beat=10)
     assert "gs://bucket/runs/live belongs to another live run" in output
 
-    live.send_signal(signal.SIGTERM)
-    assert "run the same command again to go on" in end(live, 75)
+    live_run.send_signal(signal.SIGTERM)
+    assert "run the same command again to go on" in finish(live_run, 75)
     assert not bucket.has("runs/live/lock")
     steps = [step for _, step, *_ in losses(bucket.read("runs/live/metrics.jsonl"))]
     assert steps == list(range(1, len(steps) + 1))

@@ -1,7 +1,10 @@
-"""Trifold's models are those of Hugging Face transformers: the same numbers from the same weights.
+"""Trifold computes the same numbers as Hugging Face transformers from the same weights.
 
-goldens/ holds what transformers computed (make_goldens.py).  The tests marked `live` ask
-transformers itself, where it is installed: `make test-interop`.
+goldens/ holds models and what transformers computed with them (make_goldens.py).  The tests marked
+`live` compare with an installed transformers: `make test-interop`.
+
+Dimension key: B  sequences   L  sequence length   S  sequence length of the keys   D  d_model
+  V  vocabulary   M  pipeline microbatches   R  rows of tokens
 """
 
 import json
@@ -15,6 +18,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, on_mesh
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 import attention
 import checkpoint
@@ -26,8 +30,7 @@ import layers
 import model
 import train
 import utils
-from model import P
-from scripts import benchmark, convert_hf
+from scripts import benchmark, convert_hf, hf_config
 
 GOLDENS = ROOT / "tests" / "goldens"
 FAMILIES = sorted(p.name for p in GOLDENS.iterdir())
@@ -41,7 +44,8 @@ DTYPES = dict(F32=np.float32, BF16=jnp.bfloat16, I32=np.int32)
 
 
 def tensors(path: Path) -> dict:
-    """{name: array} of a safetensors file: the header's length, the header, the numbers."""
+    """{name: array} of a safetensors file, read independently of convert_hf.py: 8 bytes with the
+    header's length, the header in JSON, the numbers."""
     raw = path.read_bytes()
     start = 8 + int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8:start])
@@ -61,13 +65,13 @@ def golden(family: str) -> dict:
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request) -> str:
-    """pytest runs all tests of a family before those of the next one."""
+    """A folder of goldens/.  pytest runs all tests of one before those of the next."""
     return request.param
 
 
 @pytest.fixture(scope="module")
 def imported(family, tmp_path_factory) -> Path:
-    """The run that the family's golden becomes."""
+    """The run directory that the family's golden is imported to."""
     run = tmp_path_factory.mktemp(family) / "run"
     convert_hf.import_hf(GOLDENS / family, run)
     return run
@@ -75,8 +79,8 @@ def imported(family, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def record(request):
-    """record(what, family, got, want, at_most) compares, and keeps the largest difference for a
-    table in the end (with pytest -n 0)."""
+    """record(what, family, got, want, at_most) asserts that the arrays differ by at most that, and
+    a table of the largest differences is printed at the end (with pytest -n 0)."""
     seen, capture = {}, request.config.pluginmanager.get_plugin("capturemanager")
 
     def compare(what, family, got, want, at_most):
@@ -106,31 +110,29 @@ def load(run, mesh=(1, 2, 2)):
 
 @partial(jax.jit, static_argnames="cfg")
 def score(params, token_MBL, target_MBL, cfg):
-    """(logits, MBLV; negative log likelihood of the targets, MBL)."""
-    rows = P("pp", "dp", None)
+    """(logit_MBLV, nll_MBL): the logits, and the targets' negative log likelihood in nats."""
+    spec = P("pp", "dp", None)
 
-    @jax.shard_map(in_specs=(model.param_specs(cfg), rows, rows), out_specs=(P(*rows, "tp"), rows))
+    @jax.shard_map(in_specs=(model.param_specs(cfg), spec, spec), out_specs=(P(*spec, "tp"), spec))
     def per_device(params, token_MBL, target_MBL):
-        w, index_BL = (
-            model.prepare_weights(params, cfg, cfg.train.dtype),
-            jnp.arange(token_MBL.shape[-1]),
-        )
-        at = attention.Span(index_BL[None], index_BL[None])
-        x_MBLD, _ = model.hidden_states(w, token_MBL, lambda m: at, cfg)
+        w = model.prepare_weights(params, cfg, cfg.train.dtype)
+        index_BL = jnp.arange(token_MBL.shape[-1])[None]
+        span = attention.Span(index_BL, index_BL)
+        x_MBLD, _ = model.hidden_states(w, token_MBL, lambda m: span, cfg)
 
-        def one(parts):
-            x_BLD, target_BL = parts
+        def score_rows(rows):
+            x_BLD, target_BL = rows
             x_BLD = lax.all_gather(layers.norm(x_BLD, w, "norm", cfg), "tp", axis=1, tiled=True)
             return model.logits(x_BLD, w, cfg), model.cross_entropy(x_BLD, target_BL, w, cfg)[0]
 
-        return lax.map(one, (x_MBLD, target_MBL))
+        return lax.map(score_rows, (x_MBLD, target_MBL))
 
     return per_device(params, token_MBL, target_MBL)
 
 
 def scores(params, token_RL, cfg):
-    """Of rows of tokens the logits, without the ids that only fill up the vocabulary, and the nll
-    of each next token."""
+    """(logit_RLV, nll_RL): the logits of rows of tokens, without the vocabulary's padding, and the
+    negative log likelihood of each next token."""
     target_RL = np.pad(token_RL[:, 1:], ((0, 0), (0, 1)))
     shape = cfg.mesh.pp, -1, token_RL.shape[1]
     logit_MBLV, nll_MBL = score(params, token_RL.reshape(shape), target_RL.reshape(shape), cfg)
@@ -150,7 +152,7 @@ def test_logits_and_loss_are_those_of_transformers(family, mesh, imported, recor
     cfg, params = load(imported, mesh)
     want = golden(family)
     logit, nll = scores(params, want["tokens"], cfg)
-    assert logit.std() > 1  # or small differences would mean little
+    assert logit.std() > 1  # with smaller logits, small differences would mean little
     record("logits", family, logit[:, -want["logits"].shape[1] :], want["logits"], 1e-4)
     record("nll", family, nll, want["nll"], 1e-4)
     record("loss", family, nll.mean(), want["loss"], 1e-5)
@@ -162,11 +164,11 @@ def test_decoding_has_the_logits_of_transformers(family, imported, record):
     want, start = golden(family), 40
     (n_rows, L), (_, pp, tp) = want["tokens"].shape, cfg.mesh.sizes
     token_MBS = np.resize(want["tokens"], (pp, tp, L))  # each row in each microbatch
-    memory, got = None, []
+    cache, got = None, []
     for length in range(start, start + 5):
         length_MB = np.full(token_MBS.shape[:2], length, np.int32)
-        n_new = 1 if memory else length
-        logit_MBV, memory = generate.next_logits(params, memory, token_MBS, length_MB, n_new, cfg)
+        n_new = length if cache is None else 1
+        logit_MBV, cache = generate.next_logits(params, cache, token_MBS, length_MB, n_new, cfg)
         got.append(np.asarray(logit_MBV)[..., : cfg.model.vocab_size].reshape(pp, n_rows, 1, -1))
     first = start - 1 - (L - want["logits"].shape[1])
     wanted = want["logits"][:, first : first + len(got)]
@@ -175,33 +177,33 @@ def test_decoding_has_the_logits_of_transformers(family, imported, record):
 
 
 def exported_tensors(folder: Path) -> dict:
-    """What all safetensors files of a folder hold, and that its index agrees."""
-    files = {p.name: tensors(p) for p in folder.glob("model*.safetensors")}
-    if len(files) > 1:
+    """{name: array} of all safetensors files of a folder, whose index must agree."""
+    arrays = {p.name: tensors(p) for p in folder.glob("model*.safetensors")}
+    if len(arrays) > 1:
         index = json.loads((folder / "model.safetensors.index.json").read_text())
-        assert index["weight_map"] == {name: f for f, held in files.items() for name in held}
-    return {name: x for held in files.values() for name, x in held.items()}
+        assert index["weight_map"] == {name: file for file, xs in arrays.items() for name in xs}
+    return {name: x for xs in arrays.values() for name, x in xs.items()}
 
 
-def hf_config(folder: Path) -> dict:
+def read_config(folder: Path) -> dict:
     return json.loads((folder / "config.json").read_text())
 
 
-def test_what_is_imported_is_exported_again(family, imported, tmp_path):
-    """Bit for bit, in several files."""
+def test_an_imported_model_is_exported_bit_for_bit(family, imported, tmp_path):
+    """In several files."""
     convert_hf.export_hf(imported, tmp_path / "hf", dtype="bfloat16", shard_size=10_000)
     got, want = exported_tensors(tmp_path / "hf"), exported_tensors(GOLDENS / family)
     assert len([*(tmp_path / "hf").glob("model-*.safetensors")]) > 1
     assert {name: x.shape for name, x in got.items()} == {n: x.shape for n, x in want.items()}
     for name in want:
         np.testing.assert_array_equal(got[name].astype(np.float32), want[name].astype(np.float32))
-    models = [convert_hf.read_model(hf_config(f)) for f in (tmp_path / "hf", GOLDENS / family)]
+    models = [hf_config.read_model(read_config(f)) for f in (tmp_path / "hf", GOLDENS / family)]
     assert models[0] == models[1]
 
 
-def test_a_config_of_before_transformers_5_is_the_same_model(family):
-    """Most that are published have rope_theta and rope_scaling, and torch_dtype."""
-    new = hf_config(GOLDENS / family)
+def test_a_config_from_before_transformers_5_is_the_same_model(family):
+    """Most published models have the older keys rope_theta, rope_scaling and torch_dtype."""
+    new = read_config(GOLDENS / family)
     old = {name: x for name, x in new.items() if name not in ("rope_parameters", "dtype")}
     if rope := dict(new.get("rope_parameters", {})):
         old |= dict(rope_theta=rope.pop("rope_theta"), rope_scaling=rope)
@@ -210,15 +212,15 @@ def test_a_config_of_before_transformers_5_is_the_same_model(family):
         elif "deepseek" in family:
             rope |= dict(type=rope.pop("rope_type"))
     old |= dict(torch_dtype="bfloat16")
-    assert convert_hf.read_model(old) == convert_hf.read_model(new)
+    assert hf_config.read_model(old) == hf_config.read_model(new)
 
 
 # ---- transformers itself
 
 
 def transformers_logits(folder: Path, tokens):
-    """What AutoModelForCausalLM computes with the weights in folder, of which it uses all and lacks
-    none."""
+    """What AutoModelForCausalLM computes with the weights in folder.  It must know and use them
+    all."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -233,16 +235,16 @@ def transformers_logits(folder: Path, tokens):
 
 @live
 def test_goldens_are_what_transformers_computes_today(family, tmp_path, record):
-    """And what make_goldens.py writes: neither has changed since they were made."""
+    """make_goldens.py still writes the same files."""
     import make_goldens
 
     make_goldens.make(family, tmp_path)
-    made, files = tensors(tmp_path / "golden.safetensors"), ("config.json", "model.safetensors")
-    for f in files:
-        assert (tmp_path / f).read_bytes() == (GOLDENS / family / f).read_bytes()
+    made = tensors(tmp_path / "golden.safetensors")
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / name).read_bytes() == (GOLDENS / family / name).read_bytes()
     np.testing.assert_array_equal(made["tokens"], golden(family)["tokens"])
     for name in ("logits", "nll", "loss"):
-        record(f"{name} made anew", family, made[name], golden(family)[name], 1e-5)
+        record(f"new {name}", family, made[name], golden(family)[name], 1e-5)
 
 
 @live
@@ -254,28 +256,28 @@ def test_transformers_computes_the_same_from_an_export(family, imported, tmp_pat
     record("exported", family, scores(params, tokens, cfg)[0], want, 1e-4)
 
 
-def scattered(params):
-    """The same, with gains that are not one and biases that are not zero."""
+def add_noise(params):
+    """params with gains that are not one and biases that are not zero."""
 
-    def bend(path, x):
+    def add(path, x):
         name = jax.tree_util.keystr(path)
         if "norm" not in name and "bias" not in name:
             return x
         noise = np.random.default_rng(len(name) + x.size).normal(size=x.shape)
         return x + 0.3 * noise.astype(np.float32)
 
-    return jax.tree_util.tree_map_with_path(bend, params)
+    return jax.tree_util.tree_map_with_path(add, params)
 
 
 @live
 def test_transformers_computes_the_same_from_our_own_model(family, imported, tmp_path, record):
-    """One that trifold has initialized and saved, exported in several files."""
+    """Initialized and saved by Trifold, and exported in several files."""
     run = tmp_path / "run"
     cfg, _ = load(imported)
     run.mkdir()
     (run / "config.json").write_text((imported / "config.json").read_text())
     state = train.init_state(cfg)
-    state = state._replace(params=scattered(state.params))
+    state = state._replace(params=add_noise(state.params))
     store = checkpoint.Checkpoints(files.absolute_path(str(run)), keep=1)
     store.save(0, train.checkpoint_items(state))
     store.close()
@@ -291,7 +293,7 @@ def test_transformers_takes_part_in_the_benchmark():
     cfg = on_mesh(config.tiny())
     shape = cfg.train.batch_size, cfg.train.seq_len + 1
     row_BL = np.random.default_rng(0).integers(cfg.model.vocab_size, size=shape, dtype=np.int32)
-    (peer,), left_out = benchmark.enter_peers(("transformers",), row_BL, cfg)
+    (peer,), left_out = benchmark.make_peers(("transformers",), row_BL, cfg)
     assert not left_out and peer.loss == pytest.approx(np.log(cfg.model.vocab_size), rel=0.1)
-    wall, cpu = benchmark.turn(peer, 2)
+    wall, cpu = benchmark.time_steps(peer, 2)
     assert wall > 0 and cpu > 0

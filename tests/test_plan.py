@@ -1,10 +1,10 @@
-"""The plan: what is counted in the step is what the formulas say, and what overflows is named."""
+"""The plan: the costs counted in the step are those of the formulas, and an overflow is named."""
 
-import importlib.util
+import inspect
 import json
 import math
+import os
 import re
-import sys
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -13,90 +13,104 @@ from itertools import product
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from conftest import ROOT, run
+from conftest import run
+from jax._src.cudnn import fused_attention_stablehlo
+from jax.interpreters import partial_eval
 
 import checks
 import config
+import experts
+import model
+import optim
 import profiling
+import train
 import utils
 from config import USAGE
+from scripts import compiled_cost, cost_model, plan
+from scripts.chips import CHIPS
 
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import plan
-
-CHIP = plan.CHIPS["v5e"]
+CHIP = CHIPS["v5e"]
 TINY = replace(config.tiny(), train=replace(config.tiny().train, dtype="bfloat16"))
 
 
 @pytest.fixture(autouse=True)
 def no_mesh():
-    """As in the script: an ambient mesh of devices would refuse another's sizes."""
+    """No ambient mesh, as in the script: one of this machine's devices would have other sizes."""
     with jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ())):
         yield
 
 
-def configured(mesh, cfg=TINY, **train) -> config.Config:
-    """cfg on a mesh of such sizes, or with such fields of it."""
-    mesh = mesh if isinstance(mesh, dict) else dict(zip(("dp", "pp", "tp"), mesh, strict=True))
-    cfg = replace(cfg, mesh=replace(cfg.mesh, **mesh), train=replace(cfg.train, **train))
+def configure(mesh, cfg=TINY, **fields) -> config.Config:
+    """cfg with these fields of its mesh, or these sizes, and these fields of cfg.train."""
+    mesh = mesh if isinstance(mesh, dict) else dict(zip(utils.AXES, mesh, strict=True))
+    cfg = replace(cfg, mesh=replace(cfg.mesh, **mesh), train=replace(cfg.train, **fields))
     return checks.resolve(cfg, cfg.mesh.dp * cfg.mesh.pp * cfg.mesh.tp)
 
 
-def by_formula(cfg) -> tuple[dict, dict]:
-    """{(collective, axis): calls} and {..: bytes received} of a dense model under FSDP and
-    Megatron's sequence parallelism, the small sums over pp and tp left out."""
+def count(cfg) -> cost_model.Cost:
+    return cost_model.count_cost(cost_model.trace_step(cfg, CHIP), cfg, CHIP)
+
+
+def collectives_by_formula(cfg) -> tuple[dict, dict]:
+    """{(collective, axis): calls} and {(collective, axis): bytes received} of a dense model with
+    FSDP and Megatron's sequence parallelism, without the small sums over pp and tp."""
     m, t, (dp, pp, tp) = cfg.model, cfg.train, cfg.mesh.sizes
     D, F, H, G, K, V = m.d_model, m.d_ff, m.n_heads, m.n_kv_heads, m.d_head, m.vocab_rows
     M = t.microbatches * t.grad_accum
-    n = M * m.n_layers // pp  # layers run
-    x = 2 * t.batch_size // dp // M * t.seq_len * D  # bytes of one microbatch's residual stream
+    n = M * m.n_layers // pp  # times that a stage runs a layer
+    # Bytes: of the residual stream of one microbatch, of a layer's and of the ends' weights.
+    x = 2 * t.batch_size // dp // M * t.seq_len * D
     weights, ends = 2 * (2 * D * (H + G) * K + 3 * D * F) // tp, 2 * 2 * D * V // tp
     stage, gains = weights * m.n_layers // pp, 4 * 2 * D * m.n_layers // pp
-    again = t.remat != "none"
-    ticks = plan.schedule(cfg).ticks * M // plan.schedule(cfg).microbatches
+    recomputed = 0 if t.remat == "none" else 1
+    schedule = cost_model.step_schedule(cfg)
+    ticks = schedule.ticks * M // schedule.microbatches
     tokens = 4 * t.batch_size * t.seq_len // dp
-    # Gathers in bfloat16; sums of what is gathered once are of float32, as is the ends' always.
+    # Weights are gathered in bfloat16.  Gradients of weights that are gathered once a step, and of
+    # the ends always, are summed in float32.
     gathers, scatters, sums = {
         "layer": ((12 * n + 2, 2 * n * weights + ends), (6 * n + 2, n * weights + 2 * ends), 0),
         "step": ((8, stage + ends), (8, 2 * (stage + ends)), 0),
         "none": ((0, 0), (0, 0), 8),
     }[cfg.mesh.fsdp]
-    # An interleaved schedule deals its pieces of 6 matrices and 2 gains to their stages, and
-    # collects the gradients in float32; of two stages with two pieces each keeps one.
+    # An interleaved schedule sends its parts of 6 matrices and 2 gains to their stages, and the
+    # gradients back in float32; with two stages of two parts, each stage keeps one part.
     parts = cfg.mesh.virtual_stages
-    sent = 0 if parts == 1 else parts - (pp == parts == 2)
+    kept = 1 if parts == 1 or pp == parts == 2 else 0
+    sent = parts - kept
     at_rest = stage // dp if cfg.mesh.fsdp == "layer" else stage
-    pieces, dealt = 16 * sent, (3 * at_rest + 2 * gains) * sent // parts
+    part_calls, part_bytes = 16 * sent, (3 * at_rest + 2 * gains) * sent // parts
     found = {
         ("all_gather", "dp"): gathers,
         ("reduce_scatter", "dp"): scatters,
-        # 3 gains, the loss and its tokens; without FSDP all weights too.  A sum is two rings.
+        # 3 gains, the loss and its tokens; without FSDP all weights too.  A sum is two rounds.
         ("psum_invariant", "dp"): (
             5 + sums,
-            2 * (gains + 4 * D + 8 + bool(sums) * 2 * (stage + ends)),
+            2 * (gains + 4 * D + 8 + (2 * (stage + ends) if sums else 0)),
         ),
-        # Two a layer, two for their gradients, two more for the weights'; then both ends.
+        # Two a layer, two for the gradients of its input, and two for those of its weights; then
+        # the two ends.
         ("all_gather", "tp"): (
-            (4 + 2 * again) * n + 2 * M,
-            (4 + 2 * again) * n * x + M * x * (1 + 1 / pp),
+            (4 + 2 * recomputed) * n + 2 * M,
+            (4 + 2 * recomputed) * n * x + M * x * (1 + 1 / pp),
         ),
         ("reduce_scatter", "tp"): (
-            (4 + again) * n + 2 * M,
-            (4 + again) * n * x + M * x * (1 + 1 / pp),
+            (4 + recomputed) * n + 2 * M,
+            (4 + recomputed) * n * x + M * x * (1 + 1 / pp),
         ),
-        ("ppermute", "pp"): (2 * ticks + pieces, 2 * ticks * x // tp + dealt),
+        ("ppermute", "pp"): (2 * ticks + part_calls, 2 * ticks * x // tp + part_bytes),
         ("all_gather", "pp"): (2 + M, 2 * tokens + M * x // tp),
         ("reduce_scatter", "pp"): (M, M * x // tp),
     }
     sizes = dict(dp=dp, pp=pp, tp=tp)
     found = {k: x for k, x in found.items() if sizes[k[1]] > 1 and x[0]}
-    ring = {k: 1 if k[0] == "ppermute" else 1 - 1 / sizes[k[1]] for k in found}
-    return {k: n for k, (n, _) in found.items()}, {k: x * ring[k] for k, (_, x) in found.items()}
+    share = {k: 1 if k[0] == "ppermute" else 1 - 1 / sizes[k[1]] for k in found}
+    return {k: n for k, (n, _) in found.items()}, {k: x * share[k] for k, (_, x) in found.items()}
 
 
-# One of each axis alone, and mixtures; slices, policies, schedules and FSDP change with them.
+# Each axis alone, and mixtures, with different accumulation, remat, schedules and FSDP.
 CASES = [
     (dict(), dict(grad_accum=2)),
     (dict(dp=8), dict(grad_accum=2)),
@@ -111,71 +125,74 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("mesh, train", CASES, ids=str)
-def test_collectives_and_flops_of_the_step_are_those_of_the_formulas(mesh, train):
-    cfg = configured(dict(dp=1, pp=1, tp=1) | mesh, **train)
+@pytest.mark.parametrize("mesh, fields", CASES, ids=str)
+def test_collectives_and_flops_of_the_step_are_those_of_the_formulas(mesh, fields):
+    cfg = configure(dict(dp=1, pp=1, tp=1) | mesh, **fields)
     m, t, (dp, pp, tp) = cfg.model, cfg.train, cfg.mesh.sizes
-    tally = plan.count(plan.trace(cfg, CHIP), cfg, CHIP)
-    calls, moved = by_formula(cfg)
+    cost = count(cfg)
+    calls, received = collectives_by_formula(cfg)
     sums = ("psum_invariant", "pp"), ("psum_invariant", "tp"), ("pmax", "tp")
-    small = [k for k in tally.calls if k in sums]
-    assert dict(tally.calls) == calls | {k: tally.calls[k] for k in small}
-    assert dict(tally.moved) == pytest.approx(moved | {k: tally.moved[k] for k in small}, rel=1e-12)
+    for k in (k for k in sums if k in cost.calls):  # small, and not in the formulas
+        calls[k], received[k] = cost.calls[k], cost.received[k]
+    assert dict(cost.calls) == calls
+    assert dict(cost.received) == pytest.approx(received, rel=1e-12)
 
     D, F, H, G, K = m.d_model, m.d_ff, m.n_heads, m.n_kv_heads, m.d_head
     matmuls, attention = 2 * D * (H + G) * K + 3 * D * F, 2 * t.seq_len * H * K
     layer = 3 * (matmuls + attention)
     layer += {"none": 0, "dots": attention, "layer": matmuls + attention - D * F}[t.remat]
     flops = 2 * (m.n_layers * layer + 3 * D * m.vocab_rows)
-    assert tally.flops == pytest.approx(flops * t.batch_size * t.seq_len / (dp * pp * tp))
+    assert cost.flops == pytest.approx(flops * t.batch_size * t.seq_len / (dp * pp * tp))
 
 
-ITEM = dict(f32=4, bf16=2, s32=4, pred=1)
-NAMES = {
+HLO_BYTES = dict(f32=4, bf16=2, s32=4, pred=1)
+HLO_COLLECTIVES = {
     "all-gather": "all_gather",
     "reduce-scatter": "reduce_scatter",
     "collective-permute": "ppermute",
 }
 
 
-def by_program(line: str, sizes) -> Counter:
-    """Calls and bytes received of a compiled program's line, as the formulas name them."""
-    found, op = Counter(), "|".join(NAMES)
-    if match := re.search(rf" = (.*?) ({op})(?:-start)?\(", line):
-        (axis,) = profiling.joined_axes(line, sizes) or [""]
+def collective_in_line(line: str, sizes) -> Counter:
+    """Calls and bytes received of the collective in a line of a compiled program, if any."""
+    found, names = Counter(), "|".join(HLO_COLLECTIVES)
+    if match := re.search(rf" = (.*?) ({names})(?:-start)?\(", line):
+        name = HLO_COLLECTIVES[match[2]]
+        (axis,) = profiling.collective_axes(line, sizes) or [""]
         n = dict(zip(utils.AXES, sizes, strict=True)).get(axis, 1)
         dtype, shape = re.match(r"(\w+)\[([\d,]*)\]", match[1]).groups()
-        part = ITEM[dtype] * math.prod(int(x) for x in shape.split(",") if x)
-        whole = part * n if match[2] == "reduce-scatter" else part
-        received = part if match[2] == "collective-permute" else whole * (n - 1) / n
-        found.update({(NAMES[match[2]], axis, "calls"): 1, (NAMES[match[2]], axis): received})
+        output = HLO_BYTES[dtype] * math.prod(int(x) for x in shape.split(",") if x)
+        whole = output * n if name == "reduce_scatter" else output
+        received = output if name == "ppermute" else whole * (n - 1) / n
+        found.update({(name, axis, "calls"): 1, (name, axis): received})
     return found
 
 
-@pytest.mark.parametrize("mesh, train", [CASES[i] for i in (4, 6, 9)], ids=str)
-def test_xla_compiles_just_the_collectives_that_are_counted(mesh, train):
-    """In float32: on a CPU XLA has no others."""
-    cfg = configured(dict(dp=1, pp=1, tp=1) | mesh, TINY, dtype="float32", **train)
-    tally = plan.count(plan.trace(cfg, CHIP), cfg, CHIP)
-    want = {(*k, "calls"): n for k, n in tally.calls.items() if k[0] in NAMES.values()}
-    want |= {k: n for k, n in tally.moved.items() if k[0] in NAMES.values()}
+@pytest.mark.parametrize("mesh, fields", [CASES[i] for i in (4, 6, 9)], ids=str)
+def test_xla_compiles_just_the_collectives_that_are_counted(mesh, fields):
+    """In float32, since XLA's collectives on a CPU have no bfloat16."""
+    cfg = configure(dict(dp=1, pp=1, tp=1) | mesh, TINY, dtype="float32", **fields)
+    cost, names = count(cfg), HLO_COLLECTIVES.values()
+    want = {(*k, "calls"): n for k, n in cost.calls.items() if k[0] in names}
+    want |= {k: n for k, n in cost.received.items() if k[0] in names}
     cfg = utils.start_mesh(cfg)
-    args = plan.train.with_shardings(plan.train.step_shapes(cfg), plan.train.step_specs(cfg))
-    text = utils.compile_program(plan.train.train_step, *args, cfg).as_text()
-    got = plan.hlo_total(text, cfg, partial(by_program, sizes=cfg.mesh.sizes))
+    args = train.with_shardings(train.step_shapes(cfg), train.step_specs(cfg))
+    hlo = utils.compile_program(train.train_step, *args, cfg).as_text()
+    read_line = partial(collective_in_line, sizes=cfg.mesh.sizes)
+    got = compiled_cost.sum_lines(hlo, cfg, read_line)
     assert {k: n for k, n in got.items() if k[1]} == pytest.approx(want, rel=1e-12)
 
 
-EXPERTS = dict(pattern="moe", n_experts=8, n_active=2, n_shared=1, d_expert=64)
-MOE = replace(TINY, model=replace(TINY.model, vocab_size=512, **EXPERTS))
+MOE_FIELDS = dict(pattern="moe", n_experts=8, n_active=2, n_shared=1, d_expert=64)
+MOE = replace(TINY, model=replace(TINY.model, vocab_size=512, **MOE_FIELDS))
 
 
 @pytest.mark.parametrize("capacity_factor", [0.0, 1.0])
 def test_tokens_go_to_their_experts_and_back_as_the_formula_says(capacity_factor):
-    """In each layer there and back; again for what is recomputed, and for the gradients.  Without
-    a capacity an id and a gate go with each pair, nothing comes back of what is recomputed, and
-    there is room for all to go to one rank."""
-    cfg = configured(
+    """Each layer sends tokens to their experts and back, again when it is recomputed, and for the
+    gradients.  Without a capacity, each pair of token and expert takes an id and a gate along,
+    recomputed outputs are not sent back, and each rank has room for the tokens of all ranks."""
+    cfg = configure(
         dict(dp=4, pp=1, tp=2, experts="alltoall"), MOE, capacity_factor=capacity_factor
     )
     m, t, dp = cfg.model, cfg.train, cfg.mesh.dp
@@ -186,39 +203,41 @@ def test_tokens_go_to_their_experts_and_back_as_the_formula_says(capacity_factor
     else:
         times, rows = 5, dp * tokens * min(m.n_active, m.n_experts // dp)
         pairs = rows * (2 * 4 + 3 * 2)  # ids have no gradient, gates do
-    tally = plan.count(plan.trace(cfg, CHIP), cfg, CHIP)
-    there = 1 - 1 / dp
-    assert tally.calls["all_to_all", "dp"] == (times + 5 * bool(pairs)) * n
-    assert tally.moved["all_to_all", "dp"] == n * there * (times * rows * 2 * m.d_model + pairs)
+    pair_times = 5 if pairs else 0
+    cost, sent = count(cfg), 1 - 1 / dp
+    assert cost.calls["all_to_all", "dp"] == (times + pair_times) * n
+    assert cost.received["all_to_all", "dp"] == n * sent * (times * rows * 2 * m.d_model + pairs)
 
 
-def test_experts_count_what_a_token_meets():
-    """As many FLOPs as model.flops_per_token says, and attention's masked half, what fills up the
-    experts' tiles, and their hidden units once more."""
-    cfg = configured((1, 1, 1), MOE, remat="none")
+def test_flops_of_experts_are_those_that_a_token_is_sent_to():
+    """As many as model.flops_per_token says, and the masked half of attention, the padding of the
+    experts' tiles, and the recomputed hidden units."""
+    cfg = configure((1, 1, 1), MOE, remat="none")
     m, t = cfg.model, cfg.train
     masked = 12 * m.n_layers * m.n_heads * m.d_head * (t.seq_len - 1) / 2
     pairs = t.batch_size // t.grad_accum // t.microbatches * t.seq_len * m.n_active
-    rows = math.prod(plan.model.tiles(pairs, m.n_experts)) / pairs
-    more = rows * (6 * 3 + 2 * 2) - 6 * 3
-    more *= m.n_layers * m.n_active * m.d_model * m.d_expert
-    want = plan.model.flops_per_token(cfg) + masked + more
-    found = plan.count(plan.trace(cfg, CHIP), cfg, CHIP).flops / (t.batch_size * t.seq_len)
-    assert found == pytest.approx(want, rel=1e-6)
+    rows_per_pair = math.prod(experts.tile_shape(pairs, m.n_experts)) / pairs
+    extra = rows_per_pair * (6 * 3 + 2 * 2) - 6 * 3
+    extra *= m.n_layers * m.n_active * m.d_model * m.d_expert
+    want = model.flops_per_token(cfg) + masked + extra
+    assert count(cfg).flops / (t.batch_size * t.seq_len) == pytest.approx(want, rel=1e-6)
 
 
-def held(cfg) -> dict:
-    return plan.memory(plan.trace(cfg, CHIP), cfg)
+# ---- memory
+
+
+def memory(cfg) -> dict:
+    return cost_model.memory_by_class(cost_model.trace_step(cfg, CHIP), cfg)
 
 
 MATRIX = jax.ShapeDtypeStruct((32, 32), "float32")  # 4096 bytes
 
 
-def bytes_of(f) -> dict:
-    return plan.alive(jax.make_jaxpr(f)(MATRIX).jaxpr, set())
+def peak(f) -> Counter:
+    return cost_model.peak_memory(jax.make_jaxpr(f)(MATRIX).jaxpr, set())
 
 
-def test_an_array_lives_from_its_matmul_to_its_last_reader_and_is_then_written_over():
+def test_an_array_is_in_memory_from_its_matmul_to_its_last_reader_and_is_then_overwritten():
     def three(x):
         a, b = x @ x, jnp.exp(x @ x.T)
         return jnp.sin(a) @ b
@@ -226,36 +245,97 @@ def test_an_array_lives_from_its_matmul_to_its_last_reader_and_is_then_written_o
     def one(x):
         return jax.lax.scan(lambda x, _: (x.at[0].set(1.0), None), x @ x, length=3)[0]
 
-    assert bytes_of(three)["workspace"] == 3 * 4096
-    assert bytes_of(lambda x: three(x) @ x)["workspace"] == 3 * 4096
-    assert bytes_of(one).total() == 4096
+    assert peak(three)["workspace"] == 3 * 4096
+    assert peak(lambda x: three(x) @ x)["workspace"] == 3 * 4096
+    assert peak(one).total() == 4096
 
 
-def test_what_a_loop_stacks_for_its_gradient_is_an_activation():
+def test_arrays_that_a_loop_stacks_for_its_gradient_are_activations():
     def f(x, n):
         return jax.lax.scan(lambda x, _: (jnp.sin(x @ x), None), x, length=n)[0].sum()
 
-    few, many = (bytes_of(jax.grad(partial(f, n=n))) for n in (4, 10))
+    few, many = (peak(jax.grad(partial(f, n=n))) for n in (4, 10))
     assert many["activations"] - few["activations"] == 6 * 2 * 4096  # x and x @ x
     assert many["workspace"] == few["workspace"]
 
 
 def test_memory_follows_the_config():
-    tiny = {remat: held(configured((1, 2, 1), remat=remat)) for remat in ("none", "dots", "layer")}
-    assert [tiny[k]["activations"] for k in tiny] == sorted(
-        (x["activations"] for x in tiny.values()), reverse=True
-    )
-    n_params = plan.model.param_count(TINY)  # 512 tokens, so none fill up
-    assert held(configured((8, 1, 1)))["moments"] == pytest.approx(8 * n_params / 8, rel=0.1)
-    for dtype in ("float32", "bfloat16"):  # one sum, that grows in place
-        whole = held(configured(dict(dp=1, pp=2, tp=1, fsdp="none"), dtype=dtype))
-        assert whole["gradients"] == whole["moments"] / 2
-    more = {}
+    policies = "none", "dots", "layer"
+    kept = [memory(configure((1, 2, 1), remat=remat))["activations"] for remat in policies]
+    assert kept == sorted(kept, reverse=True)
+    for dtype in ("float32", "bfloat16"):  # the sum of the gradients grows in place
+        replicated = memory(configure(dict(dp=1, pp=2, tp=1, fsdp="none"), dtype=dtype))
+        assert replicated["gradients"] == replicated["moments"] / 2
+    kept = {}
     for schedule, microbatches in product(("gpipe", "1f1b"), (8, 32)):
-        cfg = configured(dict(dp=1, pp=4, tp=1, schedule=schedule), microbatches=microbatches)
-        more[schedule, microbatches] = held(cfg)["activations"] * microbatches  # of equal ones
-    assert more["1f1b", 32] == pytest.approx(more["1f1b", 8], rel=0.05)
-    assert more["gpipe", 32] > 3 * more["gpipe", 8]
+        cfg = configure(dict(dp=1, pp=4, tp=1, schedule=schedule), microbatches=microbatches)
+        kept[schedule, microbatches] = memory(cfg)["activations"] * microbatches  # at equal sizes
+    assert kept["1f1b", 32] == pytest.approx(kept["1f1b", 8], rel=0.05)
+    assert kept["gpipe", 32] > 3 * kept["gpipe", 8]
+
+
+def sharded_params(cfg) -> int:
+    """Parameters on a device of a (4, 1, 1) mesh: all weights but the norms' gains are sharded."""
+    n_gains = (2 * cfg.model.n_layers + 1) * cfg.model.d_model
+    return (model.param_count(cfg) - n_gains) // 4 + n_gains
+
+
+def test_optimizer_state_and_traffic_of_adamw_are_8_and_28_bytes_a_parameter():
+    cfg = configure((4, 1, 1), replace(TINY, model=replace(TINY.model, vocab_size=512)))
+    n = sharded_params(cfg)
+    assert cost_model.state_bytes(cfg) == dict(weights=4 * n, moments=8 * n)
+    assert cost_model.update_bytes(cfg) == 28 * n
+
+
+def test_a_plan_takes_optimizer_state_and_traffic_from_any_optimizer(monkeypatch):
+    """From SGD with momentum: one moment, in bfloat16."""
+    momentum = optax.sgd(1e-3, momentum=0.9, accumulator_dtype="bfloat16")
+    monkeypatch.setitem(optim.OPTIMIZERS, "momentum", lambda cfg: momentum)
+    cfg = configure((4, 1, 1), replace(TINY, model=replace(TINY.model, vocab_size=512)))
+    cfg = replace(cfg, optim=replace(cfg.optim, name="momentum"))
+    n = sharded_params(cfg)
+    found = plan.make_plan(cfg, CHIP)
+    assert found["memory"]["moments"] == 2 * n
+    assert found["seconds"]["update"] * CHIP.hbm == pytest.approx(16 * n, rel=1e-12)
+
+
+# ---- private functions of JAX
+
+CUDNN_CHECKS = "check_cudnn_version", "check_compute_capability"
+
+
+def test_drop_unused_removes_operations_without_effect_here_and_in_loops():
+    """Fails when jax.interpreters.partial_eval.dce_jaxpr changes."""
+    names = list(inspect.signature(partial_eval.dce_jaxpr).parameters)
+    assert names[:3] == ["jaxpr", "used_outputs", "instantiate"]
+
+    def f(x):
+        unused = jnp.sin(x)
+        return jax.lax.scan(lambda x, _: (x @ x, jnp.cos(unused)), x, length=3)[0]
+
+    jaxpr = jax.make_jaxpr(f)(MATRIX).jaxpr
+    assert {"sin", "cos"} <= set(re.findall(r"sin|cos", str(jaxpr)))
+    (loop,) = cost_model.drop_unused(jaxpr).eqns
+    assert [x.primitive.name for x in loop.params["jaxpr"].jaxpr.eqns] == ["dot_general"]
+
+
+def test_assume_hopper_makes_jax_take_cudnns_kernels_and_leaves_its_module_as_it_was():
+    """Fails when the functions of jax._src that it replaces change."""
+    asked = [getattr(fused_attention_stablehlo, name) for name in CUDNN_CHECKS]
+    assert [list(inspect.signature(f).parameters) for f in asked] == [[], ["capability"]]
+
+    def attention(q_BLHK):
+        attend = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+        return attend(q_BLHK, q_BLHK, q_BLHK).astype("float32").sum()
+
+    q_BLHK = jax.ShapeDtypeStruct((2, 64, 4, 64), "bfloat16")
+    with cost_model.assume_hopper(CHIPS["h200"]):
+        jaxpr = jax.make_jaxpr(jax.grad(attention))(q_BLHK).jaxpr
+    names = [op.name for op in cost_model.flatten(jaxpr).ops]
+    assert [name for name in names if name in cost_model.KERNELS] == [*cost_model.CUDNN_ATTENTION]
+    with cost_model.assume_hopper(CHIP):
+        assert [getattr(fused_attention_stablehlo, name) for name in CUDNN_CHECKS] == asked
+    assert [getattr(fused_attention_stablehlo, name) for name in CUDNN_CHECKS] == asked
 
 
 # ---- the command
@@ -278,12 +358,12 @@ def test_json_is_one_object_and_says_what_the_table_says():
     assert code == 0 and re.search(rf"^tp all_gather +{calls:,.0f} calls", table, re.M)
 
 
-def test_a_plan_for_gpus_needs_none_to_take_their_kernel():
+def test_a_plan_for_gpus_counts_their_attention_kernel_without_a_gpu():
     code, _, error = answer("--topology", "h200:1", "--model.d_head", 8)
     assert code == 0 and "plain XLA" not in error, error
 
 
-OUT = [
+REFUSED = [
     (["--topology", "v5e:1", "--train.batch_size", 2**20], "workspace overflow"),
     (["--topology", "v5e:1", "--model.d_ff", 2**21], "moments overflow"),
     (["--topology", "v5:9"], "topology='v5:9'"),
@@ -292,15 +372,25 @@ OUT = [
 ]
 
 
-@pytest.mark.parametrize("args, why", OUT, ids=lambda x: x if isinstance(x, str) else "")
-def test_what_cannot_be_is_two_lines_and_exit_2(args, why):
+@pytest.mark.parametrize("args, why", REFUSED, ids=lambda x: x if isinstance(x, str) else "")
+def test_an_impossible_plan_is_two_lines_and_exit_2(args, why):
     code, _, error = answer(*args)
     problem, fix = error.splitlines()[-2:]
     assert code == USAGE and why in error and problem.startswith("error: "), error
     assert fix.startswith("  fix: ")
 
 
-def test_search_ranks_what_is_legal_and_says_why_the_rest_is_out():
+@pytest.mark.parametrize("flag", ["--topology=v5p", "--model.d_ff=-1"])
+def test_a_bad_command_line_is_answered_before_jax_is_imported(flag):
+    """So that it takes less than half a second."""
+    args = "--config", "tiny", "--topology", "v5e:1", flag
+    env = os.environ | dict(PYTHONPROFILEIMPORTTIME="1")  # prints a line per import to stderr
+    error = run("scripts/plan.py", *args, env=env).stderr
+    imported = set(re.findall(r"^import time:.*\| +(\w+)$", error, re.M))
+    assert "tyro" in imported and not imported & {"jax", "numpy"} and "error: " in error
+
+
+def test_search_ranks_legal_plans_and_says_what_rules_out_the_others():
     cfg = replace(TINY, train=replace(TINY.train, batch_size=1, remat="layer"))
     found = plan.search(cfg, CHIP, 1)
     times = [x["worst"]["step_time"] for x in found["plans"]]
@@ -308,45 +398,61 @@ def test_search_ranks_what_is_legal_and_says_why_the_rest_is_out():
     assert {x["remat"] for x in found["plans"]} >= {"none", "dots", "layer"}
 
     assert plan.search(cfg, CHIP._replace(memory=1000), 8)["out"]["weights overflow"]
-    out, heads = plan.search(cfg, CHIP, 64)["out"], "model.n_heads=16 and train.seq_len=16 and"
+    out = plan.search(cfg, CHIP, 64)["out"]
+    heads = "model.n_heads=16 and train.seq_len=16 and"
     assert out[f"mesh.tp must divide {heads} model.n_kv_heads=8"] == 3
     assert out["mesh.tp must divide model.n_kv_heads=8"] == 3
     assert out["train.grad_accum*mesh.dp*mesh.pp must divide train.batch_size=1"] > 9
 
 
-TPU = importlib.util.find_spec("libtpu")
-tpu = pytest.mark.skipif(not TPU, reason="no libtpu to compile for a TPU: run make test-interop")
+# ---- against XLA
+
+HAS_LIBTPU = compiled_cost.is_installed("libtpu")
+needs_libtpu = pytest.mark.skipif(
+    not HAS_LIBTPU, reason="no libtpu to compile for a TPU: run make test-interop"
+)
+COMPILERS = [
+    ("v5e:1", "libtpu", "pip install 'jax[tpu]=="),
+    ("h200:1", "jax_plugins.xla_cuda13", "pip install 'jax[cuda13]=="),
+]
 
 
-@pytest.mark.skipif(TPU, reason="libtpu is installed")
-def test_without_libtpu_the_plan_says_how_to_get_it():
-    code, _, error = answer("--topology", "v5e:1", "--compile")
-    assert code == USAGE and "pip install 'jax[tpu]==" in error and error.count("\n") == 2
+@pytest.mark.parametrize("topology, module, fix", COMPILERS)
+def test_without_a_compiler_the_plan_says_how_to_get_it(topology, module, fix):
+    if compiled_cost.is_installed(module):
+        pytest.skip(f"{module} is installed")
+    code, _, error = answer("--topology", topology, "--compile")
+    assert code == USAGE and fix in error and error.count("\n") == 2
 
 
 DENSE = dict(vocab_size=8192, d_model=1024, n_layers=8, n_heads=8, n_kv_heads=8, d_head=128)
 DENSE |= dict(d_ff=4096)
-EXPERTS = DENSE | dict(pattern="moe", n_experts=16, n_active=2, d_expert=1024)
+SPARSE = DENSE | dict(pattern="moe", n_experts=16, n_active=2, d_expert=1024)
 COMPILED = {
-    "experts": (EXPERTS, "v5p:2x2x1", dict(dp=4), dict()),
+    "experts": (SPARSE, "v5p:2x2x1", dict(dp=4), dict()),
     "1f1b": (DENSE, "v5p:2x2x1", dict(dp=2, pp=2, schedule="1f1b", fsdp="step"), dict()),
-    "kept": (DENSE, "v6e:2x2", dict(dp=4), dict(remat="dots", grad_accum=2)),
+    "dots": (DENSE, "v6e:2x2", dict(dp=4), dict(remat="dots", grad_accum=2)),
 }
 
 
-@tpu
+@needs_libtpu
 @pytest.mark.parametrize("case", COMPILED)
 def test_the_estimate_is_within_a_tenth_of_the_compilers(case):
-    sizes, topology, mesh, train = COMPILED[case]
-    train = dict(seq_len=1024, batch_size=32) | train
-    sections = dict(model=sizes, mesh=mesh, train=train)
-    args = [y for s, xs in sections.items() for k, x in xs.items() for y in (f"--{s}.{k}", x)]
-    code, text, error = answer(*args, "--topology", topology, "--compile", "--json")
+    sizes, topology, mesh, fields = COMPILED[case]
+    fields = dict(seq_len=1024, batch_size=32) | fields
+    sections = dict(model=sizes, mesh=mesh, train=fields)
+    flags = [
+        word
+        for section, values in sections.items()
+        for name, value in values.items()
+        for word in (f"--{section}.{name}", value)
+    ]
+    code, text, error = answer(*flags, "--topology", topology, "--compile", "--json")
     assert code == 0, error
     found = json.loads(text)
-    xla, kind = found["xla"], plan.CHIPS[topology[:3]].kind
+    xla, kind = found["xla"], CHIPS[topology[:3]].kind
     assert found["memory_total"] == pytest.approx(xla["memory"], rel=0.1)
     assert 0.5 < xla["fusion_seconds"] / found["seconds"]["matmuls"] < 10
-    # The libtpu that is pinned knows all that is asked of it.
+    # The pinned libtpu accepts every option.
     wanted = {"TPU v5p": "TPU v5", "TPU v6e": "TPU v6 lite"}.get(kind)
     assert xla["options"] == utils.XLA_OPTIONS.get(wanted, {})

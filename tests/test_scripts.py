@@ -1,7 +1,9 @@
-"""The scripts: from text to shards, and from a checkpoint to text and numbers."""
+"""The scripts that prepare data, sample, evaluate and report, and the commands of the Makefile."""
 
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -22,6 +24,7 @@ import files
 import train
 from config import CHECKPOINT, DATA, USAGE
 from dataset import Dataset
+from scripts import prepare_data
 
 TEXTS = {
     "b/notes.txt": "Ünïcödé, tabs\tand\r\nlines.\n\n   Trailing spaces  \n" * 30,
@@ -50,7 +53,7 @@ def tokens_of(folder) -> np.ndarray:
 
 
 def documents_of(folder) -> list[str]:
-    """The texts that a prepared set decodes to."""
+    """The documents of a prepared set, decoded."""
     end, tokens = manifest(folder)["eot_id"], tokens_of(folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     assert tokens[-1] == end
@@ -98,8 +101,8 @@ def test_a_second_run_does_nothing_and_another_request_is_refused(texts, tmp_pat
     request = ["--input", texts, "--tokenizer", "byte", "--out", out]
 
     def contents():
-        files = [p for p in out.rglob("*") if p.is_file()]
-        return {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in files}
+        paths = [p for p in out.rglob("*") if p.is_file()]
+        return {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in paths}
 
     prepare(*request)
     before = contents()
@@ -113,7 +116,7 @@ def test_a_second_run_does_nothing_and_another_request_is_refused(texts, tmp_pat
 
 
 def test_a_tokenizer_left_by_another_request_is_not_used(texts, tmp_path):
-    """Killed between the tokenizer and the first shard."""
+    """The state on disk is that of a command killed between the tokenizer and the first shard."""
     out = tmp_path / "out"
     prepare("--input", texts, "--tokenizer", "byte", "--out", out)
     for split in ("train", "val"):
@@ -131,7 +134,7 @@ def test_too_little_text_is_an_error_and_leaves_nothing(tmp_path, text):
     out = tmp_path / "out"
     request = ["--input", tmp_path / "a.txt", "--tokenizer", "byte", "--out", out]
     done = run("scripts/prepare_data.py", *request)
-    if done.returncode == 0:  # a long enough line is cut within
+    if done.returncode == 0:  # a single line that is long enough is cut inside
         assert len(tokens_of(out / "val")) > 1
     else:
         assert done.returncode == DATA and "too short" in done.stderr and not out.exists()
@@ -158,9 +161,82 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(tmp_path):
         np.testing.assert_array_equal(tokens_of(cut / split), tokens_of(whole / split))
 
 
+DOCSTRINGS = '''
+"""Short."""
+
+
+def f():
+    """Return `name`, as given by :func:`g` or ``None``.
+
+    A paragraph can be wrapped at some seventy characters, which “ends” here;
+    it becomes one line.  Its last sentence, which announces an example, is left out:
+
+        >>> f()
+        (1, 2)
+
+    Arguments:
+    first -- the first argument of the function
+    second -- the second argument of the function
+
+    * An item of a list is a paragraph (if it is a sentence).
+    * not a sentence
+
+    +--------+-------------------------------+
+    | Header | A table with two columns.     |
+    +--------+-------------------------------+
+    """
+
+
+class C:
+    async def g(self):
+        """Return name, as given by g or None.
+
+        A licence says that THIS SOFTWARE IS PROVIDED AS IT IS.
+
+        This paragraph occurs for the first time.
+        """
+'''
+
+
+def test_prose_is_taken_from_docstrings_without_importing(tmp_path):
+    modules = {"m.py": DOCSTRINGS + "raise SystemExit", "idlelib/n.py": DOCSTRINGS}
+    topics = "topics = {'a': 'One topic is a document.', 'b': 'And another'}"
+    for name, text in {**modules, "pydoc_data/topics.py": topics}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = prepare_data.prose_documents(prepare_data.find_files(tmp_path, ".py", set()))
+    sentences = """Return name, as given by g or None.
+
+A paragraph can be wrapped at some seventy characters, which ends here; it becomes one line.
+
+An item of a list is a paragraph (if it is a sentence)."""
+    assert found == [
+        ("m.py:5", sentences.encode()),
+        ("m.py:28", b"This paragraph occurs for the first time."),
+        ("pydoc_data/topics.py:a", b"One topic is a document."),
+    ]
+
+
+def test_pydocs_are_sentences_and_the_same_each_time(tmp_path):
+    request = ["--pydocs", "--tokenizer", "byte", "--val_fraction", 0.05, "--out", tmp_path / "out"]
+    prepare(*request)
+    found = documents_of(tmp_path / "out/train") + documents_of(tmp_path / "out/val")
+    lines = [line for text in found for line in text.split("\n\n")]
+    assert sum(map(len, lines)) > 500_000 and len(set(lines)) == len(lines)
+    assert all(line.isascii() and line.strip("\"')")[-1] in ".!?" for line in lines)
+    assert "is up to date" in run("scripts/prepare_data.py", *request).stdout
+
+
+def test_a_log_file_gets_no_progress_bars(texts, tmp_path):
+    request = ["--input", texts, "--vocab_size", 300, "--out", tmp_path / "out"]
+    done = run("scripts/prepare_data.py", *request)
+    assert done.stdout.count("\n") == 4 and "\r" not in done.stdout and not done.stderr
+
+
 @pytest.mark.parametrize("request_, code, word", [
-    ([], USAGE, "give either --input or --stdlib"),
-    (["--input", "x", "--stdlib"], USAGE, "give either --input or --stdlib"),
+    ([], USAGE, "0 of --input, --stdlib and --pydocs are given, not 1"),
+    (["--input", "x", "--stdlib"], USAGE, "2 of --input, --stdlib and --pydocs are given, not 1"),
+    (["--stdlib", "--pydocs"], USAGE, "2 of --input, --stdlib and --pydocs are given, not 1"),
     (["--input", "/nowhere"], DATA, "--input /nowhere does not exist"),
     (["--stdlib", "--val_fraction", "2"], USAGE, "val_fraction=2.0"),
     (["--stdlib", "--tokenizer", "bytes"], USAGE, "bytes is none of byte, char and bpe"),
@@ -232,7 +308,7 @@ def test_evaluate_agrees_with_training_and_writes_each_token(trained, corpus, tm
     np.testing.assert_allclose(-logprob.mean(dtype=np.float64), result["loss"], rtol=1e-6)
     np.testing.assert_allclose(result["perplexity"], np.exp(result["loss"]))
 
-    # In the data's order.
+    # The log probabilities are in the order of the data.
     cfg = cli.config_of_run(str(trained), config.Mesh(1, 1, 1))
     cfg = on_mesh(cfg, train=dict(batch_size=8))
     params = train.load_params(files.absolute_path(str(trained)), cfg)
@@ -253,6 +329,17 @@ def test_report_ends_with_the_numbers(trained):
     for word in [f"run directory    {trained}", *numbers]:
         assert word in done.stdout
     assert run("scripts/report.py", "--run", trained / "none").returncode == DATA
+
+
+def test_the_commands_that_the_demo_ends_with_work(trained, tmp_path):
+    commands = re.findall(r"@echo '  \$\(BIN\)/python (.*)'", (ROOT / "Makefile").read_text())
+    sample, longer, other = map(shlex.split, commands)
+    assert text_of(trained, *sample[3:], "--mesh.dp", 1).startswith("This method")
+    assert sample[:3] == ["scripts/sample.py", "--run", "runs/demo"]
+    assert longer[0] == "train.py" and cli.parse(longer[1:]).train.steps == 1000
+    assert other[-2:] == ["--out", "data/mine"]
+    done = run(*other[:-1], tmp_path / "out", cwd=ROOT)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_run_without_a_tokenizer_says_how_to_name_one(trained, tmp_path):

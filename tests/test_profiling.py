@@ -1,4 +1,4 @@
-"""The profile: collectives by mesh axis, a ledger whose rows add up, and what a run leaves."""
+"""Profiling: the mesh axes of collectives, a ledger whose rows add up, and a run's files."""
 
 import json
 import re
@@ -21,10 +21,10 @@ import train
 import utils
 from config import USAGE, UserError
 
-# ---- which axes a collective joins
+# ---- which mesh axes a collective joins
 
 
-def permuted(x, axis):
+def shift(x, axis):
     n = lax.axis_size(axis)
     return lax.ppermute(x, axis, [(i, (i + 1) % n) for i in range(n)])
 
@@ -33,7 +33,7 @@ COLLECTIVES = dict(
     psum=lax.psum,
     gather=lambda x, axes: lax.all_gather(x, axes, tiled=True),
     scatter=lambda x, axes: lax.psum_scatter(x, axes, tiled=True),
-    permute=permuted,
+    permute=shift,
 )
 
 
@@ -44,16 +44,16 @@ COLLECTIVES = dict(
 ])  # fmt: skip
 def test_a_compiled_collective_joins_the_axes_it_was_written_over(cfg, mesh, name, axes):
     on_mesh(cfg, mesh)
-    over = tuple(axes.split("+"))
-    over = over if len(over) > 1 else over[0]
+    names = tuple(axes.split("+"))
 
     def per_device(x):
-        return COLLECTIVES[name](jnp.sin(x), over)
+        return COLLECTIVES[name](jnp.sin(x), names if len(names) > 1 else names[0])
 
     f = jax.shard_map(per_device, in_specs=P(utils.AXES), out_specs=P(utils.AXES))
     classes = profiling.op_classes(jax.jit(f).lower(jnp.ones(64)).compile().as_text(), mesh)
-    wide = [axis for axis in axes.split("+") if dict(zip(utils.AXES, mesh, strict=True))[axis] > 1]
-    assert set(classes.values()) - {"compute", ""} == ({"+".join(wide)} if wide else set())
+    size = dict(zip(utils.AXES, mesh, strict=True))
+    wide = "+".join(axis for axis in names if size[axis] > 1)
+    assert set(classes.values()) - {"compute", ""} == {wide} - {""}
 
 
 @pytest.mark.parametrize("groups, axes", [
@@ -69,7 +69,7 @@ def test_a_compiled_collective_joins_the_axes_it_was_written_over(cfg, mesh, nam
     ("replica_groups=mesh['a'=4,'b'=2], device_ids=([8]) {'a'}", "dp+pp"),
     ("replica_groups=mesh['a'=8] {'a':(2)2}", "unknown axes"),
 ])  # fmt: skip
-def test_every_form_of_groups_is_read_or_said_to_be_unknown(groups, axes):
+def test_every_form_of_groups_is_parsed_or_called_unknown(groups, axes):
     line = f"  %x.1 = (f32[8]{{0:T(256)}}, f32[]) all-reduce(%y), channel_id=1, {groups}, a={{}}"
     assert profiling.op_classes(line, (2, 2, 2)) == {"x.1": axes}
 
@@ -95,19 +95,18 @@ ENTRY %main (p: f32[8]) -> f32[8] {
 A, B = (0, "jit_train_step"), (1, "jit_train_step")
 # (device, module), op, start, stop in ms: two updates from 100 to 200 on (1, 2, 1).
 OPS = [
-    (A, "fusion.0", 40, 90),  # before
-    (A, "fusion.1", 95, 110),  # A computes 10 in the window
-    (A, "loop", 100, 190),  # no work of its own
-    (A, "send", 110, 140),  # 10 of B's computing: bubble; then 20 both in it
+    (A, "fusion.0", 40, 90),  # before the first update
+    (A, "fusion.1", 95, 110),  # 10 ms of it after the start: compute
+    (A, "loop", 100, 190),  # control flow does not count
+    (A, "send", 110, 140),  # 10 ms while B computes: bubble; 20 ms with B: collective
     (B, "fusion.1", 100, 120),
     (B, "send", 120, 140),
-    (A, "all-gather-start", 140, 150),  # 10 alone in it
-    (A, "fusion.2", 145, 160),  # hides 5 of them, 15 of compute
-    (B, "fusion.2", 150, 160),  # B: 10 idle, 10 compute
-    ((0, "jit_eval_step"), "fusion.1", 160, 170),  # B is idle for 10
+    (A, "all-gather-start", 140, 150),  # B is idle
+    (A, "fusion.2", 145, 160),  # hides 5 ms of the gather
+    (B, "fusion.2", 150, 160),
+    ((0, "jit_eval_step"), "fusion.1", 160, 170),  # B is idle
 ]
-WANT = dict(
-    # ms of A and B together
+WANT = dict(  # ms of A and B together
     compute=10 + 15 + 20 + 10,
     bubble=10,
     pp=20 + 20 + 5,
@@ -119,7 +118,7 @@ WANT = dict(
 
 
 def profile_data(kind: str) -> SimpleNamespace:
-    """OPS in the form that a trace of a CPU, GPU or TPU has."""
+    """OPS as a trace of a CPU, GPU or TPU shows them."""
 
     def event(name, start, stop, **stats):
         return SimpleNamespace(name=name, start_ns=start * 1e6, end_ns=stop * 1e6, stats=stats)
@@ -128,7 +127,7 @@ def profile_data(kind: str) -> SimpleNamespace:
         return SimpleNamespace(name=name, events=events)
 
     host = [event("update", 100, 150), event("update", 150, 200), event("data wait", 175, 185)]
-    host += [event("data wait", 105, 120)]  # behind work
+    host += [event("data wait", 105, 120)]  # hidden by work
     planes = {"/host:CPU": [line("python", *host)]}
     for n, ((device, module), op, start, stop) in enumerate(OPS):
         stats = dict(hlo_op=op, hlo_module=module)
@@ -160,10 +159,10 @@ def test_each_moment_of_a_device_is_in_one_row(kind):
 
 
 def test_the_rows_of_any_trace_add_up_to_its_wall_time():
-    """Random ops, also outside of the updates and on top of each other; and compute is what a
-    merge of its intervals says."""
+    """Random ops overlap each other and the updates' ends.  The compute row is the length of the
+    union of its intervals."""
     rng = np.random.default_rng(0)
-    data, merged = profile_data("GPU"), 0.0
+    data, union = profile_data("GPU"), 0.0
     for plane in data.planes[1:]:
         plane.lines.clear()
         done = 100e6
@@ -173,11 +172,11 @@ def test_the_rows_of_any_trace_add_up_to_its_wall_time():
             event = SimpleNamespace(name=op, start_ns=start, end_ns=end, stats=stats)
             plane.lines.append(SimpleNamespace(name="Stream #1", events=[event]))
             if op == "fusion.1":
-                merged += max(0, min(end, 200e6) - max(start, done))
+                union += max(0, min(end, 200e6) - max(start, done))
                 done = max(done, end)
     rows = profiling.ledger(data, HLO, (1, 2, 1))
     assert sum(rows.values()) == pytest.approx(50) and min(rows.values()) >= 0
-    assert rows["compute"] == pytest.approx(merged / 1e6 / 2 / 2)
+    assert rows["compute"] == pytest.approx(union / 1e6 / 2 / 2)
 
 
 def test_a_trace_without_a_device_gives_no_ledger():
@@ -185,10 +184,10 @@ def test_a_trace_without_a_device_gives_no_ledger():
     assert profiling.ledger(SimpleNamespace(planes=data.planes[:1]), HLO, (1, 2, 1)) == {}
 
 
-# ---- what a run leaves
+# ---- the files of a run
 
 
-def test_a_run_leaves_trace_ledger_and_program_and_compiles_it_once(cfg, capsys):
+def test_a_run_writes_trace_ledger_and_program_and_compiles_once(cfg, capsys):
     compiled = []
 
     def count(name, seconds, fun_name="", **_):
@@ -222,35 +221,35 @@ def test_a_run_leaves_trace_ledger_and_program_and_compiles_it_once(cfg, capsys)
 
 
 class Log:
-    """A MetricsLog that only runs what is put aside."""
+    """What Profile uses of a MetricsLog."""
 
-    def aside(self, f):
+    def run_untimed(self, f):
         f()
 
     def flush(self):
         pass
 
 
-def profiled(cfg, tmp_path, steps) -> tuple[profiling.Profile, epath.Path]:
-    """A run of these updates, which do nothing."""
+def profile_updates(cfg, tmp_path, steps) -> Path:
+    """Profile updates that do nothing; returns the folder of the trace."""
     profile, log = profiling.Profile(epath.Path(tmp_path), None, cfg), Log()
     for step in steps:
-        with profile.update(step, log):
+        with profile.trace_update(step, log):
             pass
     profile.report()
     return tmp_path / "profile"
 
 
-def test_a_resumed_run_leaves_past_updates_and_a_stopped_one_its_trace_alone(cfg, tmp_path):
+def test_a_resumed_run_traces_nothing_and_a_stopped_one_has_no_ledger(cfg, tmp_path):
     cfg = replace(cfg, train=replace(cfg.train, profile=(2, 3)))
-    assert not profiled(cfg, tmp_path, range(3, 6)).exists()
-    stopped = profiled(cfg, tmp_path, range(1, 4))
+    assert not profile_updates(cfg, tmp_path, range(3, 6)).exists()
+    stopped = profile_updates(cfg, tmp_path, range(1, 4))
     assert [*stopped.glob("plugins/profile/*/*.xplane.pb")]
     assert not (stopped / "ledger.txt").exists()
 
 
 @pytest.mark.parametrize("window", ["0 1", "3 0", "-1 2", "20 2", "1 21"])
-def test_updates_that_do_not_come_are_refused(window):
+def test_updates_outside_of_the_run_are_refused(window):
     with pytest.raises(UserError) as error:
         cli.parse(["--config", "tiny", "--train.profile", *window.split()])
     assert error.value.code == USAGE
@@ -266,7 +265,7 @@ def test_a_config_file_keeps_the_updates_to_profile(window, tmp_path):
 
 
 @pytest.mark.parametrize("value", [["--fresh"], [[1], 2], [None, 1], "1"])
-def test_a_config_file_smuggles_nothing_in_with_them(value, tmp_path):
+def test_a_config_file_cannot_pass_flags_in_place_of_updates(value, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(dict(train=dict(profile=value))))
     with pytest.raises((UserError, SystemExit)) as error:

@@ -1,0 +1,74 @@
+"""The chips that scripts/plan.py can plan for.
+
+It needs no jax, so that plan.py can check a topology before it imports jax.
+"""
+
+import math
+from typing import NamedTuple
+
+from config import USAGE, UserError, or_list
+
+GIB = 2**30
+
+
+class Chip(NamedTuple):
+    """One device."""
+
+    kind: str
+    """Its name in utils.PEAK_TFLOPS."""
+    memory: float
+    """Bytes that a program may use."""
+    hbm: float
+    """Bytes per second between the device and its memory."""
+    link: float
+    """Bytes per second that a device receives in a ring: both directions of one axis of a TPU's
+    torus, or all of NVLink."""
+    clock: float
+    """Cycles per second."""
+
+    @property
+    def platform(self) -> str:
+        """JAX's name for the platform."""
+        return "tpu" if self.kind.startswith("TPU") else "gpu"
+
+
+# Memory: what XLA's out-of-memory message says is usable of 16, 32 and 95 GiB; for the H200, what
+# its driver reports.  Rates: Google Cloud's TPU pages, the "TPU specs" table of the JAX scaling
+# book (Austin et al. 2025, chapter 2), and NVIDIA's H200 data sheet.
+CHIPS = {
+    "v4": Chip("TPU v4", 30.75 * GIB, 1.23e12, 0.9e11, 1.05e9),
+    "v5e": Chip("TPU v5e", 15.75 * GIB, 0.81e12, 0.9e11, 1.5e9),
+    "v5p": Chip("TPU v5p", 95.74 * GIB, 2.77e12, 1.8e11, 1.75e9),
+    "v6e": Chip("TPU v6e", 31.25 * GIB, 1.64e12, 1.8e11, 1.75e9),
+    "h200": Chip("NVIDIA H200", 140.4 * GIB, 4.8e12, 4.5e11, 1.98e9),
+}
+
+# The H200 in the form in which XLA takes a GPU to compile for: from NVIDIA's data sheet and CUDA's
+# device properties of compute capability 9.0.
+H200_TARGET = """
+platform_name: "CUDA" device_description_str: "NVIDIA H200"
+runtime_version { major: 13 } dnn_version_info { major: 9 minor: 15 }
+gpu_device_info {
+  cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  memory_bandwidth: 4800000000000 device_memory_size: 150754820096 l2_cache_size: 62914560
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  shared_memory_per_block_optin: 232448 registers_per_core_limit: 65536
+  registers_per_block_limit: 65536 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+}
+"""
+
+
+def parse_topology(name: str) -> tuple[Chip, int]:
+    """The chip of a topology such as v5p:4x4x4, and the number of devices.
+
+    Raises UserError USAGE.
+    """
+    chip, _, shape = name.partition(":")
+    sizes = shape.split("x")
+    if chip not in CHIPS or not all(size.isdecimal() and 0 < int(size) < 10**5 for size in sizes):
+        what = f"topology={name!r} is not a chip ({or_list(CHIPS)}) and its shape"
+        raise UserError(USAGE, what, "give one such as v5p:4x4x4, v5e:16x16 or h200:8")
+    return CHIPS[chip], math.prod(map(int, sizes))

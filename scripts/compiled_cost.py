@@ -1,0 +1,136 @@
+"""What XLA says of a training step that it has compiled for chips that need not be present: its
+memory, and on TPUs the cycles of its fusions.
+
+It needs libtpu or JAX's CUDA plugin, but no accelerator.  The same figures estimated without
+compiling are in cost_model.py.
+"""
+
+import importlib.util
+import re
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import jax
+from jax.experimental import topologies
+from jax.experimental.mesh_utils import create_device_mesh
+from jax.sharding import AxisType, Mesh
+
+import train
+import utils
+from config import USAGE, Config, UserError
+from scripts.chips import H200_TARGET, Chip
+from scripts.cost_model import assume_hopper, scale, step_schedule, work_shares
+
+
+def is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even the package that it is in
+        return False
+
+
+def target_devices(topology: str, chip: Chip, n: int) -> list:
+    """The n devices of a topology, to compile for.
+
+    Raises UserError USAGE where the compiler is not installed or has no such topology.
+    """
+    on_gpu = chip.platform == "gpu"
+    module, extra = ("jax_plugins.xla_cuda13", "cuda13") if on_gpu else ("libtpu", "tpu")
+    if not is_installed(module):
+        what = f"--compile for {topology} needs the package {module}, which is not installed"
+        fix = f"pip install 'jax[{extra}]=={jax.__version__}', in a separate environment"
+        raise UserError(USAGE, what, fix)
+    try:
+        if on_gpu:
+            hosts = f"{-(-n // 8)}x{min(n, 8)}x1"
+            options = dict(platform="cuda", target_config=H200_TARGET, topology=hosts)
+            return topologies.get_topology_desc(**options).devices
+        # The two cores of a v4 chip are one device, as they are on a host with such chips.
+        options = dict(chip_config_name="megacore") if chip.kind == "TPU v4" else {}
+        return topologies.get_topology_desc(topology, platform="tpu", **options).devices
+    except jax.errors.JaxRuntimeError as e:
+        what = f"topology={topology}: {str(e).splitlines()[0][:200]}"
+        raise UserError(USAGE, what, "give the shape of a slice that exists") from None
+
+
+def compile_step(cfg: Config, topology: str, chip: Chip, devices: list) -> dict:
+    """XLA's figures for train.train_step on a topology's devices: seconds to compile, bytes on each
+    device, and on TPUs the seconds of its fusions.
+
+    Raises UserError USAGE where the step does not fit.
+    """
+    shapes, specs = (
+        train.step_shapes(cfg),
+        train.step_specs(cfg),
+    )  # before the mesh is of absent devices
+    # One axis of the torus may have to serve two axes of the mesh.
+    devices = create_device_mesh(cfg.mesh.sizes, devices, allow_split_physical_axes=True)
+    jax.set_mesh(Mesh(devices, utils.AXES, axis_types=(AxisType.Auto,) * 3))
+    begin = time.monotonic()
+    try:
+        with assume_hopper(chip):
+            arguments = train.with_shardings(shapes, specs)
+            program = utils.compile_program(train.train_step, *arguments, cfg)
+    except jax.errors.JaxRuntimeError as e:
+        if "RESOURCE_EXHAUSTED" not in str(e):
+            raise
+        what = f"XLA cannot fit the step into {topology}: {str(e).splitlines()[0][:300]}"
+        raise UserError(USAGE, what, "see the plan's memory without --compile") from None
+    seconds, memory = time.monotonic() - begin, program.memory_analysis()
+    on_tpu = chip.platform == "tpu"
+    return dict(
+        compile_seconds=seconds,
+        memory=memory.peak_memory_in_bytes,
+        arguments=memory.argument_size_in_bytes,
+        temporary=memory.temp_size_in_bytes,
+        options=utils.xla_options(jax.sharding.get_mesh()),
+        fusion_seconds=fusion_cycles(program.as_text(), cfg) / chip.clock if on_tpu else None,
+    )
+
+
+def fusion_cycles(hlo: str, cfg: Config) -> float:
+    """XLA's estimated cycles of all fusions of a TPU program, as often as they run; it has no
+    estimate for Pallas kernels."""
+
+    def cycles(line: str) -> Counter:
+        found = re.search(r'"estimated_cycles":"(\d{1,15})"', line)
+        return Counter(cycles=int(found[1])) if found else Counter()
+
+    return sum_lines(hlo, cfg, cycles)["cycles"]
+
+
+def sum_lines(hlo: str, cfg: Config, value: Callable) -> Counter:
+    """The sum of value(line), a Counter, over the lines of a compiled program as often as they run.
+
+    A loop runs as often as the number in its condition says.  A conditional counts as its larger
+    branch, and in the pipeline's loop in the share of the ticks that cost_model.work_shares gives.
+    """
+    pieces = re.split(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{$", hlo, flags=re.M)
+    computations = dict(zip(pieces[1::2], map(str.splitlines, pieces[2::2]), strict=True))
+    entry, schedule = re.search(r"^ENTRY %?([\w.-]+)", hlo, re.M)[1], step_schedule(cfg)
+
+    def count_trips(condition: str) -> int:
+        lines = computations[condition]
+        constants = [int(n) for line in lines for n in re.findall(r"constant\((\d+)\)", line)]
+        called = [name for line in lines for name in re.findall(r"calls=%?([\w.-]+)", line)]
+        return max([1, *constants, *map(count_trips, called)])
+
+    def sum_computation(name: str, is_pipeline: bool) -> Counter:
+        shares = iter(work_shares(schedule) if is_pipeline else ())
+        sums = Counter()
+        for line in computations[name]:
+            sums.update(value(line))
+            if found := re.search(r"while\(.*condition=%?([\w.-]+), body=%?([\w.-]+)", line):
+                n = count_trips(found[1])
+                sums.update(scale(sum_computation(found[2], n == schedule.ticks), n))
+            if " conditional(" in line:
+                form = r"(?:true|false)_computation=%?([\w.-]+)|branch_computations=\{(.*?)\}"
+                names = " ".join(one or many for one, many in re.findall(form, line))
+                branches = [sum_computation(x, False) for x in re.findall(r"[\w.-]+", names)]
+                sums.update(scale(max(branches, key=Counter.total), next(shares, 1)))
+            if found := re.search(r" call\(.*to_apply=%?([\w.-]+)", line):
+                sums.update(sum_computation(found[1], is_pipeline))
+        return sums
+
+    return sum_computation(entry, False)

@@ -1,0 +1,457 @@
+"""What a training step costs one device, counted in the step's jaxpr: FLOPs, seconds of matmuls,
+bytes of collectives, and the memory in use at once.  Nothing is compiled or run.
+
+The figures of XLA's compiler are in compiled_cost.py; plan.py turns these costs into a plan.
+"""
+
+import math
+import sys
+from collections import Counter
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.interpreters.partial_eval import dce_jaxpr
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
+
+import model
+import pipeline
+import train
+import utils
+from config import Config
+from scripts.chips import Chip
+
+# ---- the step as a list of operations
+
+
+def assume_hopper(chip: Chip):
+    """A context in which JAX uses cuDNN's attention kernels if `chip` is an H200.
+
+    Otherwise JAX would ask a local GPU for its compute capability and its cuDNN version.  This
+    replaces the two private functions that ask; tested with jax 0.10.2 and 0.12.0.1.
+    """
+    if chip.platform == "tpu":
+        return nullcontext()
+    answers = dict(check_cudnn_version=lambda: 91500, check_compute_capability=lambda _: True)
+    return mock.patch.multiple("jax._src.cudnn.fused_attention_stablehlo", **answers)
+
+
+def drop_unused(jaxpr: Jaxpr) -> Jaxpr:
+    """The jaxpr without operations whose results nothing uses.
+
+    JAX does not document dce_jaxpr; tested with jax 0.10.2 and 0.12.0.1.
+    """
+    return dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
+
+
+def trace_step(cfg: Config, chip: Chip) -> Jaxpr:
+    """The jaxpr of train.train_step on cfg's mesh of such chips, none of which need be present."""
+    device = AbstractDevice(chip.kind, None, chip.platform)
+    axes = dict(axis_types=(AxisType.Auto,) * 3, abstract_device=device)
+    mesh = AbstractMesh(cfg.mesh.sizes, utils.AXES, **axes)
+    # The model may print warnings while it is traced; stdout is for the plan.
+    with jax.sharding.use_abstract_mesh(mesh), redirect_stdout(sys.stderr), assume_hopper(chip):
+        jaxpr = jax.make_jaxpr(partial(train.train_step, cfg=cfg))(*train.step_shapes(cfg)).jaxpr
+    return drop_unused(jaxpr)
+
+
+class Op(NamedTuple):
+    """An equation of a jaxpr; `inputs` and `outputs` are numbers of values, None for a literal."""
+
+    eqn: JaxprEqn
+    inputs: list[int | None]
+    outputs: list[int]
+
+    @property
+    def name(self) -> str:
+        return self.eqn.primitive.name
+
+
+class FlatJaxpr(NamedTuple):
+    """A jaxpr with its calls inlined; value n has the type avals[n]."""
+
+    ops: list[Op]
+    arguments: list[int]
+    results: list[int | None]
+    avals: list
+
+
+# These are not inlined: their bodies run many times, or not at all, or on parts of the arrays.
+HAVE_BODIES = {"scan", "cond", "while", "shard_map", "pallas_call"}
+
+
+def flatten(jaxpr: Jaxpr) -> FlatJaxpr:
+    """The operations of `jaxpr`, with those inside jit, checkpoint and custom derivatives."""
+    ops, avals = [], []
+
+    def add_value(var) -> int:
+        avals.append(var.aval)
+        return len(avals) - 1
+
+    def inline(called, inputs) -> list[int | None]:
+        values = dict(zip([*called.constvars, *called.invars], inputs, strict=True))
+
+        def read(variables):
+            return [None if isinstance(x, Literal) else values[x] for x in variables]
+
+        for eqn in called.eqns:
+            body = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
+            if body is None or eqn.primitive.name in HAVE_BODIES:
+                outputs = [add_value(x) for x in eqn.outvars]
+                ops.append(Op(eqn, read(eqn.invars), outputs))
+            else:
+                body = getattr(body, "jaxpr", body)
+                outputs = inline(body, [None] * len(body.constvars) + read(eqn.invars))
+            values |= zip(eqn.outvars, outputs, strict=True)
+        return read(called.outvars)
+
+    arguments = [add_value(x) for x in [*jaxpr.constvars, *jaxpr.invars]]
+    results = inline(jaxpr, arguments)
+    return FlatJaxpr(ops, arguments, results, avals)
+
+
+def n_bytes(aval) -> int:
+    return math.prod(aval.shape) * aval.dtype.itemsize
+
+
+def bodies(op: Op) -> list[tuple[Jaxpr, int]]:
+    """The jaxprs inside an operation, each with the number of times it runs; all branches of a
+    cond."""
+    params = op.eqn.params
+    match op.name:
+        case "scan":
+            return [(params["jaxpr"].jaxpr, params["length"])]
+        case "cond":
+            return [(branch.jaxpr, 1) for branch in params["branches"]]
+        case "shard_map":
+            return [(params["jaxpr"], 1)]
+    return []
+
+
+# ---- FLOPs and communication
+
+
+@dataclass
+class Cost:
+    """What one device does in a step."""
+
+    flops: float = 0
+    matmul_seconds: float = 0
+    """Each matmul at the slower of its arithmetic and its memory traffic."""
+    calls: Counter = field(default_factory=Counter)
+    """Collectives, by (operation, axis)."""
+    received: Counter = field(default_factory=Counter)
+    """Bytes that the device receives in collectives, by (operation, axis)."""
+
+    def received_over(self, axis: str) -> float:
+        return sum(n for (_, over), n in self.received.items() if over == axis)
+
+    def add(self, other: "Cost", times: float):
+        self.flops += times * other.flops
+        self.matmul_seconds += times * other.matmul_seconds
+        self.calls.update(scale(other.calls, times))
+        self.received.update(scale(other.received, times))
+
+
+def scale(counter: Counter, times: float) -> Counter:
+    return Counter({name: times * x for name, x in counter.items()})
+
+
+CUDNN_ATTENTION = "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"
+KERNELS = {"pallas_call", *CUDNN_ATTENTION}
+
+# In a ring of n devices, each device receives (n - 1) / n of the whole array in every round.
+ONE_ROUND = {"all_gather", "all_gather_invariant", "reduce_scatter", "all_to_all"}
+TWO_ROUNDS = {"psum", "psum_invariant", "pmax", "pmin"}
+COLLECTIVES = {*ONE_ROUND, *TWO_ROUNDS, "ppermute"}
+
+
+def count_flops(op: Op, cfg: Config) -> float:
+    """Two for each product of a matmul or an attention kernel; 0 for everything else."""
+    shapes = [x.aval.shape for x in (*op.eqn.invars, *op.eqn.outvars)]
+    if op.name == "dot_general":
+        (contracted, _), _ = op.eqn.params["dimension_numbers"]
+        return 2 * math.prod(shapes[-1]) * math.prod(shapes[0][i] for i in contracted)
+    if op.name in KERNELS:
+        # Two matmuls forward and five backward, each with the half of the keys that is not masked.
+        inputs = (x.aval for x in op.eqn.invars)
+        q = next(x.shape for x in inputs if jnp.issubdtype(x.dtype, jnp.floating))
+        forward = "fwd" in op.eqn.params.get("name", op.name)
+        return (2 if forward else 5) * math.prod(q) * (cfg.train.seq_len + 1)
+    return 0
+
+
+def received_bytes(op: Op, n: int) -> float:
+    """Bytes that each of n devices receives in a collective."""
+    whole = max(sum(n_bytes(x.aval) for x in side) for side in (op.eqn.invars, op.eqn.outvars))
+    if op.name == "ppermute":
+        return whole
+    rounds = 2 if op.name in TWO_ROUNDS else 1
+    return rounds * whole * (n - 1) / n
+
+
+def count_cost(jaxpr: Jaxpr, cfg: Config, chip: Chip, busy_shares=()) -> Cost:
+    """What `jaxpr` costs a device of the first pipeline stage; a loop's body counts every time.
+
+    A cond counts as its more expensive branch.  busy_shares: for the conds of `jaxpr` in their
+    order, the share of its runs in which that branch is taken; conds without a share count fully.
+    """
+    total, sizes = Cost(), dict(zip(utils.AXES, cfg.mesh.sizes, strict=True))
+    schedule, shares = step_schedule(cfg), iter(busy_shares)
+    for op in flatten(jaxpr).ops:
+        if op.name == "cond":
+            branches = [count_cost(body, cfg, chip) for body, _ in bodies(op)]
+            slowest = max(branches, key=lambda x: x.matmul_seconds + x.received.total() / chip.link)
+            total.add(slowest, next(shares, 1))
+            continue
+        for body, n in bodies(op):
+            is_pipeline = op.name == "scan" and n == schedule.ticks
+            inner_shares = work_shares(schedule) if is_pipeline else ()
+            total.add(count_cost(body, cfg, chip, inner_shares), n)
+        if flops := count_flops(op, cfg):
+            traffic = sum(n_bytes(x.aval) for x in [*op.eqn.invars, *op.eqn.outvars])
+            total.flops += flops
+            total.matmul_seconds += max(flops / peak_flops(chip), traffic / chip.hbm)
+        elif op.name in COLLECTIVES:
+            axes = op.eqn.params.get("axes") or op.eqn.params["axis_name"]
+            for axis in [axes] if isinstance(axes, str) else axes:
+                if sizes[axis] > 1:  # over several axes: one after the other
+                    total.calls[op.name, axis] += 1
+                    total.received[op.name, axis] += received_bytes(op, sizes[axis])
+    return total
+
+
+def step_schedule(cfg: Config) -> pipeline.Schedule:
+    """The schedule of one pipeline loop; gpipe runs a loop for each accumulation slice."""
+    slices = 1 if cfg.mesh.schedule == "gpipe" else cfg.train.grad_accum
+    return pipeline.make_schedule(cfg, slices * cfg.train.microbatches)
+
+
+def work_shares(schedule: pipeline.Schedule) -> tuple:
+    """The shares of the ticks in which a stage does each kind of work, in the order of
+    pipeline.run_schedule: begin, forward, score, backward, finish."""
+    layers, ends = schedule.items / schedule.ticks, schedule.microbatches / schedule.ticks
+    return ends, layers, ends, layers, ends
+
+
+def peak_flops(chip: Chip) -> float:
+    """FLOP/s in bfloat16; float32 is slower."""
+    return utils.PEAK_TFLOPS[chip.kind] * 1e12
+
+
+# ---- memory
+
+# XLA computes most values where they are used, but stores the outputs of these operations.
+STORED = {
+    "dot_general", "gather", "scatter", "scatter-add", "sort", "top_k", "cumsum",
+    "dynamic_update_slice", "reduce_sum", "reduce_max", "argmax",
+    *COLLECTIVES, *HAVE_BODIES, *KERNELS,
+}  # fmt: skip
+# It also stores what one of these reads, or what two matmuls read: each would compute it again.
+READ_FROM_MEMORY = {*COLLECTIVES, *HAVE_BODIES, *KERNELS}
+# As a rule these copy nothing.
+VIEWS = {"broadcast_in_dim", "name", "pvary", "reshape", "squeeze", "stop_gradient", "transpose"}
+IN_PLACE = {"dynamic_update_slice", "scatter", "scatter-add"}
+
+
+@dataclass
+class Array:
+    """An array in memory from operation number `start` to operation number `end`."""
+
+    bytes: int
+    kind: str
+    """Its class, see `memory_by_class`."""
+    start: int
+    end: int
+
+
+def carry_operands(op: Op) -> range:
+    """Which operands of a scan are its carry; its results begin with the carry.
+
+    Their shapes say it, since the parameters of scan differ between jax 0.10 and 0.12: constants
+    and carry have as many dims outside as inside, and scanned arrays have one more outside.
+    """
+    body = bodies(op)[0][0]
+
+    def count_unscanned(outside, inside) -> int:
+        pairs = zip(outside, inside, strict=True)
+        return sum(len(x.aval.shape) == len(y.aval.shape) for x, y in pairs)
+
+    n = count_unscanned(op.eqn.outvars, body.outvars)
+    end = count_unscanned(op.eqn.invars, body.invars)
+    return range(end - n, end)
+
+
+def overwritten_inputs(op: Op, avals: list, free: set) -> dict[int, int | None]:
+    """{output: the input that it may be written over}; `free` are the inputs not needed later."""
+    if op.name in IN_PLACE:
+        return {op.outputs[0]: op.inputs[0]}
+    if op.name == "scan":
+        carry = carry_operands(op)
+        inputs = op.inputs[carry.start : carry.stop]
+        return dict(zip(op.outputs[: len(carry)], inputs, strict=True))
+    pairs, candidates = {}, []
+    if op.name == "cond":  # the first operand chooses the branch
+        candidates = [x for x in op.inputs[1:] if x in free]
+    elif op.name not in STORED:  # most of these work element by element
+        candidates = [x for x in op.inputs if x in free]
+    for output in op.outputs:
+        form = avals[output].shape, avals[output].dtype
+        same = (x for x in candidates if (avals[x].shape, avals[x].dtype) == form)
+        if (x := next(same, None)) is not None:
+            candidates.remove(x)
+            pairs[output] = x
+    return pairs
+
+
+def count_readers(ops: list[Op]) -> Counter:
+    """How many matmuls read each value or a view of it; READ_FROM_MEMORY counts as two."""
+    readers = Counter()
+    for op in reversed(ops):
+        for x in {*op.inputs}:
+            if op.name in READ_FROM_MEMORY:
+                readers[x] += 2
+            elif op.name == "dot_general":
+                readers[x] += 1
+            if op.name in VIEWS:
+                readers[x] += readers[op.outputs[0]]
+    return readers
+
+
+def is_stored(op: Op, avals: list, readers: Counter, source_bytes: int) -> bool:
+    """Whether XLA keeps an operation's outputs in memory.  source_bytes: the size of the stored
+    arrays that they are computed from."""
+    if op.name in STORED:
+        return True
+    # A small slice is copied, so that the array can be dropped.
+    if op.name == "slice" and 8 * sum(n_bytes(avals[x]) for x in op.outputs) <= source_bytes:
+        return True
+    return op.name not in VIEWS and any(readers[x] > 1 for x in op.outputs)
+
+
+def memory_class(op: Op, aval, weight_shapes: set) -> str:
+    """The class of an array that an operation stores, see `memory_by_class`."""
+    if aval.shape in weight_shapes:
+        if aval.dtype == "float32" or op.name == "scan":
+            return "gradients"
+        if op.name == "convert_element_type":
+            return "weights"
+    return "activations" if op.name == "scan" else "workspace"
+
+
+def body_memory(op: Op, weight_shapes: set, free: set) -> Counter:
+    """The most memory by class in use inside an operation, without its inputs and outputs; `free`
+    are the inputs not needed later."""
+    peak = Counter()
+    for body, _ in bodies(op):
+        preallocated, overwritable = range(len(body.outvars)), ()
+        if op.name == "scan":
+            overwritable = carry_operands(op)
+            preallocated = preallocated[len(overwritable) :]
+        elif op.name == "cond":
+            overwritable = [i for i, x in enumerate(op.inputs[1:]) if x in free]
+        new = peak_memory(body, weight_shapes, preallocated, overwritable)
+        peak = max(peak, new, key=Counter.total)
+    return peak
+
+
+def peak_memory(jaxpr: Jaxpr, weight_shapes: set, preallocated=(), overwritable=()) -> Counter:
+    """Bytes by class in use at the operation of `jaxpr` where their sum is largest.
+
+    Not counted are the arguments, and the results at the indices `preallocated`, for which the
+    caller has memory.  Arguments at the indices `overwritable` may be written over.
+
+    An array is in use from the operation that stores it to the last one that reads it, directly or
+    through values computed from it that are not stored.
+    """
+    ops, arguments, results, avals = flatten(jaxpr)
+    last_read = {x: i for i, op in enumerate(ops) for x in op.inputs}
+    last_read |= dict.fromkeys(results, len(ops))
+    readers = count_readers(ops)
+    sources = dict.fromkeys([None, *arguments], frozenset())  # value: indices of its arrays
+    arrays, peaks = [], [Counter() for _ in range(len(ops) + 1)]
+    writable = {arguments[i] for i in overwritable}
+    not_counted = {results[i] for i in preallocated}
+
+    for at, op in enumerate(ops):
+        read = frozenset().union(*(sources[x] for x in op.inputs))
+        free = {x for x in op.inputs if x in writable and last_read[x] == at}
+        if not is_stored(op, avals, readers, sum(arrays[i].bytes for i in read)):
+            sources |= dict.fromkeys(op.outputs, read)
+            if free and len(op.inputs) == 1:
+                size = n_bytes(avals[op.inputs[0]])
+                writable |= {x for x in op.outputs if n_bytes(avals[x]) == size}
+            continue
+        for i in read:
+            arrays[i].end = at
+        peaks[at] = body_memory(op, weight_shapes, free)
+        overwritten = overwritten_inputs(op, avals, free)
+        for x in op.outputs:
+            if overwritten.get(x) in free:
+                sources[x] = sources[overwritten[x]]
+                continue
+            sources[x] = frozenset([len(arrays)])
+            on_host = avals[x].memory_space == jax.memory.Space.Host  # train.remat=offload
+            size = 0 if on_host or x in not_counted else n_bytes(avals[x])
+            arrays.append(Array(size, memory_class(op, avals[x], weight_shapes), at, at))
+        writable |= set(op.outputs)
+    for i in frozenset().union(*(sources[x] for x in results)):
+        arrays[i].end = len(ops)
+    for array in arrays:
+        for at in range(array.start, array.end + 1):
+            peaks[at][array.kind] += array.bytes
+    return max(peaks, key=Counter.total)
+
+
+def shard_shape(shape: tuple, spec, mesh_sizes: tuple) -> tuple[int, ...]:
+    """The shape of one device's part of an array."""
+    return NamedSharding(AbstractMesh(mesh_sizes, utils.AXES), spec).shard_shape(shape)
+
+
+def state_bytes(cfg: Config) -> dict:
+    """Bytes of a device's weights and optimizer state ("moments") at rest; counters, which are
+    scalars, are left out."""
+    state, specs = jax.eval_shape(partial(train.make_state, cfg)), train.state_specs(cfg)
+
+    def leaf_bytes(x, spec) -> int:
+        if x.shape == ():
+            return 0
+        return math.prod(shard_shape(x.shape, spec, cfg.mesh.sizes)) * x.dtype.itemsize
+
+    def tree_bytes(tree, tree_specs) -> int:
+        return sum(jax.tree.leaves(jax.tree.map(leaf_bytes, tree, tree_specs)))
+
+    return dict(
+        weights=tree_bytes(state.params, specs.params), moments=tree_bytes(state.opt, specs.opt)
+    )
+
+
+def update_bytes(cfg: Config) -> int:
+    """Bytes of memory traffic of the optimizer: it reads a device's weights, optimizer state and
+    gradient, which has the size of the weights, and writes weights and optimizer state."""
+    state = state_bytes(cfg)
+    return 3 * state["weights"] + 2 * state["moments"]
+
+
+def memory_by_class(jaxpr: Jaxpr, cfg: Config) -> dict:
+    """Bytes by class on a device at the moment in the step of `jaxpr` when most is in use.
+
+    weights: those at rest, and casts of them that are in memory then.  moments: the optimizer's
+    state.  gradients: arrays with the shape of a device's part of a weight, gathered over dp or
+    not, that are float32 or come from a loop.  activations: other arrays that a loop hands from
+    one pass to the next, or stacks for the backward pass.  workspace: everything else, gathered
+    weights too.
+    """
+    _, pp, tp = cfg.mesh.sizes
+    table = utils.leaf_table(model.param_table(cfg)).values()
+    mesh_sizes = cfg.mesh.sizes, (1, pp, tp)
+    weight_shapes = {shard_shape(p.shape, p.spec, sizes) for p in table for sizes in mesh_sizes}
+    inside = next(op for op in flatten(jaxpr).ops if op.name == "shard_map")
+    found = peak_memory(inside.eqn.params["jaxpr"], weight_shapes)
+    found.update(state_bytes(cfg))  # adds
+    return {k: found[k] for k in ("weights", "moments", "gradients", "activations", "workspace")}

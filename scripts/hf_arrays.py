@@ -1,0 +1,209 @@
+"""Checkpoints of models that do not fit into memory: writing arrays block by block, digests from
+blocks, and reading arrays slab by slab.  Nothing here knows about Hugging Face or models."""
+
+import math
+from contextlib import contextmanager
+from functools import cache, partial
+from itertools import product
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+from jax import lax
+
+import checkpoint
+
+# ---- writing
+
+CHUNK = 16 * 2**20  # bytes that are compressed together
+
+
+def chunk_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """The shape of the chunks of such an array: at most CHUNK bytes, the last dims whole."""
+    chunk = list(shape)
+    for dim, n in enumerate(shape):
+        room = CHUNK // (itemsize * math.prod(chunk[dim + 1 :]))
+        chunk[dim] = max(1, min(n, room))
+    return tuple(chunk)
+
+
+class Streamed(np.ndarray):
+    """A placeholder for an array in a tree that orbax saves: zeros that take no memory.  What
+    StreamHandler writes is `blocks`: [(index, function that returns that part of the array)]."""
+
+    blocks: list
+
+
+def streamed_array(shape, dtype, blocks: list | None) -> Streamed:
+    """The placeholder for an array of these blocks, which have one shape.  None stands for zeros;
+    they are written too, because to orbax an array without data is damaged."""
+    x = np.broadcast_to(np.zeros((), dtype), shape).view(Streamed)
+    if blocks is None:
+        chunk, blocks = chunk_shape(shape, x.itemsize), []
+        for starts in product(*(range(0, n, c) for n, c in zip(shape, chunk, strict=True))):
+            ends = [min(a + c, n) for a, c, n in zip(starts, chunk, shape, strict=True)]
+            index = tuple(map(slice, starts, ends))
+            blocks.append((index, partial(np.ndarray.__getitem__, x.view(np.ndarray), index)))
+    x.blocks = blocks
+    return x
+
+
+class StreamHandler(ocp.type_handlers.NumpyHandler):
+    """Orbax's handler of numpy arrays, except that it writes a Streamed array block by block.
+
+    It overrides `_open_and_write`, which is private: tested with orbax-checkpoint 0.12.8.
+    """
+
+    async def _open_and_write(self, value, tspec, ts_context):
+        if not isinstance(value, Streamed):
+            return await super()._open_and_write(value, tspec, ts_context)
+        index = value.blocks[0][0]
+        shape = [1 if isinstance(at, int) else at.stop - (at.start or 0) for at in index]
+        tspec["metadata"]["chunks"] = chunk_shape(tuple(shape), value.dtype.itemsize)
+        array = ts.open(ts.Spec(tspec), create=True, open=True, context=ts_context).result()
+        write = None
+        for index, read in value.blocks:
+            x = read()  # while the block before is written
+            if write is not None:
+                write.result()
+            write = array[index].write(x)
+        write.result()
+
+
+@contextmanager
+def streaming():
+    """Inside this context orbax saves Streamed arrays."""
+    orbax, before = ocp.type_handlers, ocp.type_handlers.get_type_handler(np.ndarray)
+    handler = StreamHandler(deepcopy_host_arrays=False)
+    orbax.register_type_handler(np.ndarray, handler, override=True)
+    try:
+        yield
+    finally:
+        orbax.register_type_handler(np.ndarray, before, override=True)
+
+
+# ---- digests
+
+BLOCK = 2**18  # elements; all blocks are padded to it, so that one program is compiled
+
+
+@jax.jit
+def block_digest(bits, n, first, column, columns, stride):
+    """The sums of checkpoint.digest over the first n elements of a block, uint32 [2], and whether
+    all n are finite as float32.
+
+    bits: the elements' bits, uint32 [BLOCK].  The others are uint32 numbers, modulo 2**32 as in
+    checkpoint.digest.  The index of element i in the flattened array is
+    first + (column + i) // columns * stride + (column + i) % columns.
+    """
+    i = lax.iota(jnp.uint32, BLOCK)
+    row, column = jnp.divmod(column + i, columns)
+    counted = i < n
+    terms = checkpoint.digest_terms(bits, first + row * stride + column)
+    sums = [jnp.where(counted, x, 0).sum(dtype=jnp.uint32) for x in terms]
+    infinite = np.uint32(0x7F800000)
+    return jnp.stack(sums), ~(counted & (bits & infinite == infinite)).any()
+
+
+def equal_rows(x, first: int, strides: list[int]):
+    """Yield x, a part of a larger array, in pieces: (first, columns, stride, bits).  A piece is a
+    number of rows, each of `columns` neighbours in the flattened larger array, `stride` apart.
+
+    first: the index of x's first element in the flattened larger array.
+    strides: for each dim of x, the distance of neighbours there, in elements.
+    """
+    dims = [(n, stride) for n, stride in zip(x.shape, strides, strict=True) if n > 1]
+    columns = 1
+    while dims and dims[-1][1] == columns:  # these elements follow each other without a gap
+        columns *= dims.pop()[0]
+    if len(dims) > 1:
+        for i in range(len(x)):
+            yield from equal_rows(x[i], first + i * strides[0], strides[1:])
+    else:
+        columns, stride = (columns, dims[0][1]) if dims else (2**31, 2**31)
+        yield first, columns, stride, x.reshape(-1).view(np.uint32)
+
+
+def digest_blocks(blocks, shape) -> tuple[list[int], bool]:
+    """(checkpoint.digest, whether all is finite) of a float32 array of that shape.
+
+    blocks: [(index, part of the array)], in any order.
+    """
+    total, finite = np.zeros(2, np.uint32), True
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    for index, x in blocks:
+        starts = [at if isinstance(at, int) else at.start or 0 for at in index]
+        first = sum(a * stride for a, stride in zip(starts, strides, strict=True))
+        dims = [stride for stride, at in zip(strides, index, strict=True) if isinstance(at, slice)]
+        for first_row, columns, stride, bits in equal_rows(x, first, dims):
+            for start in range(0, bits.size, BLOCK):
+                block = bits[start : start + BLOCK]
+                row, column = divmod(start, columns)
+                numbers = (block.size, first_row + row * stride, column, columns, stride)
+                block = np.pad(block, (0, BLOCK - block.size))
+                part, good = block_digest(block, *(np.uint32(n % 2**32) for n in numbers))
+                total, finite = total + np.asarray(part), finite and bool(good)
+    return total.tolist(), finite
+
+
+@cache
+def zero_digest(shape: tuple[int, ...]) -> list[int]:
+    """The digest of an array of zeros."""
+    whole = tuple(slice(n) for n in shape)
+    return digest_blocks([(whole, np.broadcast_to(np.uint32(0), shape))], shape)[0]
+
+
+# ---- reading
+
+
+def open_arrays(path, names) -> dict:
+    """{name: tensorstore array} of the checkpoint item at `path`; nothing is read yet.
+
+    Orbax restores whole arrays.  To read parts, this opens them as orbax does, with its internal
+    ParamInfo and get_json_tspec_read: tested with orbax-checkpoint 0.12.8.
+    """
+    context, arrays = ocp.type_handlers.get_ts_context(), {}
+    for name in names:
+        dotted = name.replace("/", ".")
+        info = ocp.type_handlers.ParamInfo(name=dotted, parent_dir=path, ts_context=context)
+        spec = ocp.type_handlers.get_json_tspec_read(info, use_ocdbt=True)
+        arrays[name] = ts.open(ts.Spec(spec), open=True, context=context).result()
+    return arrays
+
+
+class SavedWeights:
+    """The weights of a checkpoint, read in slabs, which begin and end where chunks do.  The last
+    slab of each weight is kept, because the next tensor is often in it too."""
+
+    def __init__(self, path, names):
+        """path: the item `params` of a checkpoint.  names: the weights' paths in it."""
+        self.arrays, self.kept = open_arrays(path, names), {}
+
+    def slab(self, name: str, entry: tuple) -> tuple[slice, ...]:
+        """The smallest slab that contains an entry of numbers and slices: whole chunks in the dims
+        where the entry is a number, and everything in the other dims."""
+        array = self.arrays[name]
+        chunk, slices = array.chunk_layout.read_chunk.shape, []
+        for at, c, n in zip(entry, chunk, array.shape, strict=True):
+            if isinstance(at, int):
+                start = at // c * c
+                slices.append(slice(start, min(start + c, n)))
+            else:
+                slices.append(slice(0, n))
+        return tuple(slices)
+
+    def read(self, name: str, entry: tuple):
+        """That entry of a weight, from the kept slab if it is there."""
+        slab = self.slab(name, entry)
+        if name not in self.kept or self.kept[name][0] != slab:
+            self.kept.pop(name, None)  # first, or both slabs would be in memory
+            self.kept[name] = slab, self.arrays[name][slab].read().result()
+        inside = zip(entry, slab, strict=True)
+        inside = tuple(at - s.start if isinstance(at, int) else at for at, s in inside)
+        return self.kept[name][1][inside]
+
+    def keep_only(self, names: list[str]):
+        """Drop the kept slabs of all other weights."""
+        self.kept = {name: x for name, x in self.kept.items() if name in names}

@@ -1,0 +1,291 @@
+"""From a Hugging Face model's config.json to our Model, and back.  What the other side cannot
+represent is refused; nothing is approximated.  H and D are query heads and d_model."""
+
+from dataclasses import asdict, replace
+from itertools import groupby
+
+import attention
+import checks
+import config
+from config import DATA, Model, Problem, UserError
+from scripts import hf_families
+
+# Keys that change nothing, or only training with transformers.
+IGNORED = """
+    model_type architectures transformers_version torch_dtype dtype use_cache initializer_range
+    bos_token_id eos_token_id pad_token_id unk_token_id decoder_start_token_id _name_or_path
+    attention_dropout attn_pdrop embd_pdrop resid_pdrop summary_type summary_use_proj
+    summary_activation summary_first_dropout summary_proj_to_labels n_ctx task_specific_params
+    reorder_and_upcast_attn pretraining_tp output_router_logits router_aux_loss_coef
+    router_jitter_noise auto_map ep_size aux_loss_alpha seq_aux max_window_layers
+    max_position_embeddings gradient_checkpointing return_dict output_attentions id2label label2id
+    output_hidden_states num_nextn_predict_layers num_mtp_layers rope_interleave qk_head_dim
+    _attn_implementation _attn_implementation_autoset _commit_hash original_max_position_embeddings
+    """.split()  # noqa: SIM905
+ACTIVATIONS = dict(gelu="gelu", gelu_new="gelu_tanh", gelu_pytorch_tanh="gelu_tanh", relu2="relu2")
+# For each model.rope_scaling: its keys for model.rope_low and rope_high, and their usual values.
+SCALINGS = dict(
+    llama3=dict(low_freq_factor=1, high_freq_factor=4), yarn=dict(beta_slow=1, beta_fast=32)
+)
+FULL, SLIDING = "full_attention", "sliding_attention"  # values of layer_types
+
+# ---- from config.json
+
+
+class Keys:
+    """The keys of a config.json, removed as they are read, and the problems found with them.  A key
+    with value null counts as absent."""
+
+    REQUIRED = object()
+
+    def __init__(self, hf: dict):
+        self.unread = {name: x for name, x in hf.items() if x is not None and name not in IGNORED}
+        self.all, self.problems = hf, []
+
+    def take(self, name: str, default=REQUIRED):
+        """The value of a key.  One that is absent and has no default is a problem."""
+        value = self.unread.pop(name, default)
+        if value is self.REQUIRED:
+            fix = "get the complete file from the model's publisher"
+            self.add_problem(f"config.json has no {name}", fix)
+            return 1  # a number, so that reading continues and finds the next problem
+        return value
+
+    def require(self, name: str, value, supported):
+        """Note a problem unless the value of that name is the supported one."""
+        if value != supported:
+            what = f"config.json: {name}={value!r}, but only {supported!r} can be converted"
+            self.add_problem(what, "convert a model of another architecture: Trifold lacks this")
+
+    def add_problem(self, what: str, fix: str):
+        self.problems.append(Problem(what, fix))
+
+
+def read_model(hf: dict) -> Model:
+    """The Model of a config.json.  Raises UserError DATA with all keys that cannot be converted."""
+    name = hf.get("model_type")
+    if name not in hf_families.FAMILIES:
+        what = f"config.json: model_type={name!r} is none of {config.or_list(hf_families.FAMILIES)}"
+        raise UserError(DATA, what, "convert a model of one of these families")
+    if hf.get("quantization_config"):
+        what = f"config.json: quantization_config={hf['quantization_config']!r:.200} is not read"
+        raise UserError(DATA, what, "convert the weights to bfloat16 first, and delete this key")
+    keys = Keys(hf)
+    if name == "qwen3_moe" and "num_local_experts" in keys.unread:  # transformers 5's name for it
+        keys.unread["num_experts"] = keys.unread.pop("num_local_experts")
+    try:
+        fields = read_fields(keys, name)
+        m = Model(**{field: check_type(field, x, keys) for field, x in fields.items()})
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as e:
+        what = f"config.json cannot be read as {name}: {type(e).__name__}: {e}"
+        raise UserError(DATA, what, "fetch it again") from None
+    for key, x in keys.unread.items():
+        if x is not False:
+            fix = "make sure that it changes nothing, and delete it from config.json"
+            keys.add_problem(f"config.json: {key}={x!r} is not known for {name}", fix)
+    if keys.problems:
+        raise UserError(DATA, problems=keys.problems)
+    unused = set(checks.unused_fields(m)) - checks.MAY_BE_UNUSED  # if set, checks.check refuses m
+    return replace(m, **{field: getattr(Model(), field) for field in unused})
+
+
+def read_fields(keys: Keys, name: str) -> dict:
+    """The fields of Model: those in the family's table, and those that several keys decide."""
+    family = hf_families.FAMILIES[name]
+    read = {field: keys.take(key, *default) for key, field, *default in family.keys}
+    fields = family.fixed | read
+    for key, value in family.supported.items():
+        keys.require(key, keys.take(key, value), value)
+    H, D = fields["n_heads"], fields["d_model"]
+    if name == "gpt2":
+        act = fields["activation"]
+        supported = act if act in ACTIVATIONS else config.or_list(ACTIVATIONS)
+        keys.require("activation_function", act, supported)
+        keys.require("n_embd % n_head", D % H, 0)
+        fields |= dict(n_kv_heads=H, d_head=D // H, d_ff=fields["d_ff"] or 4 * D)
+        return fields | dict(activation=ACTIVATIONS.get(act, "gelu"))
+    if name == "deepseek_v3":
+        keys.require("num_key_value_heads", fields["n_kv_heads"], H)
+        keys.require("n_shared_experts", fields["n_shared"], max(1, fields["n_shared"]))
+        keys.take("head_dim", None)  # transformers writes d_rope there
+    else:
+        fields["n_kv_heads"] = fields["n_kv_heads"] or H
+        fields["d_head"] = fields["d_head"] or (128 if name == "qwen3" else D // H)
+    kinds = read_layer_kinds(keys, name, fields["n_layers"], fields.get("window", 0))
+    fields |= read_rope(keys, name) | shortest_pattern(kinds)
+    usual = vars(Model())
+    if not any("moe" in kind for kind in kinds):  # experts' fields without effect are refused
+        moe = ("n_", "d_expert", "router", "norm_scores", "score_")
+        dense = ("n_layers", "n_heads", "n_kv_heads")
+        fields |= {x: usual[x] for x in fields if x.startswith(moe) and x not in dense}
+    if not any("local" in kind for kind in kinds):
+        fields |= dict(window=0)
+    return fields
+
+
+def check_type(field: str, x, keys: Keys):
+    """x as that field of Model, or a problem and the field's default if it has another type."""
+    kind = type(getattr(Model(), field))
+    if kind is float and type(x) is int:
+        return float(x)
+    if type(x) is not kind:
+        what = f"config.json: model.{field} would be {x!r}, no {kind.__name__}"
+        keys.add_problem(what, "correct config.json")
+        return getattr(Model(), field)
+    return x
+
+
+def read_rope(keys: Keys, name: str) -> dict:
+    """The fields rope_* and yarn_*, from rope_parameters of transformers 5 or the older keys."""
+    theta = keys.take("rope_theta", 1e6 if name == "mixtral" else 1e4)
+    new, old = keys.take("rope_parameters", {}), keys.take("rope_scaling", {})
+    rope = {key: x for key, x in (old or new).items() if x is not None}
+    kinds = [rope.pop(key, None) for key in ("rope_type", "type")]
+    kind = kinds[0] or kinds[1] or "default"
+    fields = dict(rope_theta=rope.pop("rope_theta", theta))
+    rotated = keys.take("partial_rotary_factor", 1)
+    keys.require("partial_rotary_factor", rope.pop("partial_rotary_factor", rotated), 1)
+    if kind not in ("default", *SCALINGS):
+        keys.require("rope_type", kind, f"default, {config.or_list(SCALINGS)}")
+        return fields
+    if kind != "default":
+        longest = keys.all.get("max_position_embeddings", 2048)
+        original = rope.pop("original_max_position_embeddings", longest)
+        original = keys.all.get("original_max_position_embeddings") or original
+        low, high = (rope.pop(key, 0) or usual for key, usual in SCALINGS[kind].items())
+        factor = rope.pop("factor", longest / original)
+        fields |= dict(rope_scaling=kind, rope_factor=factor, rope_original=original)
+        fields |= dict(rope_low=low, rope_high=high)
+    if kind == "yarn":
+        mscales = dict(
+            yarn_mscale=rope.pop("mscale", 0), yarn_mscale_all_dim=rope.pop("mscale_all_dim", 0)
+        )
+        if name == "deepseek_v3":  # the other families do not scale the scores by it
+            fields |= mscales
+        else:
+            keys.require("mscale_all_dim", mscales["yarn_mscale_all_dim"], 0)
+        usual = attention.yarn_magnitudes(replace(Model(), **fields))[0]
+        factor = rope.pop("attention_factor", usual)
+        keys.require("attention_factor", factor if abs(factor - usual) > 1e-6 else usual, usual)
+        keys.require("truncate", rope.pop("truncate", True), True)
+    for key, x in rope.items():
+        keys.require(f"rope_parameters.{key}", x, None)
+    return fields
+
+
+def read_layer_kinds(keys: Keys, name: str, n_layers: int, window: int) -> list[str]:
+    """The kind of every layer."""
+    moe = range(n_layers) if name == "mixtral" else []
+    local = [bool(window)] * n_layers
+    if name == "deepseek_v3":
+        moe = range(keys.take("first_k_dense_replace"), n_layers)
+    if name == "qwen3_moe":
+        every, dense = keys.take("decoder_sparse_step", 1), keys.take("mlp_only_layers", [])
+        moe = [n for n in range(n_layers) if n not in dense and (n + 1) % every == 0]
+    if name.startswith("qwen3") and not keys.take("use_sliding_window", False):
+        local = [False] * n_layers
+    if name == "qwen3":
+        first = keys.all.get("max_window_layers", 28)
+        types = [SLIDING if x and n >= first else FULL for n, x in enumerate(local)]
+        types = keys.take("layer_types", types)
+        if len(types) != n_layers or set(types) - {FULL, SLIDING}:
+            keys.require("layer_types", types, f"{n_layers} of {FULL} and {SLIDING}")
+        elif SLIDING in types and not any(local):
+            what = f"config.json: layer_types has {SLIDING}, but no window"
+            keys.add_problem(what, "correct config.json")
+        local = [x == SLIDING for x in types]
+    ends = ["_local" if x else "" for x in local]
+    return [("moe" if n in moe else "dense") + end for n, end in enumerate(ends)]
+
+
+def shortest_pattern(kinds: list[str]) -> dict:
+    """The shortest model.prefix and model.pattern that give these kinds of layers."""
+
+    def text(kinds):
+        runs = [(kind, len(list(run))) for kind, run in groupby(kinds)]
+        return ",".join(kind if n == 1 else f"{kind}*{n}" for kind, n in runs)
+
+    n = len(kinds)
+    splits = [(p + b, p) for p in range(n) for b in range(1, n - p + 1) if (n - p) % b == 0]
+    for end, p in sorted(splits):
+        block = kinds[p:end]
+        if kinds[p:] == block * ((n - p) // len(block)):
+            return dict(prefix=text(kinds[:p]), pattern=text(block))
+
+
+# ---- to config.json
+
+
+def write_config(cfg: config.Config, dtype: str, end_id: int | None) -> dict:
+    """The config.json of a run's model.  Raises UserError DATA if transformers has no such model.
+
+    end_id: the token that ends a document.
+    """
+    m, name, kinds = cfg.model, likely_family(cfg.model), config.all_kinds(cfg.model)
+    family = hf_families.FAMILIES[name]
+    hf = dict(model_type=name, architectures=[family.architecture], torch_dtype=dtype)
+    hf |= dict(bos_token_id=None, eos_token_id=end_id) | family.supported
+    for key, field, *_ in family.keys:
+        x = getattr(m, field)
+        hf[key] = None if x == 0 and type(x) is int else x
+    dense = [n for n, kind in enumerate(kinds) if "dense" in kind]
+    local = ["local" in kind for kind in kinds]
+    if name == "gpt2":
+        names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
+        hf |= dict(activation_function=names.get(m.activation, "gelu_new"))
+    else:
+        hf |= write_rope(m, name, cfg.train.seq_len)
+    if name.startswith("qwen3"):
+        hf |= dict(use_sliding_window=any(local))
+    if name == "qwen3":
+        hf |= dict(layer_types=[SLIDING if x else FULL for x in local])
+    if name == "qwen3_moe":
+        hf |= dict(mlp_only_layers=dense, decoder_sparse_step=1)
+    if name == "deepseek_v3":
+        hf |= dict(first_k_dense_replace=len(dense), rope_interleave=True)
+        hf |= dict(num_nextn_predict_layers=0, num_key_value_heads=m.n_heads)
+        needed = ("n_routed_experts", "n_shared_experts", "moe_intermediate_size")
+        hf |= {key: hf[key] or 1 for key in needed}
+    ours, theirs = effective_fields(m), effective_fields(read_model(hf))
+    differ = [n for n in ours | theirs if ours.get(n) != theirs.get(n)]
+    if differ:
+        fix = f"only models of {config.or_list(hf_families.FAMILIES)} can be exported"
+        has = f"but a {name} of transformers has"
+        whats = [f"model.{n} is {ours.get(n)}, {has} {theirs.get(n)}" for n in differ]
+        raise UserError(DATA, problems=[Problem(what, fix) for what in whats])
+    return hf
+
+
+def write_rope(m: Model, name: str, seq_len: int) -> dict:
+    """The keys of rotary positions, for transformers 5 and for 4."""
+    rope, longest = dict(rope_type="default", rope_theta=m.rope_theta), seq_len
+    if m.rope_scaling != "none":
+        low, high = SCALINGS[m.rope_scaling]
+        rope |= {"rope_type": m.rope_scaling, "factor": m.rope_factor}
+        rope |= {"original_max_position_embeddings": m.rope_original}
+        rope |= {low: m.rope_low, high: m.rope_high}
+        longest = max(longest, int(m.rope_original * m.rope_factor))
+    if m.rope_scaling == "yarn" and name == "deepseek_v3":
+        rope |= dict(mscale=m.yarn_mscale, mscale_all_dim=m.yarn_mscale_all_dim)
+    keys = dict(rope_parameters=rope, rope_theta=m.rope_theta, max_position_embeddings=longest)
+    return keys if m.rope_scaling == "none" else keys | dict(rope_scaling=rope)
+
+
+def likely_family(m: Model) -> str:
+    """The only family that may have this model; write_config checks whether it does."""
+    if m.attention == "mla":
+        return "deepseek_v3"
+    if m.norm == "layer" or m.positions == "learned":
+        return "gpt2"
+    if config.moe_layers(m):
+        return "qwen3_moe" if m.qk_norm else "mixtral"
+    return "qwen3" if m.qk_norm else "llama"
+
+
+def effective_fields(m: Model) -> dict:
+    """The fields that have an effect in m; two models that agree in them are the same."""
+    unused = {"pattern", "prefix", *checks.unused_fields(m)}
+    if not m.yarn_mscale_all_dim:  # without it, yarn_mscale has no effect
+        unused.add("yarn_mscale")
+    rest = {name: x for name, x in asdict(m).items() if name not in unused}
+    return rest | dict(layers=shortest_pattern(config.all_kinds(m)))

@@ -1,0 +1,310 @@
+"""The families of Hugging Face transformers: which tensor of a file holds which weight, and which
+key of config.json is which field of Model.  Nothing here reads or writes a file.
+
+Dimension key (the letters that end the weights' names, and the dims in the tables):
+  V  vocabulary   D  d_model   L  positions   N  layers   H  query heads   G  key and value heads
+  K  head dim   F  d_ff, or an expert's hidden width   C  gate and up, or only up   E  experts
+mla:
+  J  latent of the queries   I  latent of keys and values   T  rotary dim   W  value dim
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+import config
+import layers
+import model
+import utils
+from config import Model
+
+# ---- tensors and weights
+
+# A line is a tensor's name, its dims in the file's order, and the weights that it holds.  A space
+# separates two dims of the tensor: "HK D" is a matrix with H * K rows.  A | separates the weights
+# that it holds side by side.  A dict gives an index into the weight where the tensor is one entry
+# of a dim: with C=1 it is the second of gate and up.
+
+LLAMA_ENDS = [
+    ("model.embed_tokens.weight", "V D", "embed_VD"),
+    ("model.norm.weight", "D", "norm_D"),
+    ("lm_head.weight", "V D", "unembed_DV"),
+]
+LLAMA_LAYER = [
+    ("input_layernorm.weight", "D", "attn_norm_D"),
+    ("post_attention_layernorm.weight", "D", "mlp_norm_D"),
+]
+GQA = [
+    ("self_attn.q_proj.weight", "HK D", "q_DHK"),
+    ("self_attn.k_proj.weight", "GK D", "k_DGK"),
+    ("self_attn.v_proj.weight", "GK D", "v_DGK"),
+    ("self_attn.o_proj.weight", "D HK", "o_HKD"),
+    ("self_attn.q_proj.bias", "HK", "q_bias_HK"),
+    ("self_attn.k_proj.bias", "GK", "k_bias_GK"),
+    ("self_attn.v_proj.bias", "GK", "v_bias_GK"),
+    ("self_attn.o_proj.bias", "D", "o_bias_D"),
+    ("self_attn.q_norm.weight", "K", "q_norm_K"),
+    ("self_attn.k_norm.weight", "K", "k_norm_K"),
+]
+MLA = [
+    ("self_attn.q_a_proj.weight", "J D", "q_down_DJ"),
+    ("self_attn.q_a_proj.bias", "J", "q_down_bias_J"),
+    ("self_attn.q_a_layernorm.weight", "J", "q_norm_J"),
+    ("self_attn.kv_a_proj_with_mqa.weight", "I D|T D", "kv_down_DI k_rope_DT"),
+    ("self_attn.kv_a_proj_with_mqa.bias", "I|T", "kv_down_bias_I k_rope_bias_T"),
+    ("self_attn.kv_a_layernorm.weight", "I", "kv_norm_I"),
+    ("self_attn.kv_b_proj.weight", "HK I|HW I", "k_IHK v_IHW"),
+    ("self_attn.o_proj.weight", "D HW", "o_HWD"),
+    ("self_attn.o_proj.bias", "D", "o_bias_D"),
+]
+GPT2_ENDS = [
+    ("transformer.wte.weight", "V D", "embed_VD"),
+    ("transformer.wpe.weight", "L D", "position_LD"),
+    ("transformer.ln_f.weight", "D", "norm_D"),
+    ("transformer.ln_f.bias", "D", "norm_bias_D"),
+    ("lm_head.weight", "V D", "unembed_DV"),
+]
+GPT2_LAYER = [
+    ("ln_1.weight", "D", "attn_norm_D"),
+    ("ln_1.bias", "D", "attn_norm_bias_D"),
+    ("attn.c_attn.weight", "D HK|D GK|D GK", "q_DHK k_DGK v_DGK"),
+    ("attn.c_attn.bias", "HK|GK|GK", "q_bias_HK k_bias_GK v_bias_GK"),
+    ("attn.c_proj.weight", "HK D", "o_HKD"),
+    ("attn.c_proj.bias", "D", "o_bias_D"),
+    ("ln_2.weight", "D", "mlp_norm_D"),
+    ("ln_2.bias", "D", "mlp_norm_bias_D"),
+    ("mlp.c_fc.weight", "D F", "in_CDF", dict(C=0)),
+    ("mlp.c_fc.bias", "F", "in_bias_CF", dict(C=0)),
+    ("mlp.c_proj.weight", "F D", "out_FD"),
+    ("mlp.c_proj.bias", "D", "out_bias_D"),
+]
+
+
+def swiglu(name: str, weight_in: str, weight_out: str, **index) -> list:
+    """The lines of a feed-forward whose three tensors are called `name` with gate, up and down."""
+    return [
+        (name.format("gate"), "F D", weight_in, index | dict(C=0)),
+        (name.format("up"), "F D", weight_in, index | dict(C=1)),
+        (name.format("down"), "D F", weight_out, index),
+    ]
+
+
+def llama_lines(m: Model) -> list:
+    """The lines of every family except gpt2.  A layer uses those whose weights it has."""
+    dense = swiglu("mlp.{}_proj.weight", "in_CDF", "out_FD")
+    biases = swiglu("mlp.{}_proj.bias", "in_bias_CF", "out_bias_D")
+    dense += [(name, dims[0], *rest) for name, dims, *rest in biases]
+    attention = GQA
+    if m.attention == "mla":
+        query = "self_attn.q_b_proj.weight" if m.q_rank else "self_attn.q_proj.weight"
+        attention = [*MLA, (query, "HK J|HT J", "q_JHK q_rope_JHT")]
+    return [*LLAMA_LAYER, *attention, *dense]
+
+
+def qwen_lines(m: Model) -> list:
+    moe = [
+        ("mlp.gate.weight", "E D", "router_DE"),
+        ("mlp.gate.e_score_correction_bias", "E", "router_bias_E"),
+        *swiglu("mlp.shared_experts.{}_proj.weight", "shared_in_CDF", "shared_out_FD"),
+    ]
+    for e in range(m.n_experts):
+        moe += swiglu(f"mlp.experts.{e}.{{}}_proj.weight", "in_EDCF", "out_EFD", E=e)
+    return llama_lines(m) + moe
+
+
+def mixtral_lines(m: Model) -> list:
+    moe = [("block_sparse_moe.gate.weight", "E D", "router_DE")]
+    numbers = dict(gate=1, up=3, down=2)
+    for e in range(m.n_experts):
+        for name, *rest in swiglu("{}", "in_EDCF", "out_EFD", E=e):
+            moe.append((f"block_sparse_moe.experts.{e}.w{numbers[name]}.weight", *rest))
+    return llama_lines(m) + moe
+
+
+# ---- families
+
+
+class Family(NamedTuple):
+    """A model_type of transformers."""
+
+    architecture: str
+    ends: list
+    """The lines of the tensors outside the layers; the embedding's is the first."""
+    layer_prefix: str
+    """The start of the names of layer {}'s tensors."""
+    layer_lines: Callable[[Model], list]
+    keys: list
+    """Keys of config.json: (key, field of Model, the value if the key is absent)."""
+    supported: dict
+    """Keys of config.json of which one value can be converted: {key: value}."""
+    fixed: dict
+    """Fields of Model that are the same for the whole family."""
+
+
+# fmt: off
+KEYS = [
+    ("vocab_size", "vocab_size"), ("hidden_size", "d_model"), ("num_hidden_layers", "n_layers"),
+    ("num_attention_heads", "n_heads"), ("rms_norm_eps", "norm_eps", 1e-6),
+    ("tie_word_embeddings", "tie_embeddings", False),
+]
+GQA_KEYS = [*KEYS, ("num_key_value_heads", "n_kv_heads", None), ("head_dim", "d_head", None)]
+BIAS, WINDOW = ("attention_bias", "attn_bias", False), ("sliding_window", "window", 0)
+D_FF, ACTIVE = ("intermediate_size", "d_ff"), ("num_experts_per_tok", "n_active")
+LLAMA, SILU = (LLAMA_ENDS, "model.layers.{}."), dict(hidden_act="silu")
+FAMILIES = dict(
+    gpt2=Family(
+        "GPT2LMHeadModel", GPT2_ENDS, "transformer.h.{}.", lambda m: GPT2_LAYER,
+        [("vocab_size", "vocab_size"), ("n_embd", "d_model"), ("n_layer", "n_layers"),
+         ("n_head", "n_heads"), ("n_inner", "d_ff", None), ("n_positions", "max_positions", 1024),
+         ("activation_function", "activation", "gelu_new"),
+         ("layer_norm_epsilon", "norm_eps", 1e-5), ("tie_word_embeddings", "tie_embeddings", True)],
+        dict(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False,
+             add_cross_attention=False),
+        dict(attn_bias=True, mlp_bias=True, norm="layer", norm_bias=True, positions="learned"),
+    ),
+    llama=Family(
+        "LlamaForCausalLM", *LLAMA, llama_lines,
+        [*GQA_KEYS, BIAS, D_FF, ("mlp_bias", "mlp_bias", False)], SILU, dict(),
+    ),
+    qwen3=Family(
+        "Qwen3ForCausalLM", *LLAMA, llama_lines,
+        [*GQA_KEYS, BIAS, D_FF, WINDOW], SILU, dict(qk_norm=True),
+    ),
+    qwen3_moe=Family(
+        "Qwen3MoeForCausalLM", *LLAMA, qwen_lines,
+        [*GQA_KEYS, BIAS, D_FF, WINDOW, ACTIVE, ("num_experts", "n_experts"),
+         ("moe_intermediate_size", "d_expert"), ("norm_topk_prob", "norm_scores", False)],
+        SILU, dict(qk_norm=True),
+    ),
+    mixtral=Family(
+        "MixtralForCausalLM", *LLAMA, mixtral_lines,
+        [*GQA_KEYS, WINDOW, ACTIVE, ("num_local_experts", "n_experts"),
+         ("intermediate_size", "d_expert")],
+        SILU, dict(norm_scores=True),
+    ),
+    deepseek_v3=Family(
+        "DeepseekV3ForCausalLM", *LLAMA, qwen_lines,
+        [*KEYS, BIAS, D_FF, ACTIVE, ("num_key_value_heads", "n_kv_heads"),
+         ("q_lora_rank", "q_rank", 0), ("kv_lora_rank", "kv_rank"),
+         ("qk_nope_head_dim", "d_head"), ("qk_rope_head_dim", "d_rope"), ("v_head_dim", "d_value"),
+         ("n_routed_experts", "n_experts"), ("n_shared_experts", "n_shared", 1),
+         ("moe_intermediate_size", "d_expert"), ("norm_topk_prob", "norm_scores", True),
+         ("routed_scaling_factor", "score_scale", 2.5), ("n_group", "n_groups"),
+         ("topk_group", "n_active_groups")],
+        SILU | dict(topk_method="noaux_tc", scoring_func="sigmoid", moe_layer_freq=1),
+        dict(attention="mla", router="sigmoid", router_bias=True),
+    ),
+)
+# fmt: on
+# Buffers in old files, which transformers ignores too.
+BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+
+
+# ---- one model
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of one weight that a tensor holds."""
+
+    weight: str
+    """The weight's path in params."""
+    entry: tuple
+    """The index of the part in the weight, which is stacked over layers."""
+    file_dims: str
+    """The part's dims in the tensor's order."""
+    weight_dims: str
+    """The same dims in the weight's order."""
+    sizes: dict[str, int]
+    """The size of each dim."""
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """A tensor of a Hugging Face file, and the parts of weights that it holds side by side."""
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    joined_dim: int
+    """Along which of file_dims the parts are side by side."""
+    interleaved: bool
+    """The tensor pairs rotary dim 2i with 2i + 1 (DeepSeek), where our weights pair i with
+    i + T/2."""
+
+    def to_weight(self, x, j: int):
+        """Part j of the tensor x, with its dims in the weight's order."""
+        lengths = [part.sizes[part.file_dims[self.joined_dim]] for part in self.parts]
+        part, start = self.parts[j], sum(lengths[:j])
+        shape = [part.sizes[dim] for dim in part.file_dims]
+        shape[self.joined_dim] = sum(lengths)
+        x = x.reshape(shape).take(range(start, start + lengths[j]), self.joined_dim)
+        if self.interleaved and "T" in part.file_dims:
+            x = x.take(rotary_order(part.sizes["T"]), part.file_dims.index("T"))
+        return x.transpose([part.file_dims.index(dim) for dim in part.weight_dims])
+
+    def from_weights(self, xs: list):
+        """The tensor made of its parts, whose dims are in the weights' order."""
+        in_file_order = []
+        for part, x in zip(self.parts, xs, strict=True):
+            x = x.transpose([part.weight_dims.index(dim) for dim in part.file_dims])
+            if self.interleaved and "T" in part.file_dims:
+                order = np.argsort(rotary_order(part.sizes["T"]))
+                x = x.take(order, part.file_dims.index("T"))
+            in_file_order.append(x)
+        return np.concatenate(in_file_order, self.joined_dim).reshape(self.shape)
+
+
+def rotary_order(T: int):
+    """For each of our T rotary dims, its index in an interleaved tensor: 0, 2, .., 1, 3, .."""
+    return np.arange(T).reshape(-1, 2).T.ravel()
+
+
+def weight_part(weight: str, dims: str, index: dict, shape: tuple, vocab_size: int) -> Part:
+    """The Part of a weight of that shape.  dims: the tensor's, in the file's order.  index:
+    {dim: index} for the dims of the weight in which the tensor is one entry."""
+    letters = weight.rsplit("_", 1)[1]
+    sizes = dict(zip(letters, shape[-len(letters) :], strict=True))
+    if "V" in sizes:  # the files have no padding rows
+        sizes["V"] = vocab_size
+    entry = tuple(index.get(dim, slice(sizes[dim])) for dim in letters)
+    if len(shape) > len(letters):
+        entry = (index["N"], *entry)
+    weight_dims = "".join(dim for dim in letters if dim not in index)
+    return Part(weight, entry, dims.replace(" ", ""), weight_dims, sizes)
+
+
+def tensor_map(name: str, layout: str, parts: list[Part], interleaved: bool) -> TensorMap:
+    """The tensor that holds these parts; the letters of their dims differ in one dim at most."""
+    dims = [part.file_dims for part in parts]
+    differ = [len(set(letters)) > 1 for letters in zip(*dims, strict=True)]
+    joined = differ.index(True) if any(differ) else 0
+    sizes = dict(parts[0].sizes)
+    sizes[dims[0][joined]] = sum(part.sizes[part.file_dims[joined]] for part in parts)
+    first = layout.split("|")[0].split()
+    shape = tuple(math.prod(sizes[dim] for dim in letters) for letters in first)
+    return TensorMap(name, shape, tuple(parts), joined, interleaved)
+
+
+def tensor_maps(name: str, cfg: config.Config, interleaved: bool = True) -> list[TensorMap]:
+    """Every tensor of a model of that family.  interleaved: as in TensorMap."""
+    family, vocab_size = FAMILIES[name], cfg.model.vocab_size
+    shapes = {path: p.shape for path, p in utils.leaf_table(model.param_table(cfg)).items()}
+
+    def maps(lines, prefix, group, **row):
+        for tensor, layout, weights, *rest in lines:
+            paths, index = [f"{group}{weight}" for weight in weights.split()], dict(*rest) | row
+            if all(path in shapes for path in paths):
+                pairs = zip(paths, layout.split("|"), strict=True)
+                parts = [weight_part(p, dims, index, shapes[p], vocab_size) for p, dims in pairs]
+                yield tensor_map(prefix + tensor, layout, parts, interleaved)
+
+    found, lines = [*maps(family.ends, "", "")], family.layer_lines(cfg.model)
+    for n, (group, kind, row) in enumerate(layers.layer_places(cfg)):
+        found += maps(lines, family.layer_prefix.format(n), f"{group}/{kind}/", N=row)
+    named = {part.weight for tensor in found for part in tensor.parts}
+    assert named == set(shapes), f"{name} has no tensor for {set(shapes) - named}"
+    return found

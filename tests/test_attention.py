@@ -1,0 +1,185 @@
+"""Attention: the kernels compute the same, every entry of the table works on a mesh and from its
+cache, and documents do not see each other."""
+
+import re
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import (
+    GPT2,
+    MIXED,
+    MOE,
+    PLAIN,
+    assert_same_gradient,
+    check_cached_logits,
+    gradient_on,
+    one_device_gradient,
+    params_of,
+)
+from conftest import ROOT, on_mesh
+from jax.sharding import PartitionSpec as P
+
+import attention
+import config
+import model
+import train
+
+# ---- kernels
+
+
+@pytest.mark.parametrize("fields", [
+    {}, dict(window=100), dict(documents=True), dict(softcap=2.0), dict(value_width=128),
+], ids=str)  # fmt: skip
+def test_splash_attention_is_the_plain_one(fields):
+    """Value and gradient, interpreted on a CPU."""
+    cfg = on_mesh(PLAIN, model=dict(attn_softcap=fields.get("softcap", 0.0)))
+    B, L, H, G, K, W = 2, 256, 4, 2, 128, fields.get("value_width", 64)
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=s), jnp.float32)
+               for s in ((B, L, H, K), (B, L, G, K), (B, L, G, W)))  # fmt: skip
+    index_BL = jnp.broadcast_to(jnp.arange(L), (B, L))
+    document_BL = index_BL // 90 if fields.get("documents") else None
+    window = fields.get("window", 0)
+    at = attention.Span(index_BL, index_BL, document_BL, document_BL, window=window)
+
+    def results(kernel, **kwargs):
+        def loss(q, k, v):
+            y_BLHW = kernel(q, k, v, at, cfg, K, **kwargs)
+            return (y_BLHW * jnp.cos(jnp.arange(W))).sum(), y_BLHW
+
+        return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
+
+    got = results(attention.splash_attention, interpret=True)
+    want = results(attention.xla_attention)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=2e-3), got, want)
+
+
+def query_gradient(kernel, q_BLHK, k_BLHK, cfg):
+    """The gradient of a kernel's output by the queries; the values are the keys."""
+    B, L, _, K = q_BLHK.shape
+    index_BL = jnp.broadcast_to(jnp.arange(L), (B, L))
+    at = attention.Span(index_BL, index_BL)
+
+    def output(q_BLHK):
+        return kernel(q_BLHK, k_BLHK, k_BLHK, at, cfg, K)
+
+    y_BLHK, backward = jax.vjp(output, q_BLHK)
+    return backward(y_BLHK)[0]
+
+
+def test_splash_attention_has_the_types_that_shard_map_checks():
+    """Forward and backward, the kernel's outputs get the mesh axes over which they vary, which it
+    does not declare itself; afterwards, or after an error, its module is as before."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+
+    cfg = on_mesh(PLAIN, (2, 2, 2))
+    splash = partial(attention.splash_attention, interpret=True)
+    x_BLHK = jnp.asarray(np.random.default_rng(0).normal(size=(2, 128, 2, 128)), jnp.float32)
+
+    @jax.jit
+    @jax.shard_map(in_specs=P("dp"), out_specs=P("dp"))
+    def run(x_BLHK):
+        return query_gradient(splash, x_BLHK, x_BLHK, cfg)
+
+    want = query_gradient(attention.xla_attention, x_BLHK, x_BLHK, cfg)
+    np.testing.assert_allclose(run(x_BLHK), want, atol=2e-3)
+    assert splash_attention_kernel.jax is jax
+    with pytest.raises(ValueError, match="'key' head dimension to be: 128"):
+        query_gradient(splash, x_BLHK, x_BLHK[..., :64], cfg)
+    assert splash_attention_kernel.jax is jax
+
+
+def test_a_kernel_declares_outputs_of_the_given_type():
+    """ShapeDtypeStruct takes manual_axis_type, an argument that JAX does not document."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+
+    on_mesh(PLAIN, (2, 2, 2))
+    found = []
+
+    @jax.shard_map(in_specs=P("dp"), out_specs=P("dp"))
+    def run(x):
+        axis_type = jax.typeof(x).manual_axis_type
+        assert axis_type.varying == {"dp"}
+        with attention.typed_kernel_outputs(splash_attention_kernel, axis_type):
+            shape_of = splash_attention_kernel.jax.ShapeDtypeStruct
+            shapes = shape_of((3,), jnp.float32), shape_of.like(jnp.zeros((5, 7), jnp.int8))
+            assert [(s.shape, s.dtype) for s in shapes] == [((3,), jnp.float32), ((5, 7), jnp.int8)]
+            found.extend(s.manual_axis_type == axis_type for s in shapes)
+            assert jax.ShapeDtypeStruct is not shape_of  # other modules are not affected
+            assert splash_attention_kernel.jax.numpy is jnp
+        return x
+
+    run(jnp.ones(2))
+    assert found == [True, True]
+
+
+def test_a_kernel_that_cannot_do_it_is_refused_by_name():
+    cfg = on_mesh(PLAIN, train=dict(attention="cudnn"))
+    with pytest.raises(config.UserError, match="cudnn runs on gpu, and this is cpu.*\n.*auto"):
+        gradient_on((1, 1, 1), cfg)
+
+
+# ---- the table
+
+
+def check_attention(cfg):
+    """Assert that a mesh has the gradient of one device, and that the cache changes no logit."""
+    assert_same_gradient(gradient_on((2, 2, 2), cfg), one_device_gradient(cfg))
+    check_cached_logits(cfg, (2, 2, 2))
+
+
+@pytest.mark.parametrize("name", attention.ATTENTION)
+def test_every_attention_of_the_table_is_the_same_on_a_mesh_and_from_its_cache(name):
+    m = MOE.model
+    latent = dict(q_rank=m.q_rank, kv_rank=m.kv_rank, d_rope=m.d_rope, d_value=m.d_value)
+    fields = dict(attention=name, n_layers=2) | (latent if name == "mla" else {})
+    check_attention(replace(PLAIN, model=replace(PLAIN.model, **fields)))
+
+
+def test_a_new_attention_is_functions_and_an_entry(monkeypatch):
+    """The example of docs/extending.md, as it stands there."""
+    page = (ROOT / "docs/extending.md").read_text()
+    (code,) = re.findall(r"^```python\n# attention.py\n(.*?)^```$", page, re.S | re.M)
+    monkeypatch.setitem(attention.ATTENTION, "gated", None)  # so that the entry is removed again
+    exec(code, dict(vars(attention)))
+    cfg = replace(PLAIN, model=replace(PLAIN.model, attention="gated", n_layers=2))
+    assert "gate_D" in model.param_table(cfg)["layers"]["dense"]
+    check_attention(cfg)
+
+
+def test_an_attention_that_the_table_does_not_have_is_refused():
+    cfg = replace(PLAIN, model=replace(PLAIN.model, attention="ring"))
+    message = "model.attention='ring' is not one of gqa or mla\n.*--model.attention to gqa or mla"
+    with pytest.raises(config.UserError, match=message):
+        model.param_table(cfg)
+
+
+# ---- documents
+
+
+def test_a_document_behind_another_in_a_row_is_as_if_alone():
+    """With local and full layers, learned positions and RoPE."""
+    end, tokens = 7, np.random.default_rng(0).integers(8, 500, size=(4, 16), dtype=np.int32)
+    packed = np.concatenate([tokens[:, :5], np.full((4, 1), end), tokens[:, :10]], 1)
+    targets = np.roll(packed, -1, 1)
+    for model_cfg in (GPT2.model, MIXED.model):
+        cfg = replace(MIXED, model=model_cfg)
+        if model_cfg is GPT2.model:
+            cfg = replace(cfg, train=GPT2.train)
+        small = dict(batch_size=4, grad_accum=1, microbatches=1)
+        cfg = on_mesh(cfg, (1, 1, 2), train=small)
+        params = params_of(cfg)
+
+        def nll(cfg, tokens, targets, params=params):
+            tokens, targets = jnp.asarray(tokens)[None, None], jnp.asarray(targets)[None, None]
+            return np.asarray(train.eval_step(params, tokens, targets, cfg)[2][0, 0])
+
+        together = nll(cfg, packed, targets)
+        alone = nll(cfg, tokens, np.roll(tokens, -1, 1))
+        np.testing.assert_allclose(together[:, 6:15], alone[:, :9], atol=1e-5)
+        without_mask = replace(cfg, data=replace(cfg.data, document_mask=False))
+        assert np.abs(nll(without_mask, packed, targets)[:, 6:15] - alone[:, :9]).max() > 0.01

@@ -1,0 +1,182 @@
+"""Mixture of experts: a layer is a loop over tokens and their experts, whatever the dispatch."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import MIXED, MOE, PLAIN, batch, params_of
+from conftest import on_mesh
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import config
+import experts
+import layers
+import train
+import utils
+
+# ---- one layer
+
+
+def plain_moe(x_LD, w, m, capacity_factor=0.0):
+    """(y_LD, statistics) of one moe layer for one sequence, by a loop over tokens and their
+    experts."""
+
+    def expert(x, weights_in, weights_out):
+        gate, up = x @ weights_in[0], x @ weights_in[1]
+        return (gate / (1 + np.exp(-gate)) * up) @ weights_out
+
+    L, E = len(x_LD), m.n_experts
+    room = int(np.ceil(capacity_factor * L * m.n_active / E)) if capacity_factor else L
+    y_LD, load, dropped = np.zeros_like(x_LD), np.zeros(E, int), 0
+    entropy, mean_prob = 0, np.zeros(E)
+    taken = np.zeros(E, int)
+    for n, x in enumerate(x_LD):
+        logit = x @ w["router_DE"]
+        score = 1 / (1 + np.exp(-logit))
+        if m.router == "softmax":
+            score = np.exp(logit) / np.exp(logit).sum()
+        prob = score / score.sum()
+        entropy, mean_prob = entropy - (prob * np.log(prob)).sum(), mean_prob + prob / L
+        choice = score + w.get("router_bias_E", 0)
+        by_group = choice.reshape(m.n_groups, -1)
+        group_score = np.sort(by_group)[:, -2:].sum(1)
+        for inactive in np.argsort(-group_score)[m.n_active_groups :]:
+            by_group[inactive] = -np.inf
+        chosen = np.argsort(-by_group.reshape(-1))[: m.n_active]
+        total = score[chosen].sum() if m.norm_scores else 1
+        for e in chosen:
+            load[e] += 1
+            if taken[e] == room:
+                dropped += 1
+                continue
+            taken[e] += 1
+            weights_in = w["in_EDCF"][e].transpose(1, 0, 2)
+            gate = score[e] / total * m.score_scale
+            y_LD[n] += gate * expert(x, weights_in, w["out_EFD"][e])
+        if m.n_shared:
+            y_LD[n] += expert(x, w["shared_in_CDF"], w["shared_out_FD"])
+    stats = dict(load_E=load, dropped=dropped, entropy=entropy)
+    return y_LD, stats | dict(balance=E * (load / load.sum() * mean_prob).sum())
+
+
+SOFTMAX = dict(router="softmax", router_bias=False, n_groups=1, n_active_groups=1, n_shared=0)
+
+
+@pytest.mark.parametrize("dispatch", ["gather", "alltoall"])
+@pytest.mark.parametrize("capacity_factor", [0.0, 0.75])
+@pytest.mark.parametrize("fields", [{}, dict(SOFTMAX, norm_scores=False, n_active=3)], ids=str)
+def test_a_moe_layer_is_a_loop_over_tokens_and_their_experts(fields, capacity_factor, dispatch):
+    cfg = replace(MOE, model=replace(MOE.model, **fields), mesh=config.Mesh(experts=dispatch))
+    cfg = on_mesh(cfg, (4, 1, 2), train=dict(capacity_factor=capacity_factor))
+    table = experts.moe_table(cfg)
+    rng = np.random.default_rng(0)
+    w = {n: rng.normal(size=p.shape, scale=p.shape[-1] ** -0.5) for n, p in table.items()}
+    x_BLD = rng.normal(size=(8, 16, cfg.model.d_model))
+
+    specs = {name: p.spec for name, p in table.items()}
+    stats_specs = dict(load_E=P(), entropy=P(), balance=P(), dropped=P())
+
+    @jax.jit
+    @jax.shard_map(in_specs=(P("dp", "tp"), specs), out_specs=(P("dp", "tp"), stats_specs))
+    def moe(x_BLD, w):
+        y_BLD, stats = experts.moe(x_BLD, layers.gather_over_dp(w, table), cfg, training=True)
+        return y_BLD, lax.psum(layers.mark_varying(stats), utils.AXES)
+
+    as_float32 = partial(jax.tree.map, lambda x: jnp.asarray(x, jnp.float32))
+    y_BLD, stats = jax.device_get(moe(as_float32(x_BLD), as_float32(w)))
+    want = [plain_moe(x_LD, w, cfg.model, capacity_factor) for x_LD in x_BLD]
+    np.testing.assert_allclose(y_BLD, np.stack([y for y, _ in want]), atol=2e-5)
+    for name, got in stats.items():
+        np.testing.assert_allclose(got, sum(stats[name] for _, stats in want), rtol=1e-5)
+    assert (stats["dropped"] > 0) == (capacity_factor > 0)
+
+    # The gradient along a random direction of each input is the loop's difference quotient.
+    weight_BLD = rng.normal(size=x_BLD.shape)
+
+    def plain_objective(x_BLD, **w):
+        y_BLD = [plain_moe(x_LD, w, cfg.model, capacity_factor)[0] for x_LD in x_BLD]
+        return (y_BLD * weight_BLD).sum()
+
+    def objective(inputs):
+        return (moe(inputs["x_BLD"], {name: inputs[name] for name in w})[0] * weight_BLD).sum()
+
+    inputs = w | dict(x_BLD=x_BLD)
+    for name, got in jax.device_get(jax.grad(objective)(as_float32(inputs))).items():
+        direction = rng.normal(size=got.shape)
+
+        def move(step, name=name, direction=direction):
+            return plain_objective(**inputs | {name: inputs[name] + step * direction})
+
+        difference = (move(1e-6) - move(-1e-6)) / 2e-6
+        assert (got * direction).sum() == pytest.approx(difference, rel=1e-3, abs=1e-2)
+
+
+def test_tiles_hold_any_routing():
+    for U, E in [(1, 8), (7, 2), (64, 8), (4096, 16), (65536, 16), (524288, 128)]:
+        Y, Z = experts.tile_shape(U, E)
+        # At worst k experts have one row each in a tile of their own, and one has the others.
+        assert max(k + (U - k) // Z for k in range(1, min(E, U) + 1)) <= Y
+        assert U < 64 * E or (Y * Z - U) / (Y * Z) <= 0.2
+
+
+def test_evaluation_drops_no_token():
+    losses = []
+    for factor in (0.0, 0.5):
+        cfg = on_mesh(MIXED, train=dict(capacity_factor=factor))
+        losses.append(float(train.eval_step(params_of(cfg), *batch(cfg), cfg)[0]))
+    assert losses[0] == losses[1]
+
+
+# ---- statistics, and the router's bias
+
+
+def test_balance_is_one_when_even_and_the_number_of_experts_over_active_at_worst():
+    """And the entropy is that of the scores."""
+    on_mesh(PLAIN)
+    eye_BLE = jnp.eye(4)[None]
+
+    def sums(score_BLE, expert_BLX):
+        @jax.shard_map(in_specs=(P("dp", "tp"), P("dp", "tp")), out_specs=P())
+        def total(score_BLE, expert_BLX):
+            return lax.psum(experts.routing_stats(score_BLE, expert_BLX), layers.STAGE)
+
+        return jax.device_get(total(score_BLE, expert_BLX))
+
+    even = sums(jnp.ones((1, 4, 4)), jnp.arange(4)[None, :, None])
+    np.testing.assert_allclose([even["balance"], even["entropy"] / 4], [1, np.log(4)], rtol=1e-5)
+    worst = sums(jnp.tile(eye_BLE[:, :1], (1, 4, 1)), jnp.zeros((1, 4, 1), int))
+    np.testing.assert_allclose([worst["balance"], worst["entropy"]], [4, 0], atol=1e-5)
+    np.testing.assert_array_equal(worst["load_E"], [4, 0, 0, 0])
+
+
+def test_statistics_are_per_token_sequence_and_pair_in_the_layers_order():
+    B, n = 64, 64 * 16
+
+    def stats_of(*shares):
+        """The sums of layers with these shares."""
+        x = np.array(shares)
+        load = np.tile(x[:, None], 4)
+        return dict(load_E=load, entropy=n * x, balance=B * x, dropped=2 * n * x)
+
+    stats = dict(prefix=dict(moe=stats_of(0.5)), layers=dict(moe_local=stats_of(0.25, 0.125)))
+    got = experts.moe_metrics(stats, MIXED)
+    assert config.moe_layers(MIXED.model) == [0, 4, 8]
+    for name in ("entropy", "balance", "dropped"):
+        np.testing.assert_allclose(got[name], [0.5, 0.25, 0.125])
+    np.testing.assert_allclose(got["load"][:, 0], [0.5, 0.25, 0.125])
+
+
+def test_router_biases_move_against_the_load():
+    cfg = on_mesh(MOE, (2, 2, 2))
+    state = train.init_state(cfg)
+    before = np.asarray(state.params["layers"]["moe"]["router_bias_E"])
+    state, metrics = train.train_step(state, *batch(cfg), cfg)
+    load = np.asarray(metrics["moe"]["load"])
+    assert load.shape == (8, 8) and (load.sum(-1) == 2 * 64 * 16).all()
+    change = np.asarray(state.params["layers"]["moe"]["router_bias_E"]) - before
+    np.testing.assert_array_equal(np.sign(change), np.sign(load.mean(-1, keepdims=True) - load))
+    np.testing.assert_allclose(np.abs(change)[load != 256], 0.001, rtol=1e-5)

@@ -1,0 +1,91 @@
+"""Decoding: greedy text, the cache, and how tokens are drawn."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from cases import (
+    ALL_EXPERTS,
+    GPT2,
+    MIXED,
+    MOE_ALLTOALL,
+    PLAIN,
+    as_float64,
+    check_cached_logits,
+    params_of,
+    plain_logits,
+)
+
+import config
+import generate
+import utils
+
+# ---- logits
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2), (1, 4, 1)], ids=str)
+def test_greedy_text_is_the_argmax_of_a_plain_decoder(mesh):
+    """On any mesh, for prompts of different lengths, and for a row that gets as long as
+    train.seq_len and continues from its last half."""
+    cfg = utils.start_mesh(replace(PLAIN, mesh=config.Mesh(*mesh)), rows=3)
+    params, L = params_of(cfg), cfg.train.seq_len
+    prompts = [[5, 6, 7], [1], list(range(12))]
+    *_, rows = generate.generate(params, prompts, 8, cfg, vocab_size=512, temperature=0)
+    assert [row[: len(p)] for row, p in zip(rows, prompts, strict=True)] == prompts
+    w = as_float64(params)
+    half = L + 1 - L // 2
+    for row, begin, n in [(0, 0, 3), (0, 0, 9), (1, 0, 4), (2, 0, L), (2, half, L + 3)]:
+        window = np.array(rows[row][begin:n])
+        assert rows[row][n] == plain_logits(w, window, cfg)[-1].argmax()
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("cfg", [MOE_ALLTOALL, GPT2, MIXED], ids=["mla+moe", "gpt2", "mixed"])
+def test_cached_logits_are_those_of_the_whole_row(cfg, mesh):
+    check_cached_logits(cfg, mesh)
+
+
+@pytest.mark.parametrize("cfg", [PLAIN, ALL_EXPERTS], ids=["plain", "mla+moe"])
+def test_cached_logits_are_those_of_the_whole_row_in_bfloat16(cfg):
+    cfg = replace(cfg, train=replace(cfg.train, dtype="bfloat16"))
+    check_cached_logits(cfg, (1, 1, 1), tolerance=0.1)
+
+
+# ---- drawing
+
+
+def test_sampling_options():
+    logit_V = np.log(np.array([0.5, 0.3, 0.15, 0.05]))
+
+    def draw(**options):
+        """How often each of the four is chosen."""
+        options = dict(temperature=1, top_k=0, top_p=1.0) | options
+        chosen = [
+            generate.choose_token(logit_V, np.random.default_rng(n), **options) for n in range(2000)
+        ]
+        return np.bincount(chosen, minlength=4) / 2000
+
+    np.testing.assert_allclose(draw(), [0.5, 0.3, 0.15, 0.05], atol=0.04)
+    np.testing.assert_allclose(draw(top_k=2), [0.625, 0.375, 0, 0], atol=0.04)
+    np.testing.assert_allclose(draw(top_p=0.79), [0.625, 0.375, 0, 0], atol=0.04)
+    assert draw(temperature=0)[0] == 1 and draw(top_p=0.5)[0] == 1
+    assert draw(temperature=0.5)[0] > 0.6 and draw(temperature=2.0)[3] > 0.08
+
+
+def test_ids_that_only_pad_the_vocabulary_are_never_drawn():
+    cfg = utils.start_mesh(PLAIN, rows=2)
+    options = dict(vocab_size=40, temperature=5.0)
+    *_, rows = generate.generate(params_of(cfg), [[5], [6]], 12, cfg, **options)
+    assert max(max(row) for row in rows) < 40
+    *_, alone = generate.generate(params_of(cfg), [[5]], 12, cfg, **options)
+    assert alone[0] == rows[0]
+    assert rows[1][1:] != rows[0][1:]  # each row has random numbers of its own
+
+
+def test_a_row_stops_at_the_end_of_its_document():
+    cfg = utils.start_mesh(PLAIN, rows=1)
+    params = params_of(cfg)
+    greedy = dict(vocab_size=512, temperature=0)
+    *_, rows = generate.generate(params, [[5]], 6, cfg, **greedy)
+    *_, stopped = generate.generate(params, [[5]], 6, cfg, **greedy, stop_id=rows[0][3])
+    assert stopped[0] == rows[0][: rows[0].index(rows[0][3])]

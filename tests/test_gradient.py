@@ -1,0 +1,166 @@
+"""The loss and its gradient: the same on every mesh, with every schedule, and with every trade of
+time for memory."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import (
+    ALL_EXPERTS,
+    GPT2,
+    MIXED,
+    MOE,
+    MOE_ALLTOALL,
+    PLAIN,
+    RICH,
+    as_float64,
+    assert_same_gradient,
+    batch,
+    gradient_on,
+    one_device_gradient,
+    one_device_params,
+    params_of,
+    plain_logits,
+    relative_errors,
+)
+from conftest import MESHES, on_mesh
+
+import config
+import gradient
+import train
+
+# ---- on any mesh
+
+CASES = [
+    *((RICH, mesh) for mesh in MESHES),
+    *((MOE, mesh) for mesh in MESHES),
+    # With one dp rank no expert is elsewhere.
+    *((MOE_ALLTOALL, mesh) for mesh in MESHES if mesh[0] > 1),
+    # It adds other norms, biases and positions, and no two axes handle any of these together.
+    *((GPT2, mesh) for mesh in [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2)]),
+]
+NAMES = {RICH: "accumulation+dropout+qk_norm+tied+z_loss", MOE: "mla+moe"}
+NAMES |= {MOE_ALLTOALL: "mla+moe+alltoall", GPT2: "gpt2"}
+
+
+@pytest.mark.parametrize("cfg, mesh", CASES, ids=lambda x: NAMES.get(x, str(x)))
+def test_every_mesh_has_the_gradient_of_one_device(cfg, mesh):
+    gather = replace(cfg, mesh=config.Mesh())
+    assert_same_gradient(gradient_on(mesh, cfg), one_device_gradient(gather))
+
+
+def test_mixed_blocks_with_capacity_and_documents_have_the_gradient_of_one_device():
+    want = one_device_gradient(MIXED)
+    assert want[2]["layers"]["moe_local"]["dropped"].min() > 0
+    cfg = replace(MIXED, mesh=config.Mesh(experts="alltoall"))
+    assert_same_gradient(gradient_on((4, 1, 2), cfg), want)
+
+
+def test_stages_that_do_not_divide_the_sequence_share_its_scores():
+    cfg = replace(
+        PLAIN,
+        model=replace(PLAIN.model, n_layers=3),
+        train=replace(PLAIN.train, batch_size=12, seq_len=16),
+    )
+    assert_same_gradient(gradient_on((1, 3, 2), cfg), one_device_gradient(cfg))
+
+
+@pytest.mark.parametrize("cfg, mesh, how", [
+    (PLAIN, (1, 4, 1), dict(schedule="1f1b")),
+    (RICH, (2, 2, 2), dict(schedule="1f1b")),
+    (RICH, (2, 2, 2), dict(schedule="1f1b", skip_bubbles=False)),
+    (MIXED, (2, 2, 2), dict(schedule="1f1b")),
+    (MOE, (2, 2, 2), dict(schedule="1f1b", experts="alltoall", fsdp="step")),
+    (PLAIN, (1, 2, 1), dict(schedule="interleaved", virtual_stages=4)),
+    (RICH, (2, 2, 2), dict(schedule="interleaved", virtual_stages=2)),
+    (MOE, (1, 4, 2), dict(schedule="interleaved", virtual_stages=2)),
+    (MIXED, (4, 1, 2), dict(fsdp="step")),
+    (MOE, (4, 1, 2), dict(fsdp="none", experts="alltoall")),
+], ids=["plain", "rich", "lock-step", "mixed", "moe", "plain-4", "rich-2", "moe-2", "mixed-step",
+        "moe-none"])  # fmt: skip
+def test_schedules_and_fsdp_do_not_change_the_gradient(cfg, mesh, how):
+    got = gradient_on(mesh, replace(cfg, mesh=config.Mesh(**how)))
+    assert_same_gradient(got, one_device_gradient(cfg))
+
+
+def test_a_replicated_norm_is_one_value_on_every_device():
+    """check_vma sees to it: without it replicas would drift apart."""
+    cfg = on_mesh(PLAIN, (2, 2, 2))
+    f = jax.jit(train.loss_and_grads, static_argnames="cfg")
+    _, grads, _ = f(params_of(cfg), *batch(cfg), jax.random.key(0), cfg)
+    copies = [np.asarray(s.data) for s in grads["norm_D"].addressable_shards]
+    assert len(copies) == 8
+    for copy in copies:
+        np.testing.assert_array_equal(copy, copies[0])
+
+
+# ---- time against memory
+
+
+@pytest.mark.parametrize("fields", [
+    dict(grad_accum=4), dict(grad_accum=2, microbatches=8), dict(microbatches=16),
+    dict(remat="none"), dict(remat="dots"), dict(remat="attention"), dict(unroll=4),
+    dict(loss_chunk=12),
+], ids=str)  # fmt: skip
+def test_what_only_trades_time_for_memory_does_not_change_the_gradient(fields):
+    assert_same_gradient(gradient_on((2, 2, 1), PLAIN, **fields), one_device_gradient(PLAIN))
+
+
+def test_inputs_of_layers_can_wait_in_host_memory():
+    got = gradient_on((2, 1, 2), PLAIN, remat="offload")
+    assert_same_gradient(got, one_device_gradient(PLAIN))
+
+
+def test_a_backward_function_takes_other_weights_than_it_has_saved():
+    """JAX's documentation says little about the attribute that with_saved_weights replaces."""
+
+    def f(w, x):
+        return w["scale"] * x
+
+    w, x, one = dict(scale=jnp.float32(2)), jnp.float32(3), jnp.float32(1)
+    _, backward = jax.vjp(f, w, x)
+    assert jax.tree.leaves(backward.args_res[0]) == [2]
+    other = gradient.with_saved_weights(backward, dict(scale=jnp.float32(5)))
+    assert other(one) == (dict(scale=3), 5)
+    assert backward(one) == (dict(scale=3), 2)  # the original has not changed
+    # Without the weights x alone waits for the backward pass.
+    assert jax.tree.leaves(gradient.with_saved_weights(backward, None)) == [3]
+
+
+# ---- the objective
+
+
+CAPACITY = replace(ALL_EXPERTS, train=replace(MOE.train, capacity_factor=1.0))
+
+
+@pytest.mark.parametrize("cfg, mesh", [
+    (PLAIN, (2, 2, 2)), (GPT2, (1, 1, 1)), (ALL_EXPERTS, (1, 1, 1)), (CAPACITY, (1, 1, 1)),
+], ids=["plain", "gpt2", "experts", "capacity"])  # fmt: skip
+def test_bfloat16_only_rounds(cfg, mesh):
+    loss, grads, _ = gradient_on(mesh, cfg, dtype="bfloat16")
+    loss32, grads32, _ = one_device_gradient(cfg)
+    assert 1e-7 < abs(loss - loss32) < 0.02
+    assert max(jax.tree.leaves(relative_errors(grads, grads32))) < 0.1
+    assert all(g.dtype == np.float32 for g in jax.tree.leaves(grads))
+
+
+def test_z_loss_adds_the_mean_square_of_the_log_partition():
+    """Its gradient along the last norm's gain is the difference quotient of the plain decoder."""
+    few = dict(batch_size=4, microbatches=1)
+    weight, grads = 0.5, {}
+    for z_loss in (0.0, weight):
+        _, grads[z_loss], _ = gradient_on((1, 1, 1), PLAIN, z_loss=z_loss, **few)
+    got = grads[weight]["norm_D"] - grads[0.0]["norm_D"]
+    cfg = on_mesh(PLAIN, train=few)
+    tokens, targets = (np.asarray(x).reshape(4, -1) for x in batch(cfg))
+    w = as_float64(one_device_params(cfg.model))
+
+    def objective(step):
+        scaled = w | dict(norm_D=w["norm_D"] * (1 + step))
+        z = [np.log(np.exp(plain_logits(scaled, row, cfg)).sum(-1)) for row in tokens]
+        return weight * (np.array(z)[targets >= 0] ** 2).mean()
+
+    want = (objective(1e-4) - objective(-1e-4)) / 2e-4
+    np.testing.assert_allclose(got @ w["norm_D"], want, rtol=1e-3)

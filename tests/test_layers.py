@@ -1,0 +1,86 @@
+"""The building blocks of a layer: dropout, and the order of tokens that are gathered over tp."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import RICH, batch, params_of
+from conftest import on_mesh
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import layers
+import model
+import train
+import utils
+
+# ---- rows
+
+
+def test_whole_sequences_get_the_order_of_gathered_rows_and_back():
+    on_mesh(RICH, (2, 1, 4))
+    x_BL = np.arange(4 * 16).reshape(4, 16)
+
+    @jax.jit
+    @jax.shard_map(in_specs=(P("dp"), P("dp", "tp")), out_specs=(P(utils.AXES), P("dp", "tp")))
+    def run(whole_BL, part_BL):
+        row_BL = layers.gather_rows(part_BL)
+        same_BL = layers.mark_varying(layers.sequences_to_rows(whole_BL) == row_BL)
+        return same_BL, layers.tp_part(layers.rows_to_sequences(row_BL), 1)
+
+    same_BL, back_BL = run(x_BL, x_BL)
+    assert same_BL.shape == (8 * 8, 4) and same_BL.all()
+    np.testing.assert_array_equal(back_BL, x_BL)
+
+
+# ---- dropout
+
+
+def test_dropout_drops_each_element_independently_and_keeps_the_mean():
+    cfg = on_mesh(RICH)
+
+    @jax.jit
+    @jax.shard_map(in_specs=(P(), P(), P()), out_specs=P(None, "tp"))
+    def drop(x_BLD, key, row_B):
+        return layers.dropout(lax.pcast(x_BLD, "tp", to="varying"), key, row_B, cfg)
+
+    x_BLD, row_B = jnp.ones((4, 16, 32)), jnp.arange(4)
+    y_BLD = np.asarray(drop(x_BLD, jax.random.key(3), row_B))
+    assert set(np.unique(y_BLD).round(4)) == {0.0, 1.25}
+    assert abs(y_BLD.mean() - 1) < 0.05
+    other_key_LD = np.asarray(drop(x_BLD, jax.random.key(4), row_B)[0])
+    for other_LD in (y_BLD[1], y_BLD[0, ::-1], other_key_LD):
+        assert (other_LD != y_BLD[0]).mean() > 0.2
+    assert (y_BLD[0, 0] != y_BLD[0, 1]).any()
+
+
+def test_dropout_differs_between_layers_branches_steps_and_seeds():
+    """Each key is made from another one with fold_in; without it, a mask would be used twice."""
+    seen = []
+    real = layers.dropout
+
+    def spy(x_BLD, key, row_B, cfg):
+        if key is not None:
+            jax.debug.callback(lambda k: seen.append(tuple(k.tolist())), jax.random.key_data(key))
+        return real(x_BLD, key, row_B, cfg)
+
+    few = dict(remat="none", grad_accum=1, microbatches=1)
+    cfg = on_mesh(RICH, model=dict(n_layers=2), train=few)
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(model, "dropout", spy)
+        for seed, step in ((0, 0), (0, 1), (1, 0)):
+            seeded = replace(cfg, run=replace(cfg.run, seed=seed))
+            state = train.init_state(seeded)._replace(step=jnp.int32(step))
+            jax.block_until_ready(train.train_step(state, *batch(seeded), seeded))
+    jax.effects_barrier()
+    # A set, because the backward pass computes the embedding, and its dropout, once more.
+    assert len(set(seen)) == 3 * (1 + 2 * cfg.model.n_layers)
+
+
+def test_dropout_drops_and_differs_between_steps():
+    cfg = on_mesh(RICH)
+    f = jax.jit(train.loss_and_grads, static_argnames="cfg")
+    losses = [float(f(params_of(cfg), *batch(cfg), jax.random.key(n), cfg)[0]) for n in (1, 1, 2)]
+    assert losses[0] == losses[1] != losses[2]

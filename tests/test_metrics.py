@@ -1,0 +1,253 @@
+"""Rows of metrics.jsonl, console lines, pictures and Weights & Biases."""
+
+import io
+import json
+import re
+import time
+from contextlib import redirect_stdout
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import on_mesh
+from etils import epath
+
+import config
+import metrics
+import train
+from config import USAGE, UserError
+
+# ---- rows
+
+
+def read_rows(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def line(step, kind="train") -> str:
+    return json.dumps(dict(kind=kind, step=step, loss=1.0, grad_norm=1.0)) + "\n"
+
+
+def test_rows_after_the_checkpoint_and_incomplete_lines_are_dropped(tmp_path, capsys):
+    path = epath.Path(tmp_path / "metrics.jsonl")
+    kept = line(1) + line(2) + line(2, "eval")
+    path.write_text(kept + "not json\n" + line(3) + line(4)[:-9])
+    file = metrics.RowFile(path, 2)
+    assert [(row["kind"], row["step"]) for row in file.rows] == [
+        ("train", 1), ("train", 2), ("eval", 2)
+    ]  # fmt: skip
+    assert "dropped a line that is not a row: 'not json\\n'" in capsys.readouterr().err
+    file.add(dict(kind="train", step=3))
+    assert path.read_text() == kept + '{"kind": "train", "step": 3}\n'
+
+
+def test_rows_are_written_one_update_late_and_nan_is_null(tmp_path, capsys):
+    cfg = on_mesh(config.tiny(), (1, 1, 1), log=dict(every=1))
+    log = metrics.MetricsLog(epath.Path(tmp_path), cfg, 0, flops_per_token=1.0)
+    names = ("loss", "grad_norm", "lr", "entropy")
+    log.add_update(1, dict(zip(names, jnp.float32([2, 1, 0.1, 3]), strict=True)))
+    assert not (tmp_path / "metrics.jsonl").exists()
+    log.add_update(2, dict(zip(names, jnp.float32([jnp.nan, jnp.inf, 0.1, jnp.nan]), strict=True)))
+    assert len(read_rows(tmp_path)) == 1
+    log.close()
+    last = read_rows(tmp_path)[1]
+    assert last["step"] == 2 and [last[name] for name in names if name != "lr"] == [None] * 3
+    printed = capsys.readouterr()
+    assert "update 1/20  loss 2.0000  grad norm 1.000  lr 1.00e-01  entropy 3  " in printed.out
+    assert "eta" in printed.out and "warning: update 2 skipped" in printed.err
+
+
+def test_the_curve_is_drawn(tmp_path):
+    path = epath.Path(tmp_path / "loss.png")
+    metrics.draw_loss(path, {1: 3.0, 2: None, 3: 2.0}, {3: 2.5})
+    assert path.read_bytes()[:4] == b"\x89PNG"
+    metrics.draw_loss(path, {}, {})
+
+
+# ---- Weights & Biases
+
+
+def read_history(run: Path) -> list[dict]:
+    """The rows in a .wandb file (a LevelDB log of protobuf records)."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (path,) = run.glob("wandb/offline-run-*/run-*.wandb")
+    raw, at, records, part = path.read_bytes(), 7, [], b""
+    while at < len(raw):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        size, kind = int.from_bytes(raw[at + 4 : at + 6], "little"), raw[at + 6]
+        part += raw[at + 7 : at + 7 + size]
+        if kind in (1, 4):  # a whole record, or its last part
+            records.append(Record.FromString(part))
+            part = b""
+        at += 7 + size
+    items = [r.history.item for r in records if r.HasField("history")]
+
+    def name(item):
+        return item.key or "/".join(item.nested_key)
+
+    return [{name(i): json.loads(i.value_json) for i in row} for row in items]
+
+
+def wait_for_history(run: Path, n_rows: int) -> list[dict]:
+    """read_history, once wandb's own process has written that many rows."""
+    deadline = time.monotonic() + 20
+    while len(history := read_history(run)) < n_rows and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return history
+
+
+def add_norm_to_step(patch: pytest.MonkeyPatch):
+    """Make train_step return one more scalar: the whole edit that a new metric needs."""
+    real_step = train.train_step
+
+    @partial(jax.jit, static_argnames="cfg")
+    def train_step(state, tokens_AMBL, targets_AMBL, cfg):
+        state, values = real_step(state, tokens_AMBL, targets_AMBL, cfg)
+        return state, values | dict(param_norm=optax.tree.norm(state.params))
+
+    patch.setattr(train, "train_step", train_step)
+
+
+@pytest.fixture(scope="module")
+def run(corpus, tmp_path_factory) -> SimpleNamespace:
+    """A run with experts and with that scalar: its cfg, last state, folder, rows, printed text and
+    rows at Weights & Biases, which log.wandb=online writes to a file where there is no key."""
+    tiny, folder, printed = config.tiny(), tmp_path_factory.mktemp("reported"), io.StringIO()
+    cfg = replace(
+        tiny,
+        run=replace(tiny.run, dir=str(folder)),
+        mesh=config.Mesh(1, 1, 1),
+        data=config.Data(train=str(corpus / "train"), val=str(corpus / "val")),
+        model=replace(tiny.model, n_layers=2, pattern="dense,moe", n_experts=4, d_expert=16),
+        train=replace(tiny.train, steps=4, eval_every=2, eval_batches=1),
+        optim=replace(tiny.optim, warmup_steps=1),
+        log=config.Log(wandb="online", every=2),
+    )
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
+        patch.delenv("WANDB_API_KEY", raising=False)
+        patch.setenv("NETRC", str(folder / "none"))
+        patch.setenv("HOME", str(folder))
+        add_norm_to_step(patch)
+        state = train.main(cfg)
+    path = folder / cfg.run.name
+    rows = read_rows(path)
+    sent = wait_for_history(path, len(rows))
+    return SimpleNamespace(
+        cfg=cfg, state=state, path=path, rows=rows, printed=printed.getvalue(), sent=sent
+    )
+
+
+def test_wandb_gets_the_same_rows_offline_without_a_key(run):
+    for kind in ("train", "eval"):
+        sent = [(row["step"], row[f"{kind}/loss"]) for row in run.sent if f"{kind}/loss" in row]
+        assert sent == [(row["step"], row["loss"]) for row in run.rows if row["kind"] == kind]
+    run_id = json.loads((run.path / "config.json").read_text())["run_id"]
+    assert next(run.path.glob("wandb/offline-run-*")).name.endswith(run_id)
+
+
+def test_wandb_changes_no_weight(run, monkeypatch):
+    add_norm_to_step(monkeypatch)
+    log = replace(run.cfg.log, wandb="off")
+    plain = train.main(replace(run.cfg, log=log, run=replace(run.cfg.run, name="plain")))
+    jax.tree.map(np.testing.assert_array_equal, plain, run.state)
+
+
+def test_wandb_that_fails_never_stops_a_run_unless_required(cfg, monkeypatch, tmp_path, capsys):
+    import wandb
+
+    def fail(**_):
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(wandb, "init", fail)
+    cfg = on_mesh(cfg)
+    offline, required = (replace(cfg, log=config.Log(wandb=w)) for w in ("offline", "required"))
+    (tmp_path / "config.json").write_text('{"run_id": "x"}')
+    assert metrics.start_wandb(epath.Path(tmp_path), offline) is None
+    assert "wandb is off (OSError: no route to host)" in capsys.readouterr().err
+    monkeypatch.setattr(metrics, "has_wandb_key", lambda: True)
+    with pytest.raises(UserError, match="did not start: OSError: no route to host") as error:
+        metrics.start_wandb(epath.Path(tmp_path), required)
+    assert error.value.code == USAGE
+    monkeypatch.setattr(metrics, "has_wandb_key", lambda: False)
+    with pytest.raises(UserError, match="no API key"):
+        metrics.start_wandb(epath.Path(tmp_path), required)
+
+
+# ---- the seam: what the step returns is reported without a line elsewhere
+
+
+def test_a_scalar_that_the_step_returns_is_in_every_report(run):
+    norms = {row["step"]: row["param_norm"] for row in run.rows if row["kind"] == "train"}
+    assert list(norms) == [1, 2, 3, 4]
+    assert norms[4] == pytest.approx(float(optax.tree.norm(run.state.params)), rel=1e-6)
+    for step in (1, 2, 4):
+        words = rf"update {step}/4  loss .*  lr \S+  param_norm {re.escape(f'{norms[step]:.4g}')}  "
+        assert re.search(words, run.printed), run.printed
+    assert [r["train/param_norm"] for r in run.sent if "train/loss" in r] == list(norms.values())
+
+
+def test_the_panel_of_the_experts_is_in_every_report(run):
+    rows = {row["step"]: row for row in run.rows if row["kind"] == "moe"}
+    assert list(rows) == [1, 2, 4]
+    for step, row in rows.items():
+        busiest = re.escape(f"busiest expert {4 * max(row['load'][0]):.1f}x, {row['dead'][0]} dead")
+        assert re.search(rf"update {step}/4  .*  mfu -  {busiest}.*  eta", run.printed), run.printed
+    sent = [row for row in run.sent if "moe/load/layer1" in row]
+    assert [r["moe/load/layer1"] for r in sent] == [max(r["load"][0]) for r in rows.values()]
+    for name in ("balance", "dead", "dropped", "entropy"):
+        assert [r[f"moe/{name}/layer1"] for r in sent] == [r[name][0] for r in rows.values()]
+    assert (run.path / "experts.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_panel_is_one_entry_in_a_table(tmp_path, monkeypatch, capsys):
+    class LayersPanel:
+        """A panel of one array: the norm of each layer."""
+
+        def __init__(self, cfg):
+            self.steps = []
+
+        def row(self, arrays):
+            return dict(norm=arrays["norm"].tolist())
+
+        def summary(self, arrays):
+            return f"largest layer {arrays['norm'].max():.1f}"
+
+        def track(self, row):
+            self.steps.append(row["step"])
+
+        @staticmethod
+        def wandb_fields(row):
+            return {f"norm/layer{i}": x for i, x in enumerate(row["norm"])}
+
+        def draw(self, run):
+            (run / "layers.txt").write_text(f"{self.steps}")
+
+    monkeypatch.setitem(metrics.PANELS, "layers", LayersPanel)
+    sent = []
+
+    class Session:
+        log, finish = sent.append, lambda: None
+
+    monkeypatch.setattr(metrics, "start_wandb", lambda run, cfg: Session)
+    cfg = on_mesh(config.tiny(), (1, 1, 1), log=dict(every=10))
+    for first in (0, 1):  # a run and its resume
+        log = metrics.MetricsLog(epath.Path(tmp_path), cfg, first, flops_per_token=1.0)
+        scalars = {name: jnp.float32(1) for name in ("loss", "grad_norm", "lr")}
+        log.add_update(first + 1, scalars | dict(layers=dict(norm=jnp.float32([1, 2]))))
+        log.close()
+    assert [row for row in read_rows(tmp_path) if row["kind"] == "layers"] == [
+        dict(kind="layers", step=step, norm=[1.0, 2.0]) for step in (1, 2)
+    ]
+    assert capsys.readouterr().out.count("mfu -  largest layer 2.0  eta") == 2
+    assert sent[1] == {"layers/norm/layer0": 1.0, "layers/norm/layer1": 2.0, "step": 1}
+    log.add_evaluation(2, dict(loss=1.0, bits_per_byte=None, tokens=1))
+    assert (tmp_path / "layers.txt").read_text() == "[1, 2]"
