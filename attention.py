@@ -4,7 +4,7 @@ weights.  The cache of keys and values is made and used in generate.py, and only
 Dimension key (a suffix on every array's name spells its logical shape):
   B  sequences   L  sequence length, of the queries   S  sequence length of the keys   D  d_model
   H  query heads   G  key and value heads   R  query heads per key head   K  head dim   N  layers
-  A  rotated pairs of elements   M  microbatches
+  A  rotated pairs of elements   M  microbatches   1  a dim of size 1
 mla:
   J  latent of the queries   I  latent of keys and values   T  rotary dim of a key   W  value dim
 
@@ -46,9 +46,9 @@ class Span(NamedTuple):
     """The queries that a layer works on, and the keys that each may see."""
 
     index_BL: jax.Array
-    """The place of each query in its row."""
+    """The index of each query in its row."""
     position_BL: jax.Array
-    """Its place in its document."""
+    """The index of each query in its document."""
     document_BL: jax.Array | None = None
     """The document of each query; None where a row is one document."""
     document_BS: jax.Array | None = None
@@ -56,7 +56,7 @@ class Span(NamedTuple):
     row_B: jax.Array | None = None
     """The rows' numbers in the global batch, for dropout."""
     window: int = 0
-    """Keys in reach, the query's own included; 0 is all."""
+    """How many keys back each query sees, itself included; 0 is all."""
     decoding: bool = False
     """The queries are new tokens at the ends of rows whose keys are in the cache."""
 
@@ -95,11 +95,11 @@ def full_row_span(token_MBL, m, cfg: Config, first_row=0) -> Span:
 
 
 def rope_frequencies(width, m):
-    """Radians per token of each rotated pair, of `width` elements.
+    """Radians per token of each rotated pair of a head of that width.
 
-    Pairs that turn seldom within rope_original tokens are slowed down by rope_factor, those that
-    turn often are not, and in between is a ramp: over turns in Llama 3.1 (its reference code), over
-    the pairs' numbers in YaRN (Peng et al. 2023, section 3.2).
+    Pairs that turn seldom within rope_original tokens are slowed down by rope_factor, and those
+    that turn often are not.  In between is a linear ramp: in turns for Llama 3.1 (its reference
+    code), in the index of the pair for YaRN (Peng et al. 2023, section 3.2).
     """
     pair_A = np.arange(width // 2)
     freq_A = m.rope_theta ** (-2 * pair_A / width)
@@ -158,15 +158,15 @@ def rope(x_BLHK, at: Span, cfg):
 
 
 def score_scale(cfg, width: int) -> float:
-    """What scores of heads of that width are multiplied with."""
+    """The factor on the scores of heads of that width."""
     return width**-0.5 * yarn_magnitudes(cfg.model)[1]
 
 
 def xla_attention(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int):
-    """Everything that `attend` offers, with the scores in memory."""
+    """Plain JAX: supports every option, and keeps the scores in memory."""
     B, L, H, K = q_BLHK.shape
     S, G = k_BSGK.shape[1:3]
-    # With heads before the sequence the matmuls take three quarters of the time.
+    # With heads before the sequence the matmuls take a quarter less time.
     q_BGRLK = q_BLHK.reshape(B, L, G, H // G, K).transpose(0, 2, 3, 1, 4)
     k_BGSK, v_BGSW = k_BSGK.swapaxes(1, 2), v_BSGW.swapaxes(1, 2)
     score_BGRLS = einsum("BGRLK,BGSK->BGRLS", q_BGRLK, k_BGSK, jnp.float32)
@@ -199,11 +199,12 @@ def cudnn_attention(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int):
 
 @contextmanager
 def typed_kernel_outputs(module, axis_type):
-    """While it lasts, kernels of a Pallas module declare outputs that vary over these mesh axes.
+    """Inside this context, the kernels of a Pallas module declare outputs that vary over the mesh
+    axes of axis_type.
 
-    shard_map with check_vma asks for that type, and splash attention (jax 0.10 to 0.12) declares
-    its outputs by jax.ShapeDtypeStruct(shape, dtype) without one.  So the module's name `jax`
-    stands for a copy of jax in which ShapeDtypeStruct adds the type, until the end of the block.
+    shard_map with check_vma needs that, and splash attention (jax 0.10 to 0.12) declares its
+    outputs as jax.ShapeDtypeStruct(shape, dtype), or ShapeDtypeStruct.like(x), without axes.  So
+    `module.jax` is replaced by a copy whose ShapeDtypeStruct adds them, and put back at the end.
     """
 
     def typed_shape(shape, dtype):
@@ -246,7 +247,8 @@ def splash_attention(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int, interpre
     def run(q_BHLK, k_BGSK, v_BGSW, segments):
         return jax.vmap(kernel)(q_BHLK, k_BGSK, v_BGSW, *segments)
 
-    # A custom_vjp because JAX traces the kernel's backward pass later than its forward pass.
+    # JAX traces a backward pass after this function has returned, when module.jax is back in place.
+    # In a custom_vjp it can be replaced once more.
     @jax.custom_vjp
     def run_typed(*args):
         with typed():
@@ -304,8 +306,8 @@ def warn_once(text: str):
 def attend(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int):
     """Causal softmax attention, by the kernel that train.attention and the platform choose.
 
-    Scores are divided by sqrt(width); H / G query heads share a key head.  Returns y_BLHW.  Raises
-    UserError USAGE where train.attention names a kernel that cannot do it.
+    width: of a key head, for `score_scale`.  H / G query heads share a key head.  Returns y_BLHW.
+    Raises UserError USAGE where train.attention names a kernel that cannot do it.
     """
     best = dict(gpu="cudnn", cuda="cudnn", tpu="splash").get(platform(), "xla")
     kernel = best if cfg.train.attention == "auto" else cfg.train.attention
@@ -404,7 +406,7 @@ def mla(x_BLD, w, cfg, at: Span, cache):
     """Multi-head latent attention (DeepSeek-V2, section 2.1; V3, section 2.1.1).
 
     Returns y_BLD, and the latents of the keys and values.  Each tp shard makes latents of its part
-    of the sequence; only latents are gathered over tp and cached, kv_rank + d_rope numbers a token.
+    of the sequence, which are gathered over tp and cached: kv_rank + d_rope numbers a token.
     """
     m, h_BLJ = cfg.model, x_BLD
     eps = 1e-6  # of the latents' norms; DeepSeek's code does not take it from norm_eps either

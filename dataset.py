@@ -1,5 +1,5 @@
-"""Data: files of tokens, the windows cut from them, and the batch of step s on the mesh, which is a
-pure function of (data, seed, s).
+"""Data: files of tokens, the windows cut from them, and the batch of step s on the mesh.  The batch
+is a pure function of (data, seed, s).
 
 scripts/prepare_data.py makes the files from text; nothing here does.  Another file format is one
 entry in READERS, another source of tokens is one class and its entry in SOURCES.
@@ -231,7 +231,7 @@ class Source:
 class TokenFiles(Source):
     """The shards of a local or remote path, read as one long array.
 
-    Before its first use a remote shard is fetched, and its checksum is verified.
+    Before its first use a remote shard is fetched, and a shard's checksum is verified.
     """
 
     def __init__(self, cfg: Config, split: str):

@@ -4,10 +4,11 @@ Dimension key (a suffix on every array's name spells its logical shape):
   B  sequences   L  sequence length   D  d_model   F  d_expert   C  gate and up, or only up
   E  experts   X  experts of a token   Q  tokens of all sequences   U  pairs of token and expert
   Y  tiles   Z  rows of a tile, or slots of an expert   O  all slots   N  layers
+  1  a dim of size 1   n  queues
 
 A pair is a token and one of the experts that it is routed to.  To be multiplied, pairs are put into
 slots, which are ordered by expert.  Inside shard_map a letter that the array's PartitionSpec maps
-to a mesh axis is the local part; B, L and Q of what `gather_rows` returns are those of its rows.
+to a mesh axis is the local part.  After `gather_rows` B is tp times as large, and L is L / tp.
 """
 
 import math
@@ -124,29 +125,29 @@ def queue_positions(queue_U, n: int):
 
 
 def pairs_of_slots(slot_U, n_slots: int):
-    """pair_O: the pair in each slot, or U (no pair) in an empty one.  Pairs whose slot is n_slots
-    or more have none."""
+    """pair_O: the pair in each slot, or U in an empty one.  Pairs whose slot is n_slots or more are
+    dropped."""
     U = slot_U.size
     return jnp.full(n_slots, U).at[slot_U].set(jnp.arange(U), mode="drop")
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
-def take_rows(x_QD, pair_O, slot_U, copies: int = 1):
-    """x_QD[pair_O // copies]: a row for each slot; empty slots get some row that must not be used.
+def take_rows(x, index, inverse, copies: int = 1):
+    """x[index // copies].  An index out of range gives some row, which must not be used.
 
-    slot_U is the inverse of pair_O.  With it the gradient is a gather as well, where XLA would
-    scatter; slots that are not in slot_U add nothing to it.
+    inverse[i] is where i occurs in index, or out of range where it does not.  With it the gradient
+    is a gather as well; otherwise XLA would scatter.
     """
-    return x_QD.at[pair_O // copies].get(mode="clip")
+    return x.at[index // copies].get(mode="clip")
 
 
-def take_rows_forward(x_QD, pair_O, slot_U, copies):
-    return take_rows(x_QD, pair_O, slot_U, copies), slot_U
+def take_rows_forward(x, index, inverse, copies):
+    return take_rows(x, index, inverse, copies), inverse
 
 
-def take_rows_backward(copies, slot_U, grad_OD):
-    grad_UD = grad_OD.at[slot_U].get(mode="fill", fill_value=0)
-    return grad_UD.reshape(-1, copies, grad_UD.shape[-1]).sum(1), None, None
+def take_rows_backward(copies, inverse, grad):
+    x_grad = grad.at[inverse].get(mode="fill", fill_value=0)
+    return x_grad.reshape(-1, copies, x_grad.shape[-1]).sum(1), None, None
 
 
 take_rows.defvjp(take_rows_forward, take_rows_backward)
@@ -164,7 +165,7 @@ def tile_shape(U: int, E: int) -> tuple[int, int]:
 
 
 def hidden_units(x_ZD, in_DCF, cfg):
-    """(h_ZF, the function from its gradient to the projections' gradient, ZCF)."""
+    """(h_ZF, the activation's backward function: from the gradient of h_ZF to that of h_ZCF)."""
     h_ZCF = einsum("ZD,DCF->ZCF", x_ZD, in_DCF)
     return jax.vjp(lambda h_ZCF: activate(h_ZCF, 1, cfg), h_ZCF)
 
@@ -176,8 +177,9 @@ def experts_on_tiles(x_YZD, gate_YZ, in_EDCF, out_EFD, expert_Y, cfg):
     One tile after the other, because lax.ragged_dot multiplies with all E experts on CPUs and GPUs,
     and on TPUs for the gradients of weights (XLA's programs of jax 0.10.2).  The backward pass
     recomputes a tile's hidden units, so that they never exist for all tiles at once.  It does not
-    recompute y: with g the gradient of y, that of a gate is g . (h W) = (g W') . h.  jaxformer_1b
-    on eight H200s compiles to 7.8 GiB; with hidden units kept and y recomputed it was 9.2.
+    recompute y: a gate's gradient, g . (h W) with g the gradient of y, is computed as (g W') . h.
+    Compiled for eight H200s, jaxformer_1b needs 7.8 GiB; with hidden units kept and y recomputed it
+    was 9.2.
     """
 
     def one_tile(tile):
@@ -220,7 +222,7 @@ def run_experts(x_QD, gate_U, expert_U, w, cfg):
     """y_UD: the output of each pair's expert times its gate; a token's U / Q pairs are neighbours.
 
     A pair whose expert is E belongs to no expert here, and its y must not be used.  Pairs are put
-    in tiles of one expert each, and only the last tile of an expert has padding.
+    in tiles of one expert each; the last tile of an expert is padded, and so are unused tiles.
     """
     (E, D, *_), U = w["in_EDCF"].shape, expert_U.size
     Y, Z = tile_shape(U, E)

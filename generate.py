@@ -31,7 +31,7 @@ def empty_cache(params, cfg: Config, B: int, S: int) -> dict:
     """Room for S tokens of B rows in each microbatch, in the form of params: [M, N, B, S, ...]."""
 
     def one_token(kind, weights):
-        """What the attention of a layer caches of one token a row."""
+        """The entries of a layer's cache for one token a row."""
         w = jax.tree.map(lambda x: x[0], weights)
         w = gather_over_dp(w, layer_table(cfg, kind)) if cfg.mesh.fsdp == "layer" else w
         shape = B // lax.axis_size("tp"), 1, cfg.model.d_model
@@ -102,8 +102,8 @@ def next_logits(params, cache, token_MBS, length_MB, n_new: int, cfg: Config):
 
 def choose_token(logit_V, rng, temperature: float, top_k: int, top_p: float) -> int:
     """One token id: the most likely one at temperature 0, else one drawn from the top_k most likely
-    (0: from all), and of these from the fewest that have top_p of the probability (Holtzman et al.
-    2020)."""
+    (0: from all), and of these from the smallest set that has at least top_p of the probability
+    (Holtzman et al. 2020)."""
     if temperature == 0:
         return int(np.argmax(logit_V))
     order = np.argsort(-logit_V, kind="stable")[: top_k or None]
@@ -130,8 +130,8 @@ def generate(
     yields the rows as they grow.
 
     Ids from vocab_size on are never drawn.  A step computes only the newest token of each row, from
-    cached keys and values.  When a row is train.seq_len long, the model sees only its last half
-    from then on.
+    cached keys and values.  When a row gets longer than train.seq_len, the model goes on with its
+    last half, as if it began there.
     """
     dp, pp, tp = cfg.mesh.sizes
     B = -(-len(prompts) // (pp * dp * tp)) * dp * tp

@@ -1,5 +1,5 @@
 """The loss of a batch and its gradient: the work of a pipeline schedule, and the sums over
-microbatches and devices.  When which stage does it is in pipeline.py.
+microbatches and devices.  pipeline.py decides when each stage does it.
 
 Dimension key (a suffix on every array's name spells its logical shape):
   M  microbatches   B  sequences   L  sequence length   D  d_model   V  vocabulary
@@ -42,7 +42,7 @@ class Total(NamedTuple):
     grads: dict
     """Float32, in the form of `prepare_parts`."""
     stats: dict
-    """Sums of the moe layers' statistics, in the form of the layers; None for other layers."""
+    """Sums of the moe layers' statistics, by group and kind like params; None for other kinds."""
 
     def grads_of(self, names) -> dict:
         return {name: self.grads[name] for name in names}
@@ -84,7 +84,7 @@ def prepare_parts(params, cfg: Config, dtype) -> dict:
 
 def reduce_total(total: Total, params, cfg: Config):
     """(loss, gradient, statistics) of the global batch; the gradient is sharded like params."""
-    # Summing gradients over devices is the transpose of preparing the weights for them.
+    # Summing gradients over devices is the transpose of prepare_parts.
     _, backward = jax.vjp(partial(prepare_parts, cfg=cfg, dtype=jnp.float32), params)
     (grads,) = backward(total.grads)
     layers = total.stats["layers"]
@@ -110,8 +110,8 @@ def score_and_gradient(head, grads, y_BLD, target_BL, n_tokens, cfg: Config):
     """(loss, grads, gradient of y_BLD): a microbatch's share of the mean loss over n_tokens; grads,
     float32 sums, with the gradient of head added.
 
-    The y_BLD of the last stage is scored by all stages, each a part of its sequence.  The gradient
-    of a chunk is made while its logits are in memory, so that none are kept or made twice.
+    All stages score the last stage's y_BLD together, each a part of the sequence.  The gradient of
+    a chunk is made while its logits are in memory, so that none are kept or made twice.
     """
     s, pp = lax.axis_index("pp"), lax.axis_size("pp")
     padding = -y_BLD.shape[1] % pp
@@ -156,7 +156,7 @@ def score_and_gradient(head, grads, y_BLD, target_BL, n_tokens, cfg: Config):
 
 
 def with_saved_weights(backward, weights):
-    """A copy of a function from jax.vjp, with `weights` as the first argument that it has saved.
+    """A copy of a function from jax.vjp, with its saved first argument replaced by `weights`.
 
     `args_res`, the list of saved arguments, may be assigned to: jax 0.12 documents that under
     jax.vjp's `saveable_args`, and 0.10, which has no such option, has the same list.
@@ -167,29 +167,31 @@ def with_saved_weights(backward, weights):
 
 
 class SavedArrays:
-    """Which arrays of a backward function wait for it, in a function of (weights, their gradient so
-    far, x): those that differ from stage to stage, and so from item to item.
+    """Which arrays of a function from jax.vjp are buffered until the backward pass, for a function
+    of (weights, their gradient so far, x).
 
-    The weights are at hand anyway, and the others are constants.
+    An array that depends on the microbatch or the part is typed as varying over pp, if their
+    numbers are; the others are constants.  The weights need no buffer, they are there anyway.
     """
 
     def __init__(self, example):
-        """example: the backward function of any microbatch."""
+        """example: such a function, for a microbatch and part whose numbers vary over pp."""
         self.constants, self.treedef = jax.tree.flatten(with_saved_weights(example, None))
         varying_axes = [jax.typeof(x).manual_axis_type.varying for x in self.constants]
-        self.waits = ["pp" in axes for axes in varying_axes]
+        self.is_buffered = ["pp" in axes for axes in varying_axes]
         self.example = self.pack(example)
 
     def pack(self, backward) -> list:
-        """The arrays of a backward function that wait."""
+        """The arrays of a backward function to buffer."""
         arrays = jax.tree.leaves(with_saved_weights(backward, None))
-        return [mark_varying(x) for x, waits in zip(arrays, self.waits, strict=True) if waits]
+        pairs = zip(arrays, self.is_buffered, strict=True)
+        return [mark_varying(x) for x, is_buffered in pairs if is_buffered]
 
     def unpack(self, arrays: list, weights):
         """The backward function, from its arrays and the weights."""
         arrays = iter(arrays)
-        pairs = zip(self.constants, self.waits, strict=True)
-        leaves = [next(arrays) if waits else constant for constant, waits in pairs]
+        pairs = zip(self.constants, self.is_buffered, strict=True)
+        leaves = [next(arrays) if is_buffered else constant for constant, is_buffered in pairs]
         return with_saved_weights(jax.tree.unflatten(self.treedef, leaves), weights)
 
 
@@ -197,7 +199,8 @@ class SavedArrays:
 
 
 def balance_cotangent(stats, cfg: Config):
-    """The gradient of the objective by a microbatch's statistics: only the balance is in it."""
+    """The gradient of the objective with respect to a microbatch's statistics: only the balance is
+    in the objective."""
     weight = cfg.train.balance_loss / cfg.train.batch_size
 
     def cotangent(kind_stats):
@@ -210,7 +213,7 @@ def balance_cotangent(stats, cfg: Config):
 
 
 class SliceWork:
-    """The pipeline.Work of one accumulation slice: the microbatches of all stages, of a dp rank."""
+    """The pipeline.Work of one accumulation slice: all microbatches of this dp rank."""
 
     def __init__(self, w, token_MBL, target_MBL, total, key, first_row, n_tokens, cfg: Config):
         """See `add_slice_gradient`."""
@@ -220,7 +223,8 @@ class SliceWork:
         front = ("embed_VD", "position_LD", "prefix")
         self.front = {name: x for name, x in w.items() if name in front}
         self.schedule = make_schedule(cfg, token_MBL.shape[0])
-        # Shapes and types, from any microbatch.
+        # Shapes and types, from an example.  As number of its microbatch and part it has that of
+        # the stage, because SavedArrays wants numbers that vary over pp.
         s = lax.axis_index("pp")
         x_BLD = jax.eval_shape(lambda: self.apply_front(s, self.front, None)[0])
         self.x_BLD = mark_varying(jnp.zeros(x_BLD.shape, x_BLD.dtype))

@@ -21,7 +21,7 @@ from config import Config, layer_kinds, n_blocks
 from utils import AXES
 
 BATCH = ("dp", "pp")
-"""The mesh axes over which the tokens of a batch are spread at rest."""
+"""The mesh axes over which the tokens of a batch are stored."""
 STAGE = ("dp", "tp")
 """The mesh axes of the devices of one pipeline stage."""
 
@@ -37,10 +37,10 @@ class Param:
     """The mesh axis that each dim is sharded over."""
     init: Callable
     """(key, shape) -> initial values."""
-    decay: bool = True
-    """Whether weight decay applies: to matrices, not to gains and biases."""
+    is_matrix: bool = True
+    """A matrix decays, and is used in train.dtype; gains and biases do not, and stay float32."""
     keep_float32: bool = False
-    """Used in float32, not in train.dtype."""
+    """A matrix that is used in float32 all the same."""
     stays_sharded: bool = False
     """Each dp rank uses only its own part (expert parallelism), so it is never gathered."""
 
@@ -52,13 +52,13 @@ def normal(fan_in):
 
 def norm_gain(dim):
     """The gain of a norm: ones at first."""
-    return Param((dim,), P(None), lambda key, shape: jnp.ones(shape), decay=False)
+    return Param((dim,), P(None), lambda key, shape: jnp.ones(shape), is_matrix=False)
 
 
 def zero_bias(*shape, spec=None):
     """A bias: zeros at first, by default the same on every device."""
     spec = spec or P(*[None] * len(shape))
-    return Param(shape, spec, lambda key, shape: jnp.zeros(shape), decay=False)
+    return Param(shape, spec, lambda key, shape: jnp.zeros(shape), is_matrix=False)
 
 
 def norm_table(cfg: Config, name: str = "norm") -> dict:
@@ -69,7 +69,8 @@ def norm_table(cfg: Config, name: str = "norm") -> dict:
 
 
 def mlp_table(cfg: Config, F: int, name: str = "") -> dict:
-    """The weights of a feed-forward with F hidden units; biases only without a name."""
+    """The weights of a feed-forward with F hidden units.  One with a name, which the shared experts
+    have, gets no biases."""
     m = cfg.model
     D, N, C = m.d_model, m.n_layers, 1 + (m.activation == "swiglu")
     table = {
@@ -94,7 +95,7 @@ def layer_places(cfg: Config) -> list[tuple[str, str, int]]:
 
 
 def mark_varying(tree):
-    """The same arrays, typed as different on every device.
+    """The same arrays, typed as varying over all mesh axes.
 
     The transpose, in the backward pass, sums the gradients over the devices.
     """
@@ -108,7 +109,7 @@ def mark_varying(tree):
 
 def gather_over_dp(w: dict, table: dict) -> dict:
     """FSDP: gather weights over dp.  The transpose reduce-scatters their gradient."""
-    # Gathering from one device, XLA would copy: on a CPU that takes longer than a decoding step.
+    # With dp=1 XLA would still copy, which on a CPU costs more than a decoding step.
     if lax.axis_size("dp") == 1:
         return w
 
@@ -129,7 +130,8 @@ def tp_part(x, dim):
 def gather_rows(x_BLD):
     """The x of all tp shards, one after the other as more rows: B * tp rows of L tokens each.
 
-    For work on single tokens.  Gathered along the sequence instead, XLA would copy all of it again.
+    For work on single tokens.  After gathering along the sequence, as attention does because it
+    needs whole sequences, XLA copies the result once more.
     """
     return lax.all_gather(x_BLD, "tp", tiled=True)
 
@@ -140,7 +142,7 @@ def scatter_rows(y_BLD):
 
 
 def sequences_to_rows(x_BL):
-    """Whole sequences, which all tp shards hold, in the order of `gather_rows`."""
+    """Reorder whole sequences, which all tp shards hold, to the rows of `gather_rows`."""
     x = x_BL.reshape(len(x_BL), lax.axis_size("tp"), -1, *x_BL.shape[2:]).swapaxes(0, 1)
     return x.reshape(-1, *x.shape[2:])
 
@@ -169,8 +171,9 @@ def multiply(sums: str, x, w, dtype=None):
     assert x.dtype == w.dtype, (sums, x.dtype, w.dtype)
     if platform() != "cpu" or x.dtype == jnp.float32:
         return jnp.einsum(sums, x, w, preferred_element_type=dtype)
-    # With an extra dim of size 1 to sum over, because XLA (jaxlib 0.10 to 0.12) fails on
-    # "ZD,ZCF->DCF" ("Unsupported element type for DotThunk") and is slow on "ZF,ZD->FD".
+    # XLA (jaxlib 0.10 to 0.12) fails on some such products, as experts.py's "ZD,ZCF->DCF"
+    # ("Unsupported element type for DotThunk"), and is slow on others, as its "ZF,ZD->FD".  With an
+    # extra dim of size 1 to sum over it lowers them in another way, which works and is fast.
     sums = re.sub(r"(\w+),", r"a\1,a", sums)
     y = jnp.einsum(sums, x[None], w[None], preferred_element_type=jnp.float32)
     return y.astype(dtype or x.dtype)
@@ -203,7 +206,7 @@ def add_bias(x, bias):
 def add_to_row(total, new, row):
     """total with `new` added to total[row], a row that exists.
 
-    total.at[row].add would check the row by selecting over all of total.
+    total.at[row].add would add a bounds check: a select over all of total.
     """
     new = lax.dynamic_index_in_dim(total, row, keepdims=False) + new.astype(total.dtype)
     return lax.dynamic_update_index_in_dim(total, new, row, 0)
@@ -237,7 +240,7 @@ def norm(x_BLD, w, name, cfg):
 
 
 def activate(h_CF, dim, cfg):
-    """Hidden units from the projections: gate and up, or only up, which lie along dim."""
+    """Hidden units from the projections stacked along `dim`: gate and up, or only up."""
     gate = lax.index_in_dim(h_CF, 0, dim, keepdims=False)
     up = lax.index_in_dim(h_CF, -1, dim, keepdims=False)
     match cfg.model.activation:
@@ -250,7 +253,7 @@ def activate(h_CF, dim, cfg):
 
 
 def feed_forward(x_BLD, w, cfg, name=""):
-    """This tp shard's summand of a feed-forward's output; the sum over tp is left to the caller."""
+    """A feed-forward's partial output on this tp shard, which the caller sums over tp."""
     h_BLCF = einsum("BLD,CDF->BLCF", x_BLD, w[f"{name}in_CDF"])
     h_BLCF = add_bias(h_BLCF, w.get(f"{name}in_bias_CF"))
     return einsum("BLF,FD->BLD", activate(h_BLCF, 2, cfg), w[f"{name}out_FD"])

@@ -155,7 +155,8 @@ SCALARS = dict(loss="loss {:.4f}", grad_norm="grad norm {:.3f}", lr="lr {:.2e}")
 class MetricsLog:
     """metrics.jsonl, the console, the pictures and Weights & Biases, all from the same rows.
 
-    Rows are written one update late, so that the host never waits for the device.
+    Rows are written one update late: while the host waits for the numbers of one update, the
+    device has the next one to do.
     """
 
     MAX_SKIPS = 10

@@ -1,8 +1,9 @@
-"""The transformer as one device runs it: the parameter table, the ends, the layers in order, and
-the loss of each token.  The gradient is in gradient.py, decoding in generate.py.
+"""The transformer as one device runs it: the parameter table, the embedding and the logits, the
+layers in order, and the loss of each token.  gradient.py has the gradient, generate.py decoding.
 
 Dimension key (a suffix on every array's name spells its logical shape):
-  M  microbatches   B  sequences   L  sequence length   D  d_model   V  vocabulary   N  layers
+  A  accumulation slices   M  microbatches   B  sequences   L  sequence length   D  d_model
+  V  vocabulary   N  layers
   E  experts   C  gate and up, or only up   F  hidden units
 
 Mesh axes: dp (the batch; weights rest sharded over it), pp (the layers; tokens rest spread over it
@@ -51,7 +52,7 @@ from pipeline import forward_pipeline
 from utils import leaf_table
 
 TOKEN_SPEC = P(None, "pp", "dp", None)
-"""How tokens and targets, AMBL with A accumulation slices, are sharded at rest."""
+"""How tokens and targets, AMBL, are stored."""
 
 # ---- the parameter table
 
@@ -123,8 +124,8 @@ def init_params(cfg: Config) -> dict:
 
 
 def param_sizes(cfg: Config, active: bool = False) -> dict:
-    """Number of parameters of each weight, by its path; active: only those that a token meets, so
-    of the routed experts its share.  Rows that pad the vocabulary do not count."""
+    """Number of parameters of each weight, by its path; active: those that one token uses, so
+    n_active of n_experts routed experts.  Rows that pad the vocabulary do not count."""
     m, sizes = cfg.model, {}
     for name, p in leaf_table(param_table(cfg)).items():
         n = math.prod(p.shape)
@@ -150,7 +151,7 @@ def flops_per_token(cfg: Config) -> float:
     m, L, table = cfg.model, cfg.train.seq_len, leaf_table(param_table(cfg))
     lookups = {"position_LD"} if m.tie_embeddings else {"position_LD", "embed_VD"}
     sizes = param_sizes(cfg, active=True).items()
-    matmul_weights = sum(n for name, n in sizes if table[name].decay and name not in lookups)
+    matmul_weights = sum(n for name, n in sizes if table[name].is_matrix and name not in lookups)
     keys = 0.0
     for _, kind, _ in layer_places(cfg):
         window = min(m.window, L) if "local" in kind else L
@@ -168,7 +169,7 @@ def prepare_weights(params, cfg: Config, dtype) -> dict:
     """
 
     def cast(x, p: Param):
-        return x.astype(dtype) if p.decay and not p.keep_float32 else x
+        return x.astype(dtype) if p.is_matrix and not p.keep_float32 else x
 
     table = param_table(cfg)
     w = jax.tree.map(cast, params, table)
@@ -178,16 +179,16 @@ def prepare_weights(params, cfg: Config, dtype) -> dict:
     return mark_varying(w | gathered_now)
 
 
-# ---- the ends: embedding, logits, cross entropy
+# ---- embedding, logits, cross entropy
 
 
 @jax.custom_vjp
 def lookup(grads_VD, table_VD, row_BL):
-    """(grads_VD, table_VD[row_BL]); backward, the gradient of each looked-up row is added to grads.
+    """(grads_VD, table_VD[row_BL]).  Backward, the gradient of each looked-up row is added to the
+    sum that is the cotangent of grads, as in `tap_gradient`; None is for a forward pass only.
 
-    grads is float32: a bfloat16 sum stops growing at 256 times the size of a summand, which a
-    frequent token's gradient soon reaches.  `tap_gradient` explains how the gradient of grads is
-    such a sum; grads of None are for a forward pass only.
+    The sum is float32: in bfloat16 it would stop growing at 256 times the size of a term, which a
+    frequent token's gradient soon reaches.
     """
     return grads_VD, table_VD[row_BL]
 
@@ -221,7 +222,7 @@ def logits(x_BLD, ends, cfg):
     logit_BLV = einsum(sums, x_BLD, w, jnp.float32)
     V = logit_BLV.shape[-1]
     id_V = lax.axis_index("tp") * V + jnp.arange(V)
-    # Added rather than chosen by jnp.where, which costs another backward pass (a fifth on a CPU).
+    # Added, because jnp.where costs another pass over the gradient (a fifth on a CPU).
     padding_V = jnp.where(id_V < cfg.model.vocab_size, 0, -1e30)
     return softcap(logit_BLV, cfg.model.logit_softcap) + padding_V
 
@@ -235,7 +236,7 @@ def cross_entropy(x_BLD, target_BL, ends, cfg):
 
     V = logit_BLV.shape[-1]
     col_BL = target_BL - lax.axis_index("tp") * V  # outside of 0 .. V-1 on the other tp shards
-    # Not picked by index: the gradient of that is a scatter into another array of this size.
+    # Not take_along_axis: its gradient is a scatter into another array of this size.
     target_logit_BL = jnp.where(col_BL[..., None] == jnp.arange(V), logit_BLV, 0).sum(-1)
     return z_BL - lax.psum(target_logit_BL, "tp"), z_BL
 
@@ -309,7 +310,7 @@ def kind_runs(kinds: list[str]) -> list[tuple[str, int, int]]:
 def scan_layers(layer: Callable, x, kinds: list[str], inputs: dict, first_layer, unroll: int):
     """(x, outputs): x through all layers, which are blocks of `kinds`, one block after the other.
 
-    inputs, {kind: tree of [N, ...]}: the layers' weights and whatever else is different for each.
+    inputs, {kind: tree of [N, ...]}: the layers' weights and other inputs of each layer.
     layer(kind, x, (input, n)) -> (x, output) runs layer number n, counted from first_layer; outputs
     are stacked in the form of inputs.  Blocks are one scan, and so is a run of equal kinds in a
     block: the program does not grow with the number of layers.
@@ -319,8 +320,8 @@ def scan_layers(layer: Callable, x, kinds: list[str], inputs: dict, first_layer,
     is_single = {kind: kinds.count(kind) == 1 for kind in inputs}
 
     def split(kind, tree):
-        """[N, ...] by block.  Without a reshape where a block has one layer of the kind: XLA copies
-        what is reshaped on its way into a loop."""
+        """[N, ...] as [blocks, N / blocks, ...].  No reshape where a block has one layer of the
+        kind: XLA copies what is reshaped on its way into a loop."""
         if is_single[kind]:
             return tree
         return jax.tree.map(lambda x: x.reshape(times, -1, *x.shape[1:]), tree)
@@ -367,12 +368,15 @@ def fold_key(key, n):
 
 @jax.custom_vjp
 def tap_gradient(grads, w, row):
-    """(grads, w) unchanged; backward, the gradient of w is added to that row of grads' gradient.
+    """(grads, w) unchanged; it changes the backward pass, where it adds the gradient of w to one
+    row of the cotangent of grads.
 
-    Passed from layer to layer, the gradient of grads becomes a sum that grows in place (in an
-    interleaved schedule, in a copy of one part).  Without it a loop stacks the gradients of the
-    layers, and they are added to the sum afterwards: 0.18 GiB more for llama_1b with 1f1b on v5p
-    2x2x2, one row a microbatch, and 5 % more cycles by XLA's count.
+    So that cotangent is a running sum: whoever calls the backward pass gives the sum so far as the
+    cotangent of the grads returned, and gets the new sum as the gradient of grads.  The values of
+    grads are not used.  The sum grows in place (in an interleaved schedule, in a copy of one part).
+    Otherwise a loop stacks the gradients of the layers, and they are added to the sum afterwards:
+    0.18 GiB more for llama_1b with 1f1b on v5p 2x2x2, one row a microbatch, and 5 % more cycles by
+    XLA's count.
     """
     return grads, w
 
@@ -399,8 +403,8 @@ def apply_layers(
 
     cache: keys and values in the form of params; outputs are then the updated ones.  key: for
     dropout, in training; without a cache outputs are the moe layers' statistics, or None.  grads:
-    the float32 sum that the gradient of params is added to (`tap_gradient`); with None, the
-    gradient goes to params.
+    a tree like params whose cotangent is the sum that gradients are added to (`tap_gradient`); with
+    None, params get the gradient.
     """
 
     def compute(kind, x_BLD, w, n, cache):

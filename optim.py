@@ -14,7 +14,7 @@ from model import param_table
 
 
 def progress(n, start: int, cfg: Config):
-    """The part, 0 to 1, that n + 1 updates are of the way from update `start` to the last one."""
+    """How far n + 1 updates are on the way from `start` updates (0) to the last one (1)."""
     steps = cfg.train.steps
     return jnp.clip((n + 1 - start) / max(1, steps - start), 0, 1)
 
@@ -52,8 +52,8 @@ def clip(cfg: Config) -> optax.GradientTransformation:
 
 
 def decay_weights(cfg: Config) -> optax.GradientTransformation:
-    """Decoupled weight decay, on the weights that Param.decay says."""
-    mask = jax.tree.map(lambda p: p.decay, param_table(cfg))
+    """Decoupled weight decay, for matrices only."""
+    mask = jax.tree.map(lambda p: p.is_matrix, param_table(cfg))
     return optax.add_decayed_weights(cfg.optim.weight_decay, mask)
 
 

@@ -2,9 +2,9 @@
 What the work is, forward and backward, is in model.py and gradient.py.
 
 Dimension key (a suffix on every array's name spells its logical shape):
-  M  microbatches   B  sequences   L  sequence length   D  d_model
+  M  microbatches   B  sequences   L  sequence length   D  d_model   N  layers
 
-Single letters: s is a stage, t a tick, m a microbatch, r a part of the layers.
+Single letters: s is a stage, t a tick, j a work item, m a microbatch, r a part of a stage's layers.
 """
 
 from collections.abc import Callable
@@ -80,8 +80,8 @@ class Schedule(NamedTuple):
     parts: int
     microbatches: int
     first_backward: int
-    """The tick of the first backward work: after all forward work in gpipe, and otherwise as soon
-    as one microbatch is through, after parts * pp - 1 ticks."""
+    """The tick of the first backward work: after all forward work in gpipe with pp > 1, otherwise
+    as soon as one microbatch is through, after parts * pp - 1 ticks."""
 
     @property
     def items(self) -> int:
@@ -103,7 +103,7 @@ class Schedule(NamedTuple):
         return t - self.first_backward - (self.pp - 1 - s)
 
     def does_begin(self, t, s):
-        """Whether stage s starts a microbatch in tick t, where the model begins."""
+        """Whether stage s embeds a new microbatch in tick t."""
         return self.does_forward(t, s) & (s == 0) & (self.microbatch_and_part(t - s)[1] == 0)
 
     def does_forward(self, t, s):
@@ -111,7 +111,8 @@ class Schedule(NamedTuple):
         return (t >= s) & (t - s < self.items)
 
     def does_score(self, t, s):
-        """Whether all stages score an output of the model, which the last one has, in tick t."""
+        """Whether the last stage's output is scored in tick t: the same for every s, because all
+        stages share that work."""
         last = self.pp - 1
         r = self.microbatch_and_part(self.backward_item(t, last))[1]
         return self.does_backward(t, last) & (r == 0)
@@ -122,7 +123,7 @@ class Schedule(NamedTuple):
         return (j >= 0) & (j < self.items)
 
     def does_finish(self, t, s):
-        """Whether stage s ends a microbatch's backward pass in tick t, where the model begins."""
+        """Whether stage s does the backward pass of the embedding in tick t."""
         r = self.microbatch_and_part(self.backward_item(t, s))[1]
         return self.does_backward(t, s) & (s == 0) & (r == self.parts - 1)
 
@@ -134,15 +135,15 @@ class Schedule(NamedTuple):
         """The tree with `new` as its part r."""
         return new if self.parts == 1 else jax.tree.map(lambda x, new: x.at[r].set(new), tree, new)
 
-    def depth(self) -> int:
-        """How many microbatches of a part a stage keeps at most between forward and backward."""
+    def buffer_size(self) -> int:
+        """How many microbatches of a part wait at most on a stage, between forward and backward."""
         j = np.arange(self.items)
         m, r = self.microbatch_and_part(j)
         begin, end = np.zeros((2, self.parts, self.microbatches), int)
         begin[r, m] = j
         end[self.parts - 1 - r, m] = self.first_backward + self.pp - 1 + j
-        kept = (begin[:, None, :] <= end[:, :, None]).sum(-1) - np.arange(self.microbatches)
-        return int(kept.max())
+        waiting = (begin[:, None, :] <= end[:, :, None]).sum(-1) - np.arange(self.microbatches)
+        return int(waiting.max())
 
 
 def make_schedule(cfg: Config, microbatches: int) -> Schedule:
@@ -158,7 +159,7 @@ class Work(Protocol):
     """What `run_schedule` does with a microbatch.  `total` is the sum over all microbatches."""
 
     def begin(self, x_BLD, m, total):
-        """-> (x_BLD, total): where the model begins; the x_BLD given only has the shape."""
+        """-> (x_BLD, total): the embedding of microbatch m; the x_BLD given only has the shape."""
 
     def forward(self, x_BLD, m, r, total):
         """-> (y_BLD, saved, total): microbatch m through part r; saved: what backward needs."""
@@ -176,17 +177,17 @@ class Work(Protocol):
 def run_schedule(schedule: Schedule, work: Work, x_BLD, saved, total, branch: Callable):
     """Do the work of a schedule in one loop over its ticks; returns the total.
 
-    x_BLD and saved are examples, for shapes.  branch(due, work, skip, *args) runs one of the two
-    functions; due(s) says whether stage s has that work.  Each kind of work is a branch of its own,
-    and they depend on each other one after the other, because XLA on a CPU runs independent
-    collectives at once and mixes up those of one group.
+    x_BLD and saved are examples, for shapes.  branch(due, f, skip, *args) calls f or skip;
+    due(s) says whether stage s has that work.  Each kind of work is a branch of its own, and total
+    chains one to the next, because XLA on a CPU runs independent collectives at once and mixes up
+    those of one group.
     """
-    pp, s, depth = schedule.pp, lax.axis_index("pp"), schedule.depth()
+    pp, s, size = schedule.pp, lax.axis_index("pp"), schedule.buffer_size()
     to_next, to_previous = neighbours()
     # In gpipe the last stage's output waits for its score; otherwise it is scored at once.
     y_waits = schedule.first_backward >= schedule.items
-    kept = jax.tree.map(
-        lambda x: mark_varying(jnp.zeros((schedule.parts, depth, *x.shape), x.dtype)),
+    buffer = jax.tree.map(
+        lambda x: mark_varying(jnp.zeros((schedule.parts, size, *x.shape), x.dtype)),
         (saved, x_BLD if y_waits else None),
     )
 
@@ -197,71 +198,71 @@ def run_schedule(schedule: Schedule, work: Work, x_BLD, saved, total, branch: Ca
         return jnp.zeros_like(y_BLD), total
 
     def tick(state, t):
-        x_BLD, grad_BLD, kept, total = state
+        x_BLD, grad_BLD, buffer, total = state
         m, r = schedule.microbatch_and_part(t - s)
         due = partial(schedule.does_begin, t)
         x_BLD, total = branch(due, work.begin, lambda x, m, total: (x, total), x_BLD, m, total)
         due = partial(schedule.does_forward, t)
         y_BLD, new, total = branch(due, work.forward, skip_forward, x_BLD, m, r, total)
-        kept = keep(kept, (new, y_BLD if y_waits else None), m, r, depth, due(s))
+        buffer = put_in_buffer(buffer, (new, y_BLD if y_waits else None), m, r, size, due(s))
 
         m, r = schedule.microbatch_and_part(schedule.backward_item(t, pp - 1))
-        output_BLD = recall(kept, m, r, depth)[1] if y_waits else y_BLD
+        output_BLD = take_from_buffer(buffer, m, r, size)[1] if y_waits else y_BLD
         due = partial(schedule.does_score, t)
         output_grad_BLD, total = branch(due, work.score, skip_score, output_BLD, m, total)
 
         m, r = schedule.microbatch_and_part(schedule.backward_item(t, s))
         grad_BLD = jnp.where((s == pp - 1) & (r == 0), output_grad_BLD, grad_BLD)
         r = schedule.parts - 1 - r
-        args = grad_BLD, recall(kept, m, r, depth)[0], m, r, total
+        args = grad_BLD, take_from_buffer(buffer, m, r, size)[0], m, r, total
         due = partial(schedule.does_backward, t)
         grad_BLD, total = branch(due, work.backward, lambda grad, *a: (grad, a[-1]), *args)
         due = partial(schedule.does_finish, t)
         total = branch(due, work.finish, lambda grad, m, total: total, grad_BLD, m, total)
         sent = lax.ppermute(y_BLD, "pp", to_next), lax.ppermute(grad_BLD, "pp", to_previous)
-        return (*sent, kept if depth > 1 else (), total), None
+        return (*sent, buffer if size > 1 else (), total), None
 
     zero_BLD = jnp.zeros_like(x_BLD)
-    start = zero_BLD, zero_BLD, kept if depth > 1 else (), total
+    start = zero_BLD, zero_BLD, buffer if size > 1 else (), total
     return lax.scan(tick, start, jnp.arange(schedule.ticks))[0][-1]
 
 
-def keep(kept, new, m, r, depth: int, valid):
-    """The kept arrays, [part, depth, ...], with the new ones of microbatch m and part r, if valid.
+def put_in_buffer(buffer, new, m, r, size: int, valid):
+    """The buffer, arrays of [part, size, ...], with those of microbatch m and part r, if valid.
 
-    With a depth of 1 they are used in the same tick, and nothing else is kept.
+    With a size of 1 an item's arrays are used in the same tick, and replace the whole buffer.
     """
-    if depth == 1:
+    if size == 1:
         return jax.tree.map(lambda x: x[None, None], new)
-    at = r, m % depth
-    return jax.tree.map(lambda x, new: x.at[at].set(jnp.where(valid, new, x[at])), kept, new)
+    at = r, m % size
+    return jax.tree.map(lambda x, new: x.at[at].set(jnp.where(valid, new, x[at])), buffer, new)
 
 
-def recall(kept, m, r, depth: int):
-    """The kept arrays of microbatch m and part r."""
-    return jax.tree.map(lambda x: x[0, 0] if depth == 1 else x[r, m % depth], kept)
+def take_from_buffer(buffer, m, r, size: int):
+    """The arrays of microbatch m and part r."""
+    return jax.tree.map(lambda x: x[0, 0] if size == 1 else x[r, m % size], buffer)
 
 
 # ---- how a stage skips work, for `run_schedule`
 
 
-def always_work(due, work, skip, *args):
+def always_work(due, f, skip, *args):
     """For a pipeline of one stage, which has work in every tick."""
-    return work(*args)
+    return f(*args)
 
 
-def work_when_due(due, work, skip, *args):
+def work_when_due(due, f, skip, *args):
     """Each stage works when it has work, and else skips it."""
-    return lax.cond(due(lax.axis_index("pp")), work, skip, *args)
+    return lax.cond(due(lax.axis_index("pp")), f, skip, *args)
 
 
-def work_in_lock_step(due, work, skip, *args):
+def work_in_lock_step(due, f, skip, *args):
     """Where any stage has work all stages work, and those without drop the results."""
     this_stage = due(lax.axis_index("pp"))
     any_stage = due(jnp.arange(lax.axis_size("pp"))).any()
 
     def work_and_choose(*args):
-        return jax.tree.map(partial(jnp.where, this_stage), work(*args), skip(*args))
+        return jax.tree.map(partial(jnp.where, this_stage), f(*args), skip(*args))
 
     return lax.cond(any_stage, work_and_choose, skip, *args)
 
@@ -269,8 +270,9 @@ def work_in_lock_step(due, work, skip, *args):
 def branch_policy(cfg: Config) -> Callable:
     """The `branch` of run_schedule that mesh.skip_bubbles chooses.
 
-    A single stage needs no branches, but on a CPU they keep collectives in order.  There too
-    train.remat=offload does without, because arrays in host memory cannot leave a branch.
+    A single stage needs no branches.  On a CPU it has them all the same, because they keep
+    collectives in order, except with train.remat=offload: arrays in host memory cannot leave a
+    branch.
     """
     if cfg.mesh.pp == 1 and (platform() != "cpu" or cfg.train.remat == "offload"):
         return always_work
@@ -280,17 +282,18 @@ def branch_policy(cfg: Config) -> Callable:
 # ---- layers to the parts of an interleaved schedule
 
 
-def routing_rounds(pp: int, parts: int) -> list[dict]:
-    """Rounds of messages, {sender: (receiver, piece, part)}, that bring every piece of the layers
-    to its stage; in a round each stage sends and receives at most one piece.
+def transfer_rounds(pp: int, parts: int) -> list[dict]:
+    """Rounds of messages that bring the layers to the stages of the schedule; in a round each stage
+    sends and receives at most one chunk.  {sender: (receiver, index at the sender, part)}.
 
-    At rest stage n // parts holds piece n, as its piece n % parts; the schedule wants it on stage
-    n % pp, as its part n // pp.  With two stages and two parts:
+    The model is pp * parts chunks of layers.  At rest chunk n is on stage n // parts, where its
+    index is n % parts; the schedule wants it on stage n % pp, as part n // pp.  With two stages and
+    two parts:
 
-        at rest:     stage 0 has pieces 0 1, stage 1 has pieces 2 3
-        scheduled:   stage 0 has parts  0 2, stage 1 has parts  1 3
-        round 0:     stage 0 keeps 0, stage 1 keeps 3
-        round 1:     stage 0 sends 1 to stage 1, stage 1 sends 2 to stage 0
+        at rest:     stage 0 has chunks 0 1, stage 1 has chunks 2 3
+        scheduled:   stage 0 has chunks 0 2, stage 1 has chunks 1 3
+        round 0:     stage 0 keeps chunk 0, stage 1 keeps chunk 3
+        round 1:     stage 0 sends chunk 1 to stage 1, stage 1 sends chunk 2 to stage 0
     """
     rounds = []
     for n in range(parts * pp):
@@ -307,24 +310,24 @@ def routing_rounds(pp: int, parts: int) -> list[dict]:
 def layers_to_parts(layers, cfg: Config):
     """A stage's layers [N, ...] as the parts of the schedule, [parts, N / parts, ...].
 
-    Layers rest in the model's order whatever the schedule, so that checkpoints do not depend on it;
-    an interleaved schedule wants other layers on a stage.  As a reshape outside of shard_map it
-    would be two lines, but unless pp and parts are powers of two XLA (jaxlib 0.10.2) gathers all
-    layers on every device for it.
+    Layers are stored in the model's order whatever the schedule, so that checkpoints do not depend
+    on it; an interleaved schedule wants other layers on a stage.  A reshape outside of shard_map
+    would do, but unless pp and parts are powers of two XLA (jaxlib 0.10.2) gathers all layers on
+    every device for it.
     """
     parts, pp, s = cfg.mesh.virtual_stages, cfg.mesh.pp, lax.axis_index("pp")
     if parts == 1:
         return layers
-    rounds = routing_rounds(pp, parts)
+    rounds = transfer_rounds(pp, parts)
 
     def leaf(x):
         x = x.reshape(parts, -1, *x.shape[1:])
         out = jnp.zeros_like(x)
         for messages in rounds:
-            piece, part = np.zeros(pp, int), np.full(pp, parts)  # part `parts` is dropped below
-            for sender, (receiver, sent_piece, received_part) in messages.items():
-                piece[sender], part[receiver] = sent_piece, received_part
-            sent, pairs = x[jnp.asarray(piece)[s]], [(a, b) for a, (b, *_) in messages.items()]
+            index, part = np.zeros(pp, int), np.full(pp, parts)  # part `parts` is dropped below
+            for sender, (receiver, sent_index, received_part) in messages.items():
+                index[sender], part[receiver] = sent_index, received_part
+            sent, pairs = x[jnp.asarray(index)[s]], [(a, b) for a, (b, *_) in messages.items()]
             if any(a != b for a, b in pairs):
                 sent = lax.ppermute(sent, "pp", pairs)
             out = out.at[jnp.asarray(part)[s]].set(sent, mode="drop")

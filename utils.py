@@ -78,11 +78,12 @@ def all_agree(ok: bool) -> bool:
 
 
 def wait_for(tree):
-    """Return the tree of arrays once all devices of this process have computed their shards.
+    """With several processes, wait until all devices of this one have computed their shards of the
+    arrays, and return the arrays.
 
-    Raises as soon as one of them has failed.  When a peer process is lost, only the devices that
-    talk to it fail at once: blocking on a shard of another device would last until JAX gives up on
-    the peer and aborts this process, 100 s later.  So with several processes this polls.
+    Raises as soon as one has failed.  When a peer process is lost, only the devices that talk to it
+    fail at once: blocking on a shard of another device would last until JAX gives up on the peer
+    and aborts this process, 100 s later.  So this polls all of them.
     """
     if jax.process_count() > 1:
         pending = [shard.data for x in jax.tree.leaves(tree) for shard in x.addressable_shards]

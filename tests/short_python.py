@@ -12,6 +12,7 @@ import sys
 MODEL = dict(d_model=32, n_heads=8, n_kv_heads=8, d_head=8, d_ff=64)
 SEQUENCE = ["--train.seq_len", "16"]
 RUN = ["--train.eval_batches", "2", "--train.sample_tokens", "4", "--optim.warmup_steps", "1"]
+RUN += ["--log.wandb", "off"]
 UPDATES = 500  # as many of a command's updates become one
 
 

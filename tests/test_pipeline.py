@@ -144,8 +144,8 @@ def test_stages_work_once_a_microbatch_and_in_lock_step_in_the_bubble_too(name, 
     *((name, parts, pp, 2 * pp) for name, parts in SCHEDULES for pp in (2, 4)),
 ])  # fmt: skip
 def test_ticks_and_kept_microbatches_are_those_of_the_timetable(name, parts, pp, M):
-    """`ticks` is the length, and `depth` the greatest number of microbatches between their forward
-    and their backward work, of the timetable that the conditions make, tick by tick."""
+    """`ticks` is the length of the timetable that the conditions make, tick by tick, and
+    `buffer_size` its greatest number of microbatches between their forward and backward work."""
     mesh = config.Mesh(1, pp, 1, schedule=name, virtual_stages=parts)
     schedule = pipeline.make_schedule(replace(PLAIN, mesh=mesh), M)
     timetables = {}
@@ -168,7 +168,7 @@ def test_ticks_and_kept_microbatches_are_those_of_the_timetable(name, parts, pp,
         for t in range(schedule.ticks):
             kept = [r for m, r in forward if forward[m, r] <= t <= backward[m, r]]
             most = max(most, *(kept.count(r) for r in range(parts)))
-    assert schedule.depth() == most
+    assert schedule.buffer_size() == most
 
 
 def test_memory_of_1f1b_does_not_grow_with_the_microbatches():
@@ -196,7 +196,7 @@ def test_every_piece_gets_to_its_stage_and_a_round_has_one_message_a_stage():
         pieces = iter(range(pp * parts))
         at_rest = {(s, n): next(pieces) for s in range(pp) for n in range(parts)}
         received = {}
-        for messages in pipeline.routing_rounds(pp, parts):
+        for messages in pipeline.transfer_rounds(pp, parts):
             receivers = [receiver for receiver, _, _ in messages.values()]
             assert len(set(receivers)) == len(receivers)  # the senders are the keys of a dict
             for sender, (receiver, n, part) in messages.items():
