@@ -363,7 +363,7 @@ def tiny() -> Config:
 
 
 def demo() -> Config:
-    """Trains on Python's standard library, on 8 fake CPU devices; three minutes on two cores."""
+    """Trains on the documentation of Python, on 8 fake CPU devices; three minutes on two cores."""
     return Config(
         run=Run(name="demo"),
         mesh=Mesh(dp=2, pp=2, tp=2),
