@@ -18,13 +18,16 @@ demo: export JAX_PLATFORMS := cpu
 demo: .venv/installed
 	$(BIN)/python scripts/prepare_data.py --pydocs --val_fraction 0.05 --out data/demo
 	$(BIN)/python train.py --config demo
-	$(BIN)/python scripts/sample.py --run runs/demo --prompt "Return" "If the file" "A function" --temperature 0.6 --top_p 0.9
 	$(BIN)/python scripts/report.py --run runs/demo
+	$(BIN)/python scripts/sample.py --run runs/demo --prompt "Open a file" "If the" "Set the" --tokens 64 --temperature 0.7 --top_p 0.8
 	@echo
-	@echo "Next: sample with a prompt of your own, train longer on the devices you have, prepare another text."
-	@echo '  $(BIN)/python scripts/sample.py --run runs/demo --prompt "This method"'
-	@echo '  $(BIN)/python train.py --config demo --run.name longer --train.steps 1000 --mesh.dp -1 --mesh.pp 1 --mesh.tp 1'
-	@echo '  $(BIN)/python scripts/prepare_data.py --input docs --suffix .md --out data/mine'
+	@echo 'Next, for example:'
+	@echo '  continue another text:'
+	@echo '    $(BIN)/python scripts/sample.py --run runs/demo --prompt "Return the" --temperature 0.5'
+	@echo '  train longer, on all devices that JAX finds:'
+	@echo '    $(BIN)/python train.py --config demo --run.name longer --train.steps 1000 --mesh.dp -1 --mesh.pp 1 --mesh.tp 1'
+	@echo '  prepare a text or a folder of yours (here docs/), for --data.train data/mine/train --data.val data/mine/val:'
+	@echo '    $(BIN)/python scripts/prepare_data.py --input docs --suffix .md --out data/mine'
 
 test: .venv/installed
 	$(BIN)/python -m pytest

@@ -60,11 +60,16 @@ def make_state(cfg: Config) -> State:
 
 
 def state_specs(cfg: Config) -> State:
-    """The PartitionSpec of each leaf of State: the optimizer's moments are sharded like their
-    weights, counters are on every device."""
-    specs, opt = model.param_specs(cfg), jax.eval_shape(partial(make_state, cfg)).opt
-    moment, counter = lambda _, spec: spec, lambda _: P()
-    opt = optax.tree.map_params(optimizer(cfg), moment, opt, specs, transform_non_params=counter)
+    """The PartitionSpec of each leaf of State.  Moments in the shape of their weights are sharded
+    like them; counters, and moments of other shapes, are on every device."""
+    specs, state = model.param_specs(cfg), jax.eval_shape(partial(make_state, cfg))
+
+    def moment_spec(moment, weight, spec):
+        return spec if moment.shape == weight.shape else P()
+
+    trees = state.opt, state.params, specs
+    everywhere = dict(transform_non_params=lambda _: P())
+    opt = optax.tree.map_params(optimizer(cfg), moment_spec, *trees, **everywhere)
     return State(P(), specs, opt)
 
 

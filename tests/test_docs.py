@@ -159,35 +159,6 @@ def test_the_table_of_files_has_every_file_and_the_size_is_right():
         assert abs(int(n_lines.replace(",", "")) / counted - 1) < 0.1, (folder, counted)
 
 
-# ---- the grep that lists all communication
-
-# fmt: off
-COLLECTIVES = {
-    "all_gather", "all_gather_invariant", "all_gather_reduced", "all_to_all", "pbroadcast", "pmax",
-    "pmean", "pmin", "ppermute", "preduced", "pshuffle", "psum", "psum_scatter", "pswapaxes",
-    "ragged_all_to_all", "reduce_scatter",
-}
-# fmt: on
-
-
-def test_the_grep_lists_all_communication_and_nothing_else():
-    greps = [line for block in fenced_blocks(README, "sh") for line in block.splitlines()]
-    (command,) = [line for line in greps if line.startswith("grep ")]
-    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
-    listed = {tuple(line.split(":")[:2]) for line in done.stdout.splitlines()}
-    calls = set()
-    for path in ROOT.glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom):
-                assert not COLLECTIVES & {a.name for a in node.names}, path
-                assert node.module != "jax.experimental.multihost_utils", path
-            if isinstance(node, ast.Attribute):
-                is_host = getattr(node.value, "id", "") == "multihost_utils"
-                if node.attr in COLLECTIVES or is_host:
-                    calls.add((path.name, str(node.lineno)))
-    assert calls == listed
-
-
 # ---- commands
 
 

@@ -70,7 +70,14 @@ def sgd(cfg):
     return optax.chain(optim.clip(cfg), optim.scale_by_rate(cfg))
 
 
-@pytest.mark.parametrize("new, n_moments", [(lion, 1), (sgd, 0)], ids=["lion", "sgd"])
+def adafactor(cfg):
+    """Shazeer and Stern 2018: for each weight the second moments of its rows and columns, or of its
+    elements; of the three one is there and the others are empty."""
+    scale = optax.scale_by_factored_rms(min_dim_size_to_factor=16)
+    return optax.chain(optim.clip(cfg), scale, optim.scale_by_rate(cfg))
+
+
+@pytest.mark.parametrize("new, n_moments", [(lion, 1), (sgd, 0), (adafactor, 3)])
 def test_a_new_optimizer_is_one_entry_of_the_table(new, n_moments, monkeypatch):
     """It trains alike on any mesh, and an update that is skipped changes neither its state nor the
     learning rate."""

@@ -212,7 +212,7 @@ A paragraph can be wrapped at some seventy characters, which ends here; it becom
 An item of a list is a paragraph (if it is a sentence)."""
     assert found == [
         ("m.py:5", sentences.encode()),
-        ("m.py:28", b"This paragraph occurs for the first time."),
+        ("m.py:27", b"This paragraph occurs for the first time."),
         ("pydoc_data/topics.py:a", b"One topic is a document."),
     ]
 
@@ -332,9 +332,9 @@ def test_report_ends_with_the_numbers(trained):
 
 
 def test_the_commands_that_the_demo_ends_with_work(trained, tmp_path):
-    commands = re.findall(r"@echo '  \$\(BIN\)/python (.*)'", (ROOT / "Makefile").read_text())
+    commands = re.findall(r"@echo '    \$\(BIN\)/python (.*)'", (ROOT / "Makefile").read_text())
     sample, longer, other = map(shlex.split, commands)
-    assert text_of(trained, *sample[3:], "--mesh.dp", 1).startswith("This method")
+    assert text_of(trained, *sample[3:], "--mesh.dp", 1).startswith("Return the")
     assert sample[:3] == ["scripts/sample.py", "--run", "runs/demo"]
     assert longer[0] == "train.py" and cli.parse(longer[1:]).train.steps == 1000
     assert other[-2:] == ["--out", "data/mine"]

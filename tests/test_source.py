@@ -19,7 +19,7 @@ SCRIPTS = sorted(ROOT.glob("scripts/*.py"))
 COMMUNICATION = (
     r"lax\.(psum|psum_scatter|pmax|ppermute|all_gather|all_to_all)\(|multihost_utils\.[a-z_]+\("
 )
-"""grep -nE with this pattern lists all communication; docs/tour.md quotes it."""
+"""grep -nE with this pattern lists all communication; README and the tour quote it."""
 COLLECTIVES = {
     "all_gather", "all_to_all", "pbroadcast", "pmax", "pmean", "pmin", "ppermute", "precv", "psend",
     "pshuffle", "psum", "psum_scatter", "psum_scatter_start", "pswapaxes", "ragged_all_to_all",
@@ -49,8 +49,9 @@ def test_one_grep_lists_all_communication_and_nothing_else(path):
     assert communication(ast.parse(text)) == +Counter(found)
 
 
-def test_the_tour_quotes_the_grep_that_lists_all_communication():
-    assert COMMUNICATION in (ROOT / "docs" / "tour.md").read_text()
+@pytest.mark.parametrize("page", ["README.md", "docs/tour.md"])
+def test_the_docs_quote_the_grep_that_lists_all_communication(page):
+    assert f"grep -nE '{COMMUNICATION}' *.py" in (ROOT / page).read_text()
 
 
 # ---- mesh axes
