@@ -23,7 +23,7 @@ demo: .venv/installed
 	@echo
 	@echo 'Next, for example:'
 	@echo '  continue another text:'
-	@echo '    $(BIN)/python scripts/sample.py --run runs/demo --prompt "Return the" --temperature 0.5'
+	@echo '    $(BIN)/python scripts/sample.py --run runs/demo --prompt "When the" --temperature 0.7 --top_p 0.9'
 	@echo '  train longer, on all devices that JAX finds:'
 	@echo '    $(BIN)/python train.py --config demo --run.name longer --train.steps 1000 --mesh.dp -1 --mesh.pp 1 --mesh.tp 1'
 	@echo '  prepare a text or a folder of yours (here docs/), for --data.train data/mine/train --data.val data/mine/val:'

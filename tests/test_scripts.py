@@ -334,7 +334,7 @@ def test_report_ends_with_the_numbers(trained):
 def test_the_commands_that_the_demo_ends_with_work(trained, tmp_path):
     commands = re.findall(r"@echo '    \$\(BIN\)/python (.*)'", (ROOT / "Makefile").read_text())
     sample, longer, other = map(shlex.split, commands)
-    assert text_of(trained, *sample[3:], "--mesh.dp", 1).startswith("Return the")
+    assert text_of(trained, *sample[3:], "--mesh.dp", 1).startswith("When the")
     assert sample[:3] == ["scripts/sample.py", "--run", "runs/demo"]
     assert longer[0] == "train.py" and cli.parse(longer[1:]).train.steps == 1000
     assert other[-2:] == ["--out", "data/mine"]
