@@ -254,6 +254,7 @@ def read_rows(run: Path, kind: str) -> list[dict]:
     return [row for row in rows if row["kind"] == kind]
 
 
+@pytest.mark.slow
 def test_commands_of_readme_run(workspace):
     for name in ("loss.png", "samples.jsonl"):
         assert (workspace / "runs/demo" / name).stat().st_size > 0
@@ -266,7 +267,7 @@ def test_commands_of_readme_run(workspace):
 @pytest.mark.slow
 @pytest.mark.parametrize("path", DOCS[1:], ids=NAMES[1:])
 def test_commands_of_the_docs_run(path, workspace):
-    """Slow: together they take 320 CPU seconds, while those of README take 55."""
+    """Slow: they take 320 CPU seconds, and those of README 55."""
     if path.name == "huggingface.md":
         add_model(workspace)
     run_commands(path, workspace)
@@ -343,6 +344,7 @@ def test_all_extensions_train_alike_on_two_meshes(extended, corpus, tmp_path):
     assert max(rates) / min(rates) > 1.5
 
 
+@pytest.mark.slow
 def test_a_script_of_ones_own_trains(extended, tmp_path):
     words = ["--config", "tiny", "--optim.schedule", "constant", "--data.train", "noise:100"]
     words += ["--data.val", "noise:10", "--train.steps", 2, "--optim.warmup_steps", 0]

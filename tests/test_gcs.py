@@ -14,6 +14,8 @@ from urllib.parse import quote, urlencode
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parent.parent
 JSON_PACKAGE = Path(json.__file__).parent
 MESH = ["--mesh.dp", 2, "--mesh.pp", 1, "--mesh.tp", 2]
