@@ -190,10 +190,10 @@ def divisor_problems(cfg: Config):
 
 
 def batch_problems(cfg: Config):
-    """The batch that does not divide into slices, dp ranks and microbatches."""
+    """A batch that does not divide into slices, dp ranks and microbatches."""
     t = cfg.train
     dp, pp, _ = (max(1, size) for size in cfg.mesh.sizes)
-    # A pp that does not divide the blocks has a problem already, and would only repeat it here.
+    # A pp that does not divide the blocks is reported already; 1 avoids a second report here.
     microbatches = t.microbatches or (pp if n_blocks(cfg.model) % pp == 0 else 1)
     parts = t.grad_accum * dp * microbatches
     if parts > 0 and t.batch_size % parts:

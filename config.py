@@ -1,4 +1,4 @@
-"""The settings of a run, for editing: sections, presets, what sections mean, errors and exit codes.
+"""A run's settings, to be edited here: sections, presets, their meaning, errors and exit codes.
 
 Checks of settings are in checks.py; the command line and config files are in cli.py.
 """
@@ -36,8 +36,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Mesh:
-    """How dp * pp * tp devices share the work.  One of the three may be -1: the devices that the
-    other two leave."""
+    """How dp * pp * tp devices share the work.  One of the three may be -1: it takes the devices
+    that the other two leave."""
 
     dp: int = -1
     """Data parallelism: each of the dp ranks trains on part of the batch.

@@ -128,7 +128,7 @@ def run_record(cfg: Config, fingerprint: str, run_id: str) -> str:
     folder = os.path.dirname(os.path.abspath(__file__))
     try:
         git = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=10)
-        commit = git.stdout.strip()  # empty where the folder is no checkout
+        commit = git.stdout.strip()  # empty where the folder is not a checkout
     except (OSError, subprocess.TimeoutExpired):
         commit = ""
     facts = dict(git_commit=commit, argv=sys.argv, versions=versions)

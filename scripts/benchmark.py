@@ -80,7 +80,7 @@ def parse() -> tuple[Args, Config, dict[str, Config]]:
     meshes = [x.mesh for x in (cfg, *others.values())]
     largest = max(meshes, key=lambda mesh: math.prod(n for n in mesh.sizes if n > 0))
     cli.simulate_devices(largest, cfg.run.num_processes)
-    if "transformers" in args.peers:  # or JAX takes most of a GPU's memory and leaves torch none
+    if "transformers" in args.peers:  # else JAX takes most of a GPU's memory and leaves torch none
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     return args, cfg, others
 
@@ -105,7 +105,7 @@ from model import TOKEN_SPEC
 
 # ---- the plain model: what training on one device takes, and no more.  m is cfg.model.
 
-# Settings that it does not support, at the values that it needs.
+# Settings of which it supports only one value.
 PLAIN = {
     "model.attention": "gqa", "model.prefix": "", "model.n_experts": 0, "model.window": 0,
     "model.attn_softcap": 0, "model.logit_softcap": 0, "model.rope_scaling": "none",
@@ -300,7 +300,7 @@ def make_transformers(window_BL, cfg: Config) -> Contestant:
     start = time.perf_counter()
     loss = float(step(None)[1]["loss"])
     seconds = time.perf_counter() - start
-    float(step(None)[1]["loss"])  # the first step begins without AdamW's moments
+    float(step(None)[1]["loss"])  # the first step creates AdamW's moments
     memory = torch.cuda.max_memory_allocated() if device == "cuda" else None
     return Contestant("transformers", 1, lambda: None, step, seconds, memory, loss)
 
@@ -351,7 +351,7 @@ def time_steps(contestant: Contestant, n_steps: int):
 
 @partial(jax.jit, static_argnames=("times", "out_dtype"))
 def multiply_repeatedly(x, w, times: int, out_dtype):
-    """One element of x times w, `times` times over."""
+    """One element of x after `times` multiplications by w."""
 
     def product(_, x):
         return jnp.matmul(x, w, preferred_element_type=out_dtype).astype(x.dtype)
@@ -471,7 +471,7 @@ def measure(args: Args, cfg: Config, others: dict[str, tuple[Config, Mesh]]) -> 
 
 def main(args: Args, others: dict[str, Config], cfg: Config):
     """Measure, and print the table and its ratios.  others: the config on each of --meshes."""
-    jax.config.update("jax_enable_compilation_cache", False)  # or it loads what it should compile
+    jax.config.update("jax_enable_compilation_cache", False)  # else it loads what it should compile
     cfg = utils.start_mesh(cfg)
     others = {name: checks.resolve(other, jax.device_count()) for name, other in others.items()}
     # All meshes are made before anything is compiled, because one may be refused.

@@ -1,5 +1,5 @@
-"""What XLA says of a training step that it has compiled for chips that need not be present: its
-memory, and on TPUs the cycles of its fusions.
+"""XLA's figures for a training step compiled for chips that need not be present: its memory, and
+on TPUs the cycles of its fusions.
 
 It needs libtpu or JAX's CUDA plugin, but no accelerator.  The same figures estimated without
 compiling are in cost_model.py.
@@ -26,7 +26,7 @@ from scripts.cost_model import assume_hopper, scale, step_schedule, work_shares
 def is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # not even the package that it is in
+    except ModuleNotFoundError:  # its parent package is missing too
         return False
 
 
@@ -63,7 +63,7 @@ def compile_step(cfg: Config, topology: str, chip: Chip, devices: list) -> dict:
     shapes, specs = (
         train.step_shapes(cfg),
         train.step_specs(cfg),
-    )  # before the mesh is of absent devices
+    )  # before set_mesh installs a mesh of absent devices
     # One axis of the torus may have to serve two axes of the mesh.
     devices = create_device_mesh(cfg.mesh.sizes, devices, allow_split_physical_axes=True)
     jax.set_mesh(Mesh(devices, utils.AXES, axis_types=(AxisType.Auto,) * 3))
@@ -90,8 +90,8 @@ def compile_step(cfg: Config, topology: str, chip: Chip, devices: list) -> dict:
 
 
 def fusion_cycles(hlo: str, cfg: Config) -> float:
-    """XLA's estimated cycles of all fusions of a TPU program, as often as they run; it has no
-    estimate for Pallas kernels."""
+    """XLA's estimated cycles of all fusions of a TPU program, each counted as often as it runs; it
+    has no estimate for Pallas kernels."""
 
     def cycles(line: str) -> Counter:
         found = re.search(r'"estimated_cycles":"(\d{1,15})"', line)

@@ -155,7 +155,7 @@ def find_tensors(folder: Path, family: str) -> dict[str, StoredTensor]:
     for path in shard_files(folder):
         try:
             with safe_open(path, "numpy") as f:
-                for name in f.keys():  # noqa: SIM118, it is no dict
+                for name in f.keys():  # noqa: SIM118, f is not a dict
                     header = f.get_slice(name)
                     shape, dtype = tuple(header.get_shape()), header.get_dtype()
                     tensor = StoredTensor(path, name, shape, dtype)
@@ -433,14 +433,14 @@ def verify(weights: SavedWeights, tensors: list[TensorMap], meta: dict, path, ba
     for name in slabs:
         try:
             digest, _ = hf_arrays.digest_blocks(blocks(name), weights.arrays[name].shape)
-        except (ValueError, OSError) as e:  # tensorstore's, for damage
+        except (ValueError, OSError) as e:  # what tensorstore raises for damage
             raise damaged(path, str(e)[:200]) from None
         if digest != meta["leaves"][f"params/{name}"][2]:
             raise damaged(path, f"{name} is not as saved")
 
 
 def file_dtype(tensor: TensorMap, dtype: str) -> str:
-    """dtype, except for the routers' biases: training moves them in steps that rounding loses."""
+    """dtype, except for the routers' biases: rounding would lose training's small steps."""
     return "float32" if tensor.name.endswith("e_score_correction_bias") else dtype
 
 

@@ -50,7 +50,7 @@ def drop_unused(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def trace_step(cfg: Config, chip: Chip) -> Jaxpr:
-    """The jaxpr of train.train_step on cfg's mesh of such chips, none of which need be present."""
+    """The jaxpr of train.train_step on cfg's mesh of such chips, which need not be present."""
     device = AbstractDevice(chip.kind, None, chip.platform)
     axes = dict(axis_types=(AxisType.Auto,) * 3, abstract_device=device)
     mesh = AbstractMesh(cfg.mesh.sizes, utils.AXES, **axes)
@@ -172,7 +172,7 @@ COLLECTIVES = {*ONE_ROUND, *TWO_ROUNDS, "ppermute"}
 
 
 def count_flops(op: Op, cfg: Config) -> float:
-    """Two for each product of a matmul or an attention kernel; 0 for everything else."""
+    """Two for each multiplication in a matmul or an attention kernel; 0 for everything else."""
     shapes = [x.aval.shape for x in (*op.eqn.invars, *op.eqn.outvars)]
     if op.name == "dot_general":
         (contracted, _), _ = op.eqn.params["dimension_numbers"]
@@ -196,10 +196,11 @@ def received_bytes(op: Op, n: int) -> float:
 
 
 def count_cost(jaxpr: Jaxpr, cfg: Config, chip: Chip, busy_shares=()) -> Cost:
-    """What `jaxpr` costs a device of the first pipeline stage; a loop's body counts every time.
+    """What `jaxpr` costs a device of the first pipeline stage; a loop's body counts
+    once per iteration.
 
-    A cond counts as its more expensive branch.  busy_shares: for the conds of `jaxpr` in their
-    order, the share of its runs in which that branch is taken; conds without a share count fully.
+    A cond counts as its more expensive branch.  busy_shares: for each cond of `jaxpr`, in
+    order, the share of runs in which that branch is taken; conds without a share count fully.
     """
     total, sizes = Cost(), dict(zip(utils.AXES, cfg.mesh.sizes, strict=True))
     schedule, shares = step_schedule(cfg), iter(busy_shares)
@@ -220,7 +221,7 @@ def count_cost(jaxpr: Jaxpr, cfg: Config, chip: Chip, busy_shares=()) -> Cost:
         elif op.name in COLLECTIVES:
             axes = op.eqn.params.get("axes") or op.eqn.params["axis_name"]
             for axis in [axes] if isinstance(axes, str) else axes:
-                if sizes[axis] > 1:  # over several axes: one after the other
+                if sizes[axis] > 1:  # several axes count one after the other
                     total.calls[op.name, axis] += 1
                     total.received[op.name, axis] += received_bytes(op, sizes[axis])
     return total
@@ -240,7 +241,7 @@ def work_shares(schedule: pipeline.Schedule) -> tuple:
 
 
 def peak_flops(chip: Chip) -> float:
-    """FLOP/s in bfloat16; float32 is slower."""
+    """FLOP/s in bfloat16; used for float32 too, which is slower."""
     return utils.PEAK_TFLOPS[chip.kind] * 1e12
 
 
@@ -252,7 +253,8 @@ STORED = {
     "dynamic_update_slice", "reduce_sum", "reduce_max", "argmax",
     *COLLECTIVES, *HAVE_BODIES, *KERNELS,
 }  # fmt: skip
-# It also stores what one of these reads, or what two matmuls read: each would compute it again.
+# It also stores what one of these reads, or what two matmuls read: otherwise each reader would
+# compute it again.
 READ_FROM_MEMORY = {*COLLECTIVES, *HAVE_BODIES, *KERNELS}
 # As a rule these copy nothing.
 VIEWS = {"broadcast_in_dim", "name", "pvary", "reshape", "squeeze", "stop_gradient", "transpose"}
@@ -273,8 +275,8 @@ class Array:
 def carry_operands(op: Op) -> range:
     """Which operands of a scan are its carry; its results begin with the carry.
 
-    Their shapes say it, since the parameters of scan differ between jax 0.10 and 0.12: constants
-    and carry have as many dims outside as inside, and scanned arrays have one more outside.
+    It compares shapes, because the parameters of scan differ between jax 0.10 and 0.12: constants
+    and carry have the same number of dims outside the body as inside, scanned arrays one more.
     """
     body = bodies(op)[0][0]
 
@@ -310,7 +312,7 @@ def overwritten_inputs(op: Op, avals: list, free: set) -> dict[int, int | None]:
 
 
 def count_readers(ops: list[Op]) -> Counter:
-    """How many matmuls read each value or a view of it; READ_FROM_MEMORY counts as two."""
+    """How many matmuls read each value or a view of it; an op in READ_FROM_MEMORY counts as two."""
     readers = Counter()
     for op in reversed(ops):
         for x in {*op.inputs}:
@@ -328,7 +330,7 @@ def is_stored(op: Op, avals: list, readers: Counter, source_bytes: int) -> bool:
     arrays that they are computed from."""
     if op.name in STORED:
         return True
-    # A small slice is copied, so that the array can be dropped.
+    # A small slice is copied, so that the array that it is cut from can be freed.
     if op.name == "slice" and 8 * sum(n_bytes(avals[x]) for x in op.outputs) <= source_bytes:
         return True
     return op.name not in VIEWS and any(readers[x] > 1 for x in op.outputs)
@@ -414,8 +416,8 @@ def shard_shape(shape: tuple, spec, mesh_sizes: tuple) -> tuple[int, ...]:
 
 
 def state_bytes(cfg: Config) -> dict:
-    """Bytes of a device's weights and optimizer state ("moments") at rest; counters, which are
-    scalars, are left out."""
+    """Bytes of a device's weights and optimizer state ("moments") between steps; counters, which
+    are scalars, are left out."""
     state, specs = jax.eval_shape(partial(train.make_state, cfg)), train.state_specs(cfg)
 
     def leaf_bytes(x, spec) -> int:
@@ -441,11 +443,11 @@ def update_bytes(cfg: Config) -> int:
 def memory_by_class(jaxpr: Jaxpr, cfg: Config) -> dict:
     """Bytes by class on a device at the moment in the step of `jaxpr` when most is in use.
 
-    weights: those at rest, and casts of them that are in memory then.  moments: the optimizer's
+    weights: the stored ones, and casts of them that are in memory then.  moments: the optimizer's
     state.  gradients: arrays with the shape of a device's part of a weight, gathered over dp or
     not, that are float32 or come from a loop.  activations: other arrays that a loop hands from
-    one pass to the next, or stacks for the backward pass.  workspace: everything else, gathered
-    weights too.
+    one iteration to the next, or stacks for the backward pass.  workspace: everything else,
+    including gathered weights.
     """
     _, pp, tp = cfg.mesh.sizes
     table = utils.leaf_table(model.param_table(cfg)).values()
@@ -453,5 +455,5 @@ def memory_by_class(jaxpr: Jaxpr, cfg: Config) -> dict:
     weight_shapes = {shard_shape(p.shape, p.spec, sizes) for p in table for sizes in mesh_sizes}
     inside = next(op for op in flatten(jaxpr).ops if op.name == "shard_map")
     found = peak_memory(inside.eqn.params["jaxpr"], weight_shapes)
-    found.update(state_bytes(cfg))  # adds
+    found.update(state_bytes(cfg))  # Counter.update adds
     return {k: found[k] for k in ("weights", "moments", "gradients", "activations", "workspace")}

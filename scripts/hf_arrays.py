@@ -38,7 +38,7 @@ class Streamed(np.ndarray):
 
 def streamed_array(shape, dtype, blocks: list | None) -> Streamed:
     """The placeholder for an array of these blocks, which have one shape.  None stands for zeros;
-    they are written too, because to orbax an array without data is damaged."""
+    they are written too, because orbax takes an array without data for a damaged one."""
     x = np.broadcast_to(np.zeros((), dtype), shape).view(Streamed)
     if blocks is None:
         chunk, blocks = chunk_shape(shape, x.itemsize), []
@@ -94,7 +94,7 @@ def block_digest(bits, n, first, column, columns, stride):
     """The sums of checkpoint.digest over the first n elements of a block, uint32 [2], and whether
     all n are finite as float32.
 
-    bits: the elements' bits, uint32 [BLOCK].  The others are uint32 numbers, modulo 2**32 as in
+    bits: the elements' bits, uint32 [BLOCK].  The other arguments are uint32, modulo 2**32 as in
     checkpoint.digest.  The index of element i in the flattened array is
     first + (column + i) // columns * stride + (column + i) % columns.
     """
@@ -108,8 +108,8 @@ def block_digest(bits, n, first, column, columns, stride):
 
 
 def equal_rows(x, first: int, strides: list[int]):
-    """Yield x, a part of a larger array, in pieces: (first, columns, stride, bits).  A piece is a
-    number of rows, each of `columns` neighbours in the flattened larger array, `stride` apart.
+    """Yield x, a part of a larger array, in pieces: (first, columns, stride, bits).  A piece is
+    rows of `columns` consecutive elements of the flattened larger array; rows start `stride` apart.
 
     first: the index of x's first element in the flattened larger array.
     strides: for each dim of x, the distance of neighbours there, in elements.
@@ -198,7 +198,7 @@ class SavedWeights:
         """That entry of a weight, from the kept slab if it is there."""
         slab = self.slab(name, entry)
         if name not in self.kept or self.kept[name][0] != slab:
-            self.kept.pop(name, None)  # first, or both slabs would be in memory
+            self.kept.pop(name, None)  # before the read, or both slabs would be in memory
             self.kept[name] = slab, self.arrays[name][slab].read().result()
         inside = zip(entry, slab, strict=True)
         inside = tuple(at - s.start if isinstance(at, int) else at for at, s in inside)

@@ -160,7 +160,7 @@ def read_rope(keys: Keys, name: str) -> dict:
         mscales = dict(
             yarn_mscale=rope.pop("mscale", 0), yarn_mscale_all_dim=rope.pop("mscale_all_dim", 0)
         )
-        if name == "deepseek_v3":  # the other families do not scale the scores by it
+        if name == "deepseek_v3":  # the other families do not scale the scores by them
             fields |= mscales
         else:
             keys.require("mscale_all_dim", mscales["yarn_mscale_all_dim"], 0)

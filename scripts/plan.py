@@ -44,7 +44,8 @@ class Args:
 def parse() -> tuple[Args, Config]:
     args, rest = tyro.cli(Args, use_underscores=True, description=__doc__, return_unknown_args=True)
     parse_topology(args.topology)  # raises
-    # JAX is not to look for an accelerator, nor libtpu to ask the cloud whether this is a TPU host.
+    # Keep JAX from looking for an accelerator, and libtpu from asking the cloud whether this is a
+    # TPU host.
     os.environ |= dict(JAX_PLATFORMS="cpu", ALLOW_MULTIPLE_LIBTPU_LOAD="1", TPU_SKIP_MDS_QUERY="1")
     os.environ |= dict(TPU_ACCELERATOR_TYPE="v5p-8", TPU_WORKER_HOSTNAMES="localhost")
     return args, cli.parse(rest)
@@ -65,9 +66,9 @@ from scripts import compiled_cost, cost_model
 def make_plan(cfg: Config, chip: Chip) -> dict:
     """What the table shows, in bytes, seconds and FLOPs of one device and one step.
 
-    "best" is the step time if all communication overlaps with arithmetic, or the reverse where
-    communication takes longer; "worst", if none does.  Both include the pipeline's idle ticks,
-    which take as much time with mesh.skip_bubbles off.
+    "best" is the step time if arithmetic and the communication over each mesh axis overlap fully,
+    so that the longest of them decides; "worst" is their sum.  Both include the pipeline's idle
+    ticks, which take the same time with mesh.skip_bubbles off.
     """
     t, n_devices = cfg.train, math.prod(cfg.mesh.sizes)
     jaxpr, schedule = cost_model.trace_step(cfg, chip), cost_model.step_schedule(cfg)
@@ -185,7 +186,7 @@ def candidates(cfg: Config, n_devices: int) -> Iterator[tuple[Config | None, str
 
 
 def search(cfg: Config, chip: Chip, n_devices: int) -> dict:
-    """All plans that fit, the fastest first, and the number of the others by reason.
+    """All plans that fit, the fastest first, and how many others were rejected, by reason.
 
     Ranked by the step time without overlap: XLA's TPU programs wait for most of a layer's
     collectives.
@@ -257,7 +258,7 @@ def main(args: Args, cfg: Config):
         print(json.dumps(plan))
     else:
         print_plan(plan, cfg, args.topology)
-    if not plan["fits"] and not args.compile:  # what XLA has compiled fits
+    if not plan["fits"] and not args.compile:  # a step that XLA has compiled fits
         need, limit = gib(plan["memory_total"]), gib(plan["memory_limit"])
         name = overflowing_class(plan["memory"], chip)
         what = f"{name} overflow: a device needs {need} and has {limit}"

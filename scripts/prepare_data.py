@@ -193,7 +193,7 @@ def read_documentation(name: str, path: Path) -> dict[str, str]:
 def prose_documents(files: list[tuple[str, Path]]) -> list[tuple[str, bytes]]:
     """The documents that have prose, in the order of the files.
 
-    A paragraph that occurs again, as it does in subclasses and in topics, is left out there.
+    A paragraph that is repeated, as in subclasses and in topics, is kept only the first time.
     """
     documents, seen = [], set()
     for file, path in files:
@@ -385,8 +385,8 @@ def tokenize(pieces: list[Piece], out: epath.Path, tokenizer: Tokenizer, recipe:
 
 
 def is_finished(out: epath.Path, recipe: dict) -> bool:
-    """Whether this split has a manifest.  Raises UserError DATA if its recipe is another one, since
-    nothing is overwritten."""
+    """Whether this split has a manifest.  Raises UserError DATA if it was made with another recipe,
+    since nothing is overwritten."""
     for name in ("manifest.json", "progress.json"):
         if (out / name).exists():
             old = json.loads((out / name).read_text()).get("recipe", {})
@@ -421,7 +421,7 @@ def write_splits(splits: dict[str, list[Piece]], out: epath.Path, recipe: dict, 
 
 
 def check_args(args: Args):
-    """Raises UserError for what cannot work."""
+    """Raise UserError USAGE or DATA for flags that cannot work."""
     n_sources = bool(args.input) + args.stdlib + args.pydocs
     if n_sources != 1:
         what = f"{n_sources} of --input, --stdlib and --pydocs are given, not 1"
