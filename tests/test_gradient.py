@@ -33,18 +33,21 @@ import train
 
 # ---- on any mesh
 
+SLOW = pytest.mark.slow
+AXES_AND_ALL = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2)]
 CASES = [
     *((RICH, mesh) for mesh in MESHES),
-    *((MOE, mesh) for mesh in MESHES),
+    *((MOE, mesh) for mesh in AXES_AND_ALL),
+    *(pytest.param(MOE, mesh, marks=SLOW) for mesh in MESHES if mesh not in AXES_AND_ALL),
     (MOE_ALLTOALL, (2, 2, 2)),
     # With one dp rank no expert is elsewhere.
     *(
-        pytest.param(MOE_ALLTOALL, mesh, marks=pytest.mark.slow)
+        pytest.param(MOE_ALLTOALL, mesh, marks=SLOW)
         for mesh in MESHES
         if mesh[0] > 1 and mesh != (2, 2, 2)
     ),
     # It adds other norms, biases and positions, and no two axes handle any of these together.
-    *((GPT2, mesh) for mesh in [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2)]),
+    *((GPT2, mesh) for mesh in AXES_AND_ALL),
 ]
 NAMES = {RICH: "accumulation+dropout+qk_norm+tied+z_loss", MOE: "mla+moe"}
 NAMES |= {MOE_ALLTOALL: "mla+moe+alltoall", GPT2: "gpt2"}

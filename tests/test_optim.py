@@ -77,7 +77,9 @@ def adafactor(cfg):
     return optax.chain(optim.clip(cfg), scale, optim.scale_by_rate(cfg))
 
 
-@pytest.mark.parametrize("new, n_moments", [(lion, 1), (sgd, 0), (adafactor, 3)])
+@pytest.mark.parametrize("new, n_moments", [
+    (lion, 1), (adafactor, 3), pytest.param(sgd, 0, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_a_new_optimizer_is_one_entry_of_the_table(new, n_moments, monkeypatch):
     """It trains alike on any mesh, and an update that is skipped changes neither its state nor the
     learning rate."""

@@ -171,6 +171,7 @@ def test_ticks_and_kept_microbatches_are_those_of_the_timetable(name, parts, pp,
     assert schedule.buffer_size() == most
 
 
+@pytest.mark.slow
 def test_memory_of_1f1b_does_not_grow_with_the_microbatches():
     def abstract(x):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
