@@ -43,8 +43,8 @@ test-full: .venv/installed
 
 test-interop: export JAX_PLATFORMS := cpu
 test-interop: .venv-interop/installed
-	.venv-interop/bin/python -m pytest -n 0 tests/test_interop.py
-	.venv-interop/bin/python -m pytest -n 0 tests/test_plan.py -k compilers
+	.venv-interop/bin/python -m pytest -n 0 -m "" tests/test_interop.py
+	.venv-interop/bin/python -m pytest -n 0 -m "" tests/test_plan.py -k compilers
 
 lint: .venv/installed
 	$(BIN)/ruff check .

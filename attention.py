@@ -145,10 +145,8 @@ def rope(x_BLHK, at: Span, cfg):
     freq_A = rope_frequencies(x_BLHK.shape[-1], m).astype(np.float32)
     angle_BLA = at.position_BL[..., None] * freq_A
     scale = yarn_magnitudes(m)[0]
-    sin_BL1A, cos_BL1A = (
-        scale * jnp.sin(angle_BLA)[:, :, None],
-        scale * jnp.cos(angle_BLA)[:, :, None],
-    )
+    sin_BL1A = scale * jnp.sin(angle_BLA)[:, :, None]
+    cos_BL1A = scale * jnp.cos(angle_BLA)[:, :, None]
     a_BLHA, b_BLHA = jnp.split(x_BLHK.astype(jnp.float32), 2, axis=-1)
     halves = [a_BLHA * cos_BL1A - b_BLHA * sin_BL1A, b_BLHA * cos_BL1A + a_BLHA * sin_BL1A]
     return jnp.concatenate(halves, -1).astype(x_BLHK.dtype)

@@ -156,6 +156,7 @@ def sizes_to_divide(cfg: Config) -> dict[str, dict[str, int]]:
         layers = {"the number of model.pattern's blocks": n_blocks(m)}
     dp = {"model.d_model": m.d_model}
     tp = {"model.n_heads": m.n_heads, "train.seq_len": t.seq_len}
+    tp |= {"the embedding's rows (a multiple of 128)": m.vocab_rows}
     if m.attention == "mla":
         dp |= {"model.kv_rank": m.kv_rank, "model.q_rank": m.q_rank}
     else:

@@ -89,8 +89,8 @@ def reduce_total(total: Total, params, cfg: Config):
     (grads,) = backward(total.grads)
     layers = total.stats["layers"]
     if cfg.mesh.virtual_stages > 1:
-        at_rest = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), layers)
-        (layers,) = jax.linear_transpose(partial(layers_to_parts, cfg=cfg), at_rest)(layers)
+        stored = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), layers)
+        (layers,) = jax.linear_transpose(partial(layers_to_parts, cfg=cfg), stored)(layers)
     total = total.with_stats(layers=lax.psum(layers, STAGE))
     if "prefix" in total.stats:  # only the first stage has counted it
         total = total.with_stats(prefix=lax.psum(total.stats["prefix"], AXES))

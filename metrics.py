@@ -406,14 +406,15 @@ def send_to_wandb(session, row: dict):
             fields = PANELS[row["kind"]].wandb_fields(row)
         fields = {f"{row['kind']}/{name}": value for name, value in fields.items()}
         session.log(fields | dict(step=row["step"]))
-    except Exception as e:
+    except Exception as e:  # wandb raises many types, and none of them may stop the run
         warn(f"wandb lost a row ({type(e).__name__}: {str(e)[:200]})")
 
 
 def finish_wandb(session):
+    """End the session.  What fails is a warning, because metrics.jsonl has all rows."""
     if session is None:
         return
     try:
         session.finish()
-    except Exception as e:
+    except Exception as e:  # as in send_to_wandb
         warn(f"wandb did not finish ({type(e).__name__}: {str(e)[:200]})")

@@ -6,9 +6,10 @@ Dimension key (a suffix on every array's name spells its logical shape):
   V  vocabulary   N  layers
   E  experts   C  gate and up, or only up   F  hidden units
 
-Mesh axes: dp (the batch; weights rest sharded over it), pp (the layers; tokens rest spread over it
-by microbatch), tp (heads, d_ff, vocabulary, and the sequence wherever an array is x_BLD).  Inside
-shard_map a letter that the array's PartitionSpec maps to a mesh axis is the local part.
+Mesh axes: dp (the batch; weights are stored sharded over it), pp (the layers; tokens are stored
+sharded over it by microbatch), tp (heads, d_ff, vocabulary, and the sequence wherever an array is
+x_BLD).  Inside shard_map a letter that the array's PartitionSpec maps to a mesh axis is the local
+part.
 """
 
 import math

@@ -286,11 +286,11 @@ def transfer_rounds(pp: int, parts: int) -> list[dict]:
     """Rounds of messages that bring the layers to the stages of the schedule; in a round each stage
     sends and receives at most one chunk.  {sender: (receiver, index at the sender, part)}.
 
-    The model is pp * parts chunks of layers.  At rest chunk n is on stage n // parts, where its
+    The model is pp * parts chunks of layers.  Chunk n is stored on stage n // parts, where its
     index is n % parts; the schedule wants it on stage n % pp, as part n // pp.  With two stages and
     two parts:
 
-        at rest:     stage 0 has chunks 0 1, stage 1 has chunks 2 3
+        stored:      stage 0 has chunks 0 1, stage 1 has chunks 2 3
         scheduled:   stage 0 has chunks 0 2, stage 1 has chunks 1 3
         round 0:     stage 0 keeps chunk 0, stage 1 keeps chunk 3
         round 1:     stage 0 sends chunk 1 to stage 1, stage 1 sends chunk 2 to stage 0

@@ -76,8 +76,8 @@ def op_classes(hlo: str, sizes: tuple[int, ...]) -> dict[str, str]:
 
     The class of a collective is the axes along which its devices differ ("dp", "dp+tp", or "unknown
     axes").  Control flow has the class "", since its events cover those of the ops it runs.  Every
-    other op has the class "compute".  The two halves of an asynchronous
-    collective are found by the names that XLA gives them, -start and -done.
+    other op has the class "compute".  The two halves of an asynchronous collective are found by the
+    names that XLA gives them, -start and -done.
     """
     instruction = re.compile(r"\s+(?:ROOT )?%?([\w.-]+) = (?:\(.*?\)|\S+) ([\w-]+)\((.*)")
     classes, class_in_computation, computation = {}, {}, ""
@@ -115,7 +115,7 @@ def read_trace(data) -> tuple[dict, dict]:
     """({device: [(op, module or None, start, stop)]}, {mark: [(start, stop)]}), in ns.
 
     data: a jax.profiler.ProfileData.  On a CPU, ops are events of host threads: several threads
-    work for one device, and some ops last beyond their event, until another named "end: ..".  A
+    work for one device, and some ops last beyond their event, until another named "end: ...".  A
     GPU's plane has a line for each stream, and a TPU's has one called XLA Ops.  Those two are read
     as they are documented; no trace of such a device has been tried.
     """

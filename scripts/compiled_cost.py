@@ -60,10 +60,8 @@ def compile_step(cfg: Config, topology: str, chip: Chip, devices: list) -> dict:
 
     Raises UserError USAGE where the step does not fit.
     """
-    shapes, specs = (
-        train.step_shapes(cfg),
-        train.step_specs(cfg),
-    )  # before set_mesh installs a mesh of absent devices
+    # Before set_mesh, because they cannot be computed on a mesh of absent devices.
+    shapes, specs = train.step_shapes(cfg), train.step_specs(cfg)
     # One axis of the torus may have to serve two axes of the mesh.
     devices = create_device_mesh(cfg.mesh.sizes, devices, allow_split_physical_axes=True)
     jax.set_mesh(Mesh(devices, utils.AXES, axis_types=(AxisType.Auto,) * 3))

@@ -196,8 +196,8 @@ def received_bytes(op: Op, n: int) -> float:
 
 
 def count_cost(jaxpr: Jaxpr, cfg: Config, chip: Chip, busy_shares=()) -> Cost:
-    """What `jaxpr` costs a device of the first pipeline stage; a loop's body counts
-    once per iteration.
+    """What `jaxpr` costs a device of the first pipeline stage; a loop's body counts once per
+    iteration.
 
     A cond counts as its more expensive branch.  busy_shares: for each cond of `jaxpr`, in
     order, the share of runs in which that branch is taken; conds without a share count fully.

@@ -265,11 +265,7 @@ def split_documents(documents, val_fraction: float) -> dict[str, list[Piece]]:
 
 def byte_tokenizer() -> Tokenizer:
     """Each byte is its own id; 256 ends a document."""
-    letters = [
-        *range(33, 127),
-        *range(161, 173),
-        *range(174, 256),
-    ]  # GPT-2 prints these as they are
+    letters = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2 keeps these
     others = [b for b in range(256) if b not in letters]
     stand_in = {b: chr(b) for b in letters} | {b: chr(256 + n) for n, b in enumerate(others)}
     tokenizer = Tokenizer(models.BPE(vocab={stand_in[b]: b for b in range(256)}, merges=[]))

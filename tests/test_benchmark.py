@@ -50,7 +50,11 @@ def first_losses(contestant: benchmark.Contestant) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("preset", [LLAMA, GPT2, RELU2], ids=["llama", "gpt2", "relu2"])
+@pytest.mark.parametrize("preset", [
+    pytest.param(LLAMA, id="llama"),
+    pytest.param(GPT2, id="gpt2", marks=pytest.mark.slow),
+    pytest.param(RELU2, id="relu2", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_the_plain_model_trains_as_trifolds_does(preset):
     cfg = on_mesh(preset)
     got = first_losses(benchmark.make_plain(windows(cfg), cfg))
@@ -92,6 +96,7 @@ def test_rates_and_shares_follow_from_medians(monkeypatch):
         np.testing.assert_allclose(got[name], n_tokens / 2 * share, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_the_command_measures_on_any_mesh_and_writes_what_it_prints(tmp_path):
     flags = ["--mesh.dp", 2, "--mesh.tp", 2, "--train.batch_size", 4, "--model.n_layers", 2]
     out = tmp_path / "out.json"

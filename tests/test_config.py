@@ -50,6 +50,8 @@ MOE = ["--model.pattern", "moe", "--model.n_experts", "4", "--model.d_expert", "
 
 @pytest.mark.parametrize("flags, words", [
     (["--mesh.tp", "8"], ["mesh.tp=8 must divide model.n_kv_heads=4"]),
+    (["--mesh.tp", "3", "--model.n_heads", "6", "--model.n_kv_heads", "3", "--train.seq_len", "3"],
+     ["mesh.tp=3 must divide the embedding's rows (a multiple of 128)=4096"]),
     (["--mesh.dp", "3"],
      ["mesh.dp=3 must divide model.d_model=128", "= 6 must divide train.batch_size=16"]),
     (["--train.batch_size", "6"],

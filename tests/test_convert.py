@@ -189,7 +189,14 @@ def weight(run: Path, name: str):
 # ---- import and export
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+# Their tensors are handled as those of llama and deepseek_v3.
+SLOW = ("mixtral", "qwen3", "qwen3_moe")
+
+
+@pytest.mark.parametrize("family", [
+    pytest.param(name, marks=pytest.mark.slow if name in SLOW else ())
+    for name in CONFIGS
+])  # fmt: skip
 def test_an_imported_model_is_exported_bit_for_bit(family, tmp_path):
     tensors = hf_tensors(family)
     extra = {}
@@ -239,6 +246,7 @@ def test_an_imported_run_resumes_on_any_mesh_and_with_any_data(tmp_path):
         checkpoint.Checkpoints(run, settings=settings).restore(state)
 
 
+@pytest.mark.slow
 def test_rotary_pairs_that_are_not_interleaved_keep_their_order(tmp_path):
     hf_dir(tmp_path / "a", "deepseek_v3")
     hf_dir(tmp_path / "b", "deepseek_v3", rope_interleave=False)
@@ -342,6 +350,7 @@ print(convert("small"), convert("big"))
 """
 
 
+@pytest.mark.slow
 def test_memory_stays_below_the_size_of_a_model(tmp_path):
     def build(name, N, D, F):
         (tmp_path / name).mkdir()

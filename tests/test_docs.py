@@ -241,7 +241,7 @@ def run_commands(path: Path, workspace: Path):
             run_command(command, workspace)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def workspace(tmp_path_factory) -> Path:
     """A workspace in which the commands of README have been run."""
     folder = make_workspace(tmp_path_factory.mktemp("workspace"))
@@ -293,7 +293,7 @@ def replace_lines(text: str, change: str) -> str:
     return text.replace(old, new)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def extended(tmp_path_factory) -> Path:
     """A copy of the modules with all that docs/extending.md adds to them."""
     folder = tmp_path_factory.mktemp("extended")
@@ -317,6 +317,7 @@ def run_python(folder: Path, *words) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_all_extensions_train_alike_on_two_meshes(extended, corpus, tmp_path):
     """The new optimizer, schedule, setting, metric, attention, weight, format and source in one
     run, and the same run on one device.  The cache of the attention is tested in

@@ -20,6 +20,8 @@ import config
 import generate
 import utils
 
+SLOW = pytest.mark.slow
+
 # ---- logits
 
 
@@ -39,13 +41,19 @@ def test_greedy_text_is_the_argmax_of_a_plain_decoder(mesh):
         assert rows[row][n] == plain_logits(w, window, cfg)[-1].argmax()
 
 
-@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)], ids=str)
-@pytest.mark.parametrize("cfg", [MOE_ALLTOALL, GPT2, MIXED], ids=["mla+moe", "gpt2", "mixed"])
+@pytest.mark.parametrize("mesh", [pytest.param((1, 1, 1), marks=SLOW), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("cfg", [
+    pytest.param(MOE_ALLTOALL, id="mla+moe"),
+    pytest.param(GPT2, id="gpt2"),
+    pytest.param(MIXED, id="mixed", marks=SLOW),
+])  # fmt: skip
 def test_cached_logits_are_those_of_the_whole_row(cfg, mesh):
     check_cached_logits(cfg, mesh)
 
 
-@pytest.mark.parametrize("cfg", [PLAIN, ALL_EXPERTS], ids=["plain", "mla+moe"])
+@pytest.mark.parametrize("cfg", [
+    pytest.param(PLAIN, id="plain"), pytest.param(ALL_EXPERTS, id="mla+moe", marks=SLOW),
+])  # fmt: skip
 def test_cached_logits_are_those_of_the_whole_row_in_bfloat16(cfg):
     cfg = replace(cfg, train=replace(cfg.train, dtype="bfloat16"))
     check_cached_logits(cfg, (1, 1, 1), tolerance=0.1)

@@ -59,6 +59,7 @@ def test_every_mesh_has_the_gradient_of_one_device(cfg, mesh):
     assert_same_gradient(gradient_on(mesh, cfg), one_device_gradient(gather))
 
 
+@pytest.mark.slow
 def test_mixed_blocks_with_capacity_and_documents_have_the_gradient_of_one_device():
     want = one_device_gradient(MIXED)
     assert want[2]["layers"]["moe_local"]["dropped"].min() > 0
@@ -83,8 +84,8 @@ def test_stages_that_do_not_divide_the_sequence_share_its_scores():
     (MOE, (2, 2, 2), dict(schedule="1f1b", experts="alltoall", fsdp="step")),
     (PLAIN, (1, 2, 1), dict(schedule="interleaved", virtual_stages=4)),
     (RICH, (2, 2, 2), dict(schedule="interleaved", virtual_stages=2)),
-    (MOE, (1, 4, 2), dict(schedule="interleaved", virtual_stages=2)),
-    (MIXED, (4, 1, 2), dict(fsdp="step")),
+    pytest.param(MOE, (1, 4, 2), dict(schedule="interleaved", virtual_stages=2), marks=SLOW),
+    pytest.param(MIXED, (4, 1, 2), dict(fsdp="step"), marks=SLOW),
     (MOE, (4, 1, 2), dict(fsdp="none", experts="alltoall")),
 ], ids=["plain", "rich", "lock-step", "mixed", "moe", "plain-4", "rich-2", "moe-2", "mixed-step",
         "moe-none"])  # fmt: skip
@@ -144,7 +145,8 @@ CAPACITY = replace(ALL_EXPERTS, train=replace(MOE.train, capacity_factor=1.0))
 
 
 @pytest.mark.parametrize("cfg, mesh", [
-    (PLAIN, (2, 2, 2)), (GPT2, (1, 1, 1)), (ALL_EXPERTS, (1, 1, 1)), (CAPACITY, (1, 1, 1)),
+    (PLAIN, (2, 2, 2)), (GPT2, (1, 1, 1)), (ALL_EXPERTS, (1, 1, 1)),
+    pytest.param(CAPACITY, (1, 1, 1), marks=SLOW),
 ], ids=["plain", "gpt2", "experts", "capacity"])  # fmt: skip
 def test_bfloat16_only_rounds(cfg, mesh):
     loss, grads, _ = gradient_on(mesh, cfg, dtype="bfloat16")

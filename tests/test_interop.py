@@ -34,6 +34,13 @@ from scripts import benchmark, convert_hf, hf_config
 
 GOLDENS = ROOT / "tests" / "goldens"
 FAMILIES = sorted(p.name for p in GOLDENS.iterdir())
+SLOW = ("deepseek_v3_noq", "llama_yarn", "qwen3")  # variants of the other families
+
+
+def with_marks(family: str, *more):
+    marks = pytest.mark.slow if family in SLOW else ()
+    return pytest.param(family, *more, marks=marks)
+
 
 NEEDED = [name for name in ("torch", "transformers") if not find_spec(name)]
 live = pytest.mark.skipif(
@@ -63,7 +70,7 @@ def golden(family: str) -> dict:
     return tensors(GOLDENS / family / "golden.safetensors")
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=map(with_marks, FAMILIES))
 def family(request) -> str:
     """A folder of goldens/.  pytest runs all tests of one before those of the next."""
     return request.param
@@ -143,7 +150,7 @@ def scores(params, token_RL, cfg):
 # ---- goldens
 
 
-MESHES = [(family, (1, 2, 2)) for family in FAMILIES]
+MESHES = [with_marks(family, (1, 2, 2)) for family in FAMILIES]
 MESHES += [("llama", (1, 1, 1)), ("qwen3_moe", (2, 1, 2))]
 
 

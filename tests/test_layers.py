@@ -56,6 +56,7 @@ def test_dropout_drops_each_element_independently_and_keeps_the_mean():
     assert (y_BLD[0, 0] != y_BLD[0, 1]).any()
 
 
+@pytest.mark.slow
 def test_dropout_differs_between_layers_branches_steps_and_seeds():
     """Each key is made from another one with fold_in; without it, a mask would be used twice."""
     seen = []

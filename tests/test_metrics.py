@@ -117,7 +117,7 @@ def add_norm_to_step(patch: pytest.MonkeyPatch):
     patch.setattr(train, "train_step", train_step)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def run(corpus, tmp_path_factory) -> SimpleNamespace:
     """A run with experts and with that scalar: its cfg, last state, folder, rows, printed text and
     rows at Weights & Biases, which log.wandb=online writes to a file where there is no key."""

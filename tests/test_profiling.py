@@ -187,6 +187,7 @@ def test_a_trace_without_a_device_gives_no_ledger():
 # ---- the files of a run
 
 
+@pytest.mark.slow
 def test_a_run_writes_trace_ledger_and_program_and_compiles_once(cfg, capsys):
     compiled = []
 
@@ -196,7 +197,7 @@ def test_a_run_writes_trace_ledger_and_program_and_compiles_once(cfg, capsys):
 
     jax.monitoring.register_event_duration_secs_listener(count)
     sections = dict(train=dict(steps=6, eval_batches=1, profile=(3, 2)), log=dict(hlo=True))
-    cfg = on_mesh(cfg, (2, 2, 2), **sections)
+    cfg = on_mesh(cfg, (2, 2, 2), model=dict(n_layers=2), **sections)
     train.main(cfg)
     jax.monitoring.unregister_event_duration_listener(count)
     assert len(compiled) == 1

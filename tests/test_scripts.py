@@ -86,6 +86,7 @@ def test_byte_tokens_are_bytes_and_a_single_file_is_cut_at_a_line(tmp_path):
     assert train_tokens[-2] == ord("\n") and 0.05 < len(val_tokens) / len(train_tokens) < 0.15
 
 
+@pytest.mark.slow
 def test_a_large_file_is_read_in_pieces_of_whole_lines(tmp_path):
     path, out = tmp_path / "large.txt", tmp_path / "out"
     lines = [f"line {n} of many, with an ümlaut\n" for n in range(300_000)]
@@ -217,6 +218,7 @@ An item of a list is a paragraph (if it is a sentence)."""
     ]
 
 
+@pytest.mark.slow
 def test_pydocs_are_sentences_and_the_same_each_time(tmp_path):
     request = ["--pydocs", "--tokenizer", "byte", "--val_fraction", 0.05, "--out", tmp_path / "out"]
     prepare(*request)
@@ -249,7 +251,7 @@ def test_a_bad_request_is_two_lines(tmp_path, request_, code, word):
 # ---- from a checkpoint
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def trained(corpus, tmp_path_factory) -> Path:
     """A short run on (2, 2, 2) that has sampled, with checkpoints at 10 and 20."""
     tiny = config.tiny()
@@ -257,8 +259,9 @@ def trained(corpus, tmp_path_factory) -> Path:
         tiny,
         run=replace(tiny.run, dir=str(tmp_path_factory.mktemp("runs"))),
         mesh=config.Mesh(2, 2, 2),
+        model=replace(tiny.model, n_layers=2),
         data=config.Data(train=str(corpus / "train"), val=str(corpus / "val")),
-        train=replace(tiny.train, sample_every=10, sample_tokens=5),
+        train=replace(tiny.train, microbatches=2, sample_every=10, sample_tokens=5),
     )
     train.main(cfg)
     return Path(cfg.run.dir) / cfg.run.name
