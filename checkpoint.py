@@ -119,8 +119,9 @@ class Checkpoints:
         abstract: {"params": tree, "rest": tree} or one of the two, to restore only that.  The
         leaves are ShapeDtypeStructs with the shardings that the restored arrays get.
         step: the checkpoint to restore; -1 tries all, newest first, and moves those that fail
-        verification to damaged/.  Raises UserError CHECKPOINT if none is usable, if a run that has
-        trained has none, or if there is no checkpoint `step`; and the UserErrors of `load`.
+        verification to damaged/.  With keep=0 nothing is moved, and the first that fails is an
+        error.  Raises UserError CHECKPOINT if none is usable, if a run that has trained has none,
+        or if there is no checkpoint `step`; and the UserErrors of `load`.
         """
         bad = []
         while (n := self.find_step(step)) is not None:
@@ -174,7 +175,7 @@ class Checkpoints:
 
     def read_meta(self, step: int, abstract: dict) -> dict:
         """Return the meta of checkpoint `step`, after comparing it with its checksum and with this
-        run.  Raises Damaged, and UserError CHECKPOINT (another run's) and STORAGE."""
+        run.  Raises Damaged, UserError CHECKPOINT for another run's, and what `read` raises."""
         meta = self.read(step, meta=ocp.args.JsonRestore())["meta"]
         if not isinstance(meta, dict) or meta.get("checksum") != meta_checksum(meta):
             raise Damaged("its meta does not match its checksum")
@@ -220,8 +221,9 @@ class Checkpoints:
             raise UserError(config.CHECKPOINT, what + "; ".join(differ[:10]) + more, fix)
 
     def move_to_damaged(self, step: int) -> epath.Path:
-        """Move checkpoint `step` to damaged/ and return its new path; orbax refuses to save a step
-        that is not above all others in the folder.  With keep=0, raises UserError CHECKPOINT."""
+        """Move checkpoint `step` to damaged/ and return its new path.  If it stayed, orbax would
+        refuse to save that step again, or an earlier one.  With keep=0, raises UserError
+        CHECKPOINT."""
         if self.keep == 0:
             what = f"checkpoint {self.path / str(step)} is damaged"
             fix = "resume its run: it continues from the checkpoint before this one"
@@ -235,8 +237,8 @@ class Checkpoints:
     def save(self, step: int, state: dict):
         """Start to save the state after `step` updates; return once it is copied off the devices.
 
-        state: {item: tree of arrays}.  Raises UserError STORAGE, and DIVERGED if a number in the
-        state is not finite.
+        state: {item: tree of arrays}.  Does nothing if this object last saved or restored `step`.
+        Raises UserError STORAGE, and DIVERGED if a number in the state is not finite.
         """
         if step == self.newest:
             return

@@ -23,7 +23,7 @@ from config import (
 
 
 def check(cfg: Config) -> Config:
-    """Return cfg, or raise a UserError with all its problems.  An axis of -1 passes."""
+    """Return cfg, or raise a UserError with all its problems.  A mesh axis may be -1."""
     problems = [*range_problems(cfg)]
     if pattern := [*pattern_problems(cfg)]:  # the checks in the other branch parse the patterns
         problems += pattern
@@ -36,11 +36,11 @@ def check(cfg: Config) -> Config:
 
 
 def resolve(cfg: Config, n_devices: int, rows: int | None = None) -> Config:
-    """Set what depends on the number of devices, the axis of -1 and automatic microbatches, and
+    """Replace a mesh axis of -1 and microbatches of 0 by their numbers on n_devices devices, and
     check the result.
 
-    rows: for scripts that do not train, replace the training batch by about this many sequences.
-    Raises UserError.
+    rows: for scripts that do not train; the batch becomes about this many sequences, a multiple of
+    dp * pp, and settings that only training needs are reset.  Raises UserError USAGE.
     """
     known = math.prod(size for size in cfg.mesh.sizes if size != -1)
     dp, pp, tp = (max(1, n_devices // known) if size == -1 else size for size in cfg.mesh.sizes)
@@ -171,7 +171,7 @@ def sizes_to_divide(cfg: Config) -> dict[str, dict[str, int]]:
 
 
 def divisor_problems(cfg: Config):
-    """What does not divide: one problem per mesh axis, and those of heads, RoPE and batch."""
+    """Sizes that do not divide: at most one problem per mesh axis, then heads, RoPE and batch."""
     m = cfg.model
     for axis, sizes in sizes_to_divide(cfg).items():
         n, sizes = field_value(cfg, axis), {name: x for name, x in sizes.items() if x > 0}
@@ -244,7 +244,7 @@ def unused_fields(m: Model) -> dict[str, str]:
         ("q_rank kv_rank d_rope d_value", m.attention == "gqa", "model.attention=gqa"),
         ("rope_theta rope_scaling", m.positions == "learned", "model.positions=learned"),
         (scaling, m.rope_scaling == "none" or m.positions == "learned", "RoPE is not scaled"),
-        ("yarn_mscale yarn_mscale_all_dim", m.rope_scaling != "yarn", "it is YaRN's"),
+        ("yarn_mscale yarn_mscale_all_dim", m.rope_scaling != "yarn", "rope_scaling is not yarn"),
         ("max_positions", m.positions == "rope", "model.positions=rope"),
         ("window", not local, "no layer is dense_local or moe_local"),
         ("d_ff mlp_bias", not dense, "no layer is dense"),

@@ -64,14 +64,17 @@ def value_flags(name: str, value) -> list[str]:
     Raises ValueError, or AttributeError if a list is given for a field that does not exist.
     """
     if isinstance(value, list) and isinstance(field_value(Config(), name), tuple):
-        return [f"--{name}", *(str(int(str(x))) for x in value)]  # ValueError if not an integer
+        return [f"--{name}", *(str(int(str(x))) for x in value)]  # int(1.5) would round
     if isinstance(value, (str, int, float, bool)):
         return [f"--{name}={value}"]
     raise ValueError(f"{name} is {value!r}")
 
 
 def file_flags(path: str) -> list[str]:
-    """A config file as words of a command line, so that both go through the same checks."""
+    """A config file as words of a command line, so that both go through the same checks.
+
+    Raises UserError USAGE.
+    """
     try:
         text = read_file(path)
         if len(text) > 1_000_000:
@@ -164,9 +167,9 @@ def parse(words: list[str]) -> Config:
 
 
 def config_of_run(run: str, mesh: Mesh, *flags: str) -> Config:
-    """The config of a run directory on another mesh, for scripts that do not train.
+    """The config of a run directory on the given mesh, for scripts that do not train.
 
-    Also prepares the fake devices.
+    Also calls simulate_devices.  Raises UserError USAGE.
     """
     mesh_flags = [word for axis, x in asdict(mesh).items() for word in (f"--mesh.{axis}", str(x))]
     # A batch that passes the checks on this mesh; resolve() replaces it.
@@ -210,7 +213,7 @@ def simulate_devices(mesh: Mesh, n_processes: int = 1):
 
 
 def quit_on_error(f, *args):
-    """Call f(*args); print an error of the user on stderr and exit with its code."""
+    """f(*args).  A UserError, OSError or Ctrl-C is printed and ends the process with its code."""
     try:
         return f(*args)
     except UserError as e:
@@ -227,7 +230,7 @@ def quit_on_error(f, *args):
 
 
 def start() -> Config:
-    """What train.py does before it imports jax: read the command line and prepare the devices."""
+    """The Config of train.py's command line, with its fake devices prepared; exits on a mistake."""
     cfg = quit_on_error(parse, sys.argv[1:])
     simulate_devices(cfg.mesh, cfg.run.num_processes)
     return cfg

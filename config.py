@@ -41,7 +41,7 @@ class Mesh:
 
     dp: int = -1
     """Data parallelism: each of the dp ranks trains on part of the batch.
-    Weights, gradients and optimizer state are sharded over dp (FSDP)."""
+    Weights, gradients and optimizer state are sharded over dp too, as mesh.fsdp says."""
     pp: int = 1
     """Pipeline parallelism: the layers are split into pp stages."""
     tp: int = 1
@@ -49,7 +49,7 @@ class Mesh:
     fsdp: Literal["layer", "step", "none"] = "layer"
     """When the weights are gathered over dp.
     layer: each layer's weights where they are used (ZeRO-3).
-    step: all weights once per update (ZeRO-2); more memory, less traffic.
+    step: all weights once per update, with whole gradients; more memory, less communication.
     none: never; each dp rank stores all weights (plain data parallelism)."""
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "gpipe"
     """Order of the passes in the pipeline.
@@ -60,12 +60,13 @@ class Mesh:
     """interleaved: parts of the model on each stage; the bubble is that many times smaller."""
     skip_bubbles: bool = True
     """True: in training, a stage that has no microbatch does nothing.
-    False: all stages compute whenever one does, to measure the bubble."""
+    False: it computes with the others and drops the result, to measure the bubble in CPU time."""
     experts: Literal["gather", "alltoall"] = "gather"
     """How the tokens of a moe layer reach their experts.
     gather: the experts' weights are gathered over dp, like all others.
-    alltoall: each expert stays on one dp rank, which is sent its tokens.
-    alltoall without train.capacity_factor: dp times the memory and matmuls."""
+    alltoall: each expert stays on one dp rank, and the tokens are sent to it.
+    Without train.capacity_factor, alltoall keeps room for all ranks' tokens on each rank.
+    Its token buffers and expert matmuls are then dp times as large."""
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -87,10 +88,10 @@ class Model:
     """Number of decoder layers, including those of model.prefix."""
     pattern: str = "dense"
     """Block of layers that repeats, such as dense*5,moe.
-    Kinds: dense and moe; dense_local and moe_local attend in model.window."""
+    Kinds: dense and moe; dense_local and moe_local attend only to the last model.window tokens."""
     prefix: str = ""
     """Layers before the first block, such as dense*3.
-    Like the embedding, they run before the pipeline."""
+    In training the first stage runs them, in addition to its share of the blocks."""
     tie_embeddings: bool = False
     """Use the embedding matrix as the output projection too."""
     logit_softcap: float = 0.0
@@ -104,21 +105,23 @@ class Model:
     n_kv_heads: int = 4
     """gqa: number of key and value heads; it must divide model.n_heads."""
     d_head: int = 16
-    """gqa: width of a head.  mla: width of the part of a query or key head without position."""
+    """gqa: width of a head.  mla: width of the part of a query or key head that is not rotated."""
     q_rank: int = 0
     """mla: width of the latent that queries are made from; 0 uses none."""
     kv_rank: int = 0
     """mla: width of the latent that keys and values are made from, and that decoding caches."""
     d_rope: int = 0
-    """mla: width of the part of queries and keys with the position.  All heads share that key."""
+    """mla: width of the part of a query or key head that RoPE rotates.
+    All heads share that part of the key."""
     d_value: int = 0
     """mla: width of a value head."""
     qk_norm: bool = False
     """gqa: apply RMSNorm to each query and key head before RoPE."""
     attn_bias: bool = False
-    """Add biases to attention's projections; in mla, to those from and to the residual stream."""
+    """Add biases to attention's projections.
+    In mla: only to those that make latents, the shared key and the output."""
     attn_softcap: float = 0.0
-    """The same bound on the attention scores; 0 sets no bound."""
+    """Bound c on the attention scores, which become c * tanh(score / c); 0 sets no bound."""
     window: int = 0
     """Number of tokens that a local layer attends to, including the current one."""
 
@@ -136,8 +139,8 @@ class Model:
     rope_original: int = 8192
     """llama3, yarn: context length, in tokens, that the model was first trained with."""
     rope_low: float = 1.0
-    """llama3, yarn: frequencies with fewer turns than this are divided.
-    Turns are counted over model.rope_original tokens."""
+    """llama3, yarn: frequencies that make fewer turns than this are divided by model.rope_factor.
+    A turn is a full rotation; turns are counted over model.rope_original tokens."""
     rope_high: float = 4.0
     """llama3, yarn: frequencies with more turns than this are kept.
     Those in between are divided in part.
@@ -182,8 +185,8 @@ class Model:
     """moe: number of groups that a token's experts come from.
     They are the groups with the largest sum of their two best scores."""
     router_bias: bool = False
-    """moe: biases that count in the choice of experts, not in their scores.
-    They balance the load: each update moves them by train.bias_rate."""
+    """moe: when experts are chosen, add a bias for each expert to its score.
+    Each update moves the biases by train.bias_rate, to balance the load."""
 
     @property
     def vocab_rows(self) -> int:
@@ -196,14 +199,14 @@ class Data:
     """The data sets, and where documents end."""
 
     train: str = "data/demo/train"
-    """Training set: a folder of token shards, local or gs://, or one nanoGPT .bin file."""
+    """Training set: a folder of token shards, or one .npy or nanoGPT .bin file; local or gs://."""
     val: str = "data/demo/val"
     """Held-out set for evaluation, in the same formats."""
     document_mask: bool = False
     """True: tokens attend only within their document, and positions restart with each document."""
     end_id: int = -1
-    """Id of the token that ends a document, for masks and for sampling.
-    -1 takes it from the manifest of the data."""
+    """Id of the token that ends a document, for data.document_mask and for scripts.
+    -1 takes it from the data's manifest, and in scripts from the tokenizer."""
     cache: str = ""
     """Local folder for copies of shards from gs://; by default in the system's temporary folder."""
 
@@ -219,7 +222,7 @@ class Train:
     """Sequences in an update, over all devices."""
     microbatches: int = 0
     """Pipeline microbatches in each slice of train.grad_accum.
-    0 takes the most that divide the batch, up to 4 per stage."""
+    0 takes 1 if mesh.pp is 1, else the most that divide the batch, up to 4 per stage."""
     grad_accum: int = 1
     """Number of slices that a batch is cut into and that run one after another, to save memory."""
     steps: int = 100
@@ -240,11 +243,12 @@ class Train:
     remat: Literal["none", "dots", "attention", "layer", "offload"] = "layer"
     """What the backward pass recomputes, to save memory.
     none: nothing.  layer: whole layers.
-    dots: everything except matmuls.  attention: only attention.
+    dots: everything except matmuls with dense weights.  attention: only attention.
     offload: whole layers, from inputs in host memory; needs mesh.pp 1.
-    Routed experts' hidden units too, unless train.capacity_factor is set."""
+    Every choice recomputes routed experts' hidden units, unless train.capacity_factor is set."""
     unroll: int = 1
-    """Layers in one iteration of the loop over layers; more compile longer, and copy less."""
+    """Number of iterations of the loops over layers that are compiled as one.
+    A larger number copies less and takes longer to compile."""
     attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"
     """Attention kernel.
     auto: cudnn on NVIDIA GPUs, splash on TPUs, xla elsewhere.
@@ -252,12 +256,13 @@ class Train:
     loss_chunk: int = 4096
     """Tokens whose logits a device computes and holds in memory at a time."""
     dropout: float = 0.0
-    """Probability of dropping an element of the embedding, or of the output of a branch."""
+    """Probability of dropping an element of the embedding, or of an attention or MLP output."""
     profile: tuple[int, int] = (0, 0)
     """First update to trace, and number of updates; 0 0 traces none.
     Writes profile/ in the run directory, with a ledger of the time."""
     z_loss: float = 0.0
-    """Weight of the mean squared log-partition in the loss (PaLM, section 5; usually 1e-4)."""
+    """Weight of the z-loss, the mean of (log of the softmax's denominator)^2 over the tokens.
+    It keeps the logits from growing (PaLM, section 5; usually 1e-4)."""
     balance_loss: float = 0.0
     """moe: weight of each layer's sequence-wise balance loss (DeepSeek-V3, eq. 17 to 20)."""
     bias_rate: float = 0.001
@@ -315,8 +320,9 @@ class Log:
     every: int = 10
     """Updates between lines on the console; metrics.jsonl has every update."""
     wandb: Literal["off", "offline", "online", "required"] = "online"
-    """Weights & Biases.  online: goes offline if there is no API key.
-    required: exits if there is none."""
+    """Weights & Biases.
+    online: logs offline if there is no API key, and not at all if it cannot start.
+    required: exits in both cases."""
     wandb_project: str = "trifold"
     """Project in Weights & Biases."""
     hlo: bool = False
@@ -553,7 +559,7 @@ INTERRUPTED = 75  # stopped by SIGTERM or Ctrl-C; the same command resumes
 
 
 class Problem(NamedTuple):
-    """One mistake, printed on two lines: what is wrong, and how to fix it."""
+    """One error, printed on two lines: what is wrong, and how to fix it."""
 
     what: str
     fix: str
@@ -563,7 +569,7 @@ class Problem(NamedTuple):
 
 
 class UserError(Exception):
-    """A mistake that the user can fix: one problem or several, and the exit code of the process."""
+    """An error that is printed without a traceback: its problems, and the process's exit code."""
 
     def __init__(self, code: int, what: str = "", fix: str = "", problems: list[Problem] = ()):
         self.code, self.problems = code, list(problems) or [Problem(what, fix)]

@@ -24,8 +24,8 @@ def absolute_path(path: str) -> epath.Path:
 
 
 def write_whole(path: epath.Path, data: bytes | str):
-    """Replace a file.  A reader, also after a crash, finds the old content or the new, never a
-    part."""
+    """Replace a file.  A reader finds the old content or the new, never a part, even if this
+    process is killed.  (After a crash of the machine it may: nothing is synced to disk.)"""
     data = data.encode() if isinstance(data, str) else data
     if is_remote(path):
         path.write_bytes(data)  # an object becomes visible only when it is complete

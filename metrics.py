@@ -114,7 +114,7 @@ class ExpertsPanel:
         }
 
     def draw(self, run: epath.Path):
-        """The newest load of every expert, and the load of each layer's busiest one over time."""
+        """Draw the newest load of every expert, and that of each layer's busiest one over time."""
         if self.newest is None:
             return
         from matplotlib.figure import Figure
@@ -181,7 +181,7 @@ class MetricsLog:
             say(f"updates {step + 1} to {cfg.train.steps}")
 
     def track(self, row: dict):
-        """Note what the pictures and the count of skipped updates need of a row."""
+        """Record the values of a row that the pictures and the count of skipped updates need."""
         if row["kind"] == "train":
             self.train_losses[row["step"]] = row["loss"]
             self.skips = self.skips + 1 if None in (row["loss"], row["grad_norm"]) else 0
@@ -362,7 +362,7 @@ def start_wandb(run: epath.Path, cfg: Config):
         mode = "offline"
     try:
         return init_wandb(run, cfg, "offline" if mode == "offline" else "online")
-    except Exception as e:  # whatever it is, training goes on without wandb
+    except Exception as e:  # wandb raises many types; unless it is required, training goes on
         why = f"{type(e).__name__}: {str(e)[:200]}"
         if required:
             what = f"log.wandb=required but it did not start: {why}"
@@ -397,7 +397,7 @@ def init_wandb(run: epath.Path, cfg: Config, mode: str):
 
 
 def send_to_wandb(session, row: dict):
-    """Send a row, its fields named kind/field.  What fails is a warning, never an error."""
+    """Send a row, its fields named kind/field.  A failure is only a warning."""
     if session is None:
         return
     try:
@@ -411,7 +411,7 @@ def send_to_wandb(session, row: dict):
 
 
 def finish_wandb(session):
-    """End the session.  What fails is a warning, because metrics.jsonl has all rows."""
+    """End the session.  A failure is only a warning, because metrics.jsonl has all rows."""
     if session is None:
         return
     try:

@@ -14,7 +14,7 @@ from model import param_table
 
 
 def progress(n, start: int, cfg: Config):
-    """How far n + 1 updates are on the way from `start` updates (0) to the last one (1)."""
+    """The share of the updates after the first `start` that are done after n + 1 updates."""
     steps = cfg.train.steps
     return jnp.clip((n + 1 - start) / max(1, steps - start), 0, 1)
 

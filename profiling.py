@@ -212,7 +212,8 @@ def ledger(data, hlo: str, sizes: tuple[int, ...]) -> dict[str, float]:
 
 
 class Profile:
-    """Traces the updates of train.profile, reports their ledger, and writes log.hlo's program.
+    """Traces the updates of train.profile and reports their ledger; with log.hlo, writes the
+    compiled program.
 
     Process 0 traces the devices of its own process only.  A run that resumes after the first of the
     updates traces none.  On object stores the trace is written locally, then copied.
@@ -230,7 +231,8 @@ class Profile:
 
     @contextmanager
     def trace_update(self, step: int, log: MetricsLog):
-        """Mark update `step`, run in this context, in the trace; start or stop the trace if due.
+        """A context in which update `step` runs: marks it in the trace, and starts the trace before
+        the first update to trace and stops it after the last.
 
         Starting and stopping wait for the updates before, so that the trace has whole ones.
         """
@@ -261,9 +263,10 @@ class Profile:
             fs.put(f"{self.local_path}/", f"{remote_path}/", recursive=True)
 
     def report(self):
-        """Print the ledger and append it to ledger.txt; the trace of a stopped run has no ledger.
+        """Print the ledger and append it to ledger.txt.
 
-        Called at the end of the run, because reading a trace takes a while.
+        A trace that the run's end cut short has no ledger.  Called at the end of the run, because
+        reading a trace takes a while.
         """
         if self.state == "tracing":
             self.stop()

@@ -29,7 +29,7 @@ from utils import run_on_lead, say, warn
 
 
 class RunLock:
-    """Keeps a run directory to one live run; the file `lock` in it names its owner.
+    """Lets only one live run use a run directory; the file `lock` in it names the owner.
 
     Locally it is an flock, which the kernel drops when the process ends.  On object stores it is a
     lease: the owner rewrites the file every `renew_every` seconds, and another run takes it over
@@ -120,7 +120,7 @@ class RunLock:
 def run_record(cfg: Config, fingerprint: str, run_id: str) -> str:
     """The text of config.json: the resolved configuration, versions, git commit and command line.
 
-    fingerprint: that of the training data; run_id: the run's name at Weights & Biases.
+    fingerprint: that of the training data; run_id: the run's id at Weights & Biases.
     """
     versions = {module.__name__: module.__version__ for module in (jax, np, ocp)}
     versions |= dict(python=platform.python_version(), device=jax.devices()[0].device_kind)
@@ -140,7 +140,8 @@ def open_run(cfg: Config, source):
     """Yield run.dir/run.name, locked, with its config.json; --fresh renames an earlier run there.
 
     source: the training data's dataset.Source.  Raises UserError: BUSY if another run is live,
-    USAGE if the directory holds something else, STORAGE if it cannot be written.
+    USAGE if the directory holds something else, STORAGE if it cannot be written, CHECKPOINT if
+    --eval_only finds no run; and those of write_record.
     """
     path = absolute_path(cfg.run.dir) / cfg.run.name
     lock = run_on_lead(prepare_run, path, cfg, source)
@@ -165,7 +166,7 @@ def prepare_run(path: epath.Path, cfg: Config, source) -> RunLock:
             old = free_name(path.with_name(path.name + ".old"))
             move_folder(path, old)
             say(f"the old run is now {old}")
-            if not lock.is_lease:  # the locked file was moved too; move_folder leaves a lease
+            if not lock.is_lease:  # the locked file was moved too; a lease is not moved
                 lock.release()
                 path.mkdir(parents=True, exist_ok=True)
                 lock = RunLock(path / "lock")
@@ -191,7 +192,8 @@ def check_is_run(path: epath.Path):
 
 
 def write_record(path: epath.Path, cfg: Config, source):
-    """Write config.json and tokenizer.json; called once it is certain that the run uses cfg.
+    """Write config.json and tokenizer.json: for a new run, and whenever training starts, because
+    only then is it certain that the run uses cfg.
 
     Prints the settings that differ from those of the run's last start.  Raises UserError DATA for
     another tokenizer than the run's, USAGE where config.json cannot be read.

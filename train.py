@@ -133,7 +133,8 @@ def restore_or_init(run, train: Dataset, cfg: Config) -> tuple[Checkpoints, Stat
 def load_params(run, cfg: Config, step: int = -1):
     """The weights of a run's newest checkpoint, or of the one after `step` updates.  Raises
     UserError CHECKPOINT."""
-    weights = dict(params=abstract_state(cfg).params)
+    shapes = jax.eval_shape(partial(model.init_params, cfg))
+    weights = dict(params=with_shardings(shapes, model.param_specs(cfg)))
     found = Checkpoints(run, keep=0).restore(weights, step)
     if found is None:
         raise UserError(CHECKPOINT, f"{run} has no checkpoint", "train it first")

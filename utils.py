@@ -166,7 +166,8 @@ class Stop:
     def agree_to_stop(self) -> bool:
         """Whether to stop now: the same answer in every process.
 
-        With several processes each call synchronises them, so all must make the same calls.
+        With several processes all must make the same calls: after a SIGTERM to any of them, JAX's
+        preemption service picks a call by its number, and from it on the answer is True in all.
         """
         if not jax.distributed.is_initialized():
             return self.asked
@@ -175,7 +176,7 @@ class Stop:
         return self.agreed
 
 
-def drop_late_callbacks(unraisable):
+def hide_late_errors(unraisable):
     """A sys.unraisablehook that hides the hundreds of lines that follow a failed read in orbax."""
     late = "Event loop is closed" in str(unraisable.exc_value)
     if not late and not isinstance(unraisable.object, CoroutineType):
@@ -190,7 +191,7 @@ STORAGE_PACKAGES = {"gcsfs", "aiohttp", "google", "requests"}
 
 def run_main(main, cfg: Config):
     """Join the other processes and return main(cfg); exit with config.py's codes, 1 for a bug."""
-    sys.unraisablehook = drop_late_callbacks
+    sys.unraisablehook = hide_late_errors
     again = "run the same command again to resume"
     try:
         start_processes(cfg)
@@ -199,7 +200,7 @@ def run_main(main, cfg: Config):
         exit_with(e)
     except KeyboardInterrupt:  # before Stop has replaced the signal's handler
         exit_with(UserError(config.INTERRUPTED, "interrupted", again))
-    except Exception as e:
+    except Exception as e:  # every error ends the process here: a normal exit could hang
         reason = f"{type(e).__name__}: {str(e).splitlines()[0][:200] if str(e) else ''}"
         if jax.distributed.is_initialized() and re.search(LOST_PEER, str(e)):
             fix = f"look at that process's log, then {again}, in every process"

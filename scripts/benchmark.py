@@ -384,7 +384,7 @@ def summarize(contestant: Contestant, turns: list, matmul_rate: float, cfg: Conf
     """The medians over a contestant's measurements (time_steps), and what follows from them.
 
     matmul_rate: by `matmul_flops`.  "rate" is tokens per second and device, or on a CPU tokens per
-    CPU second.  "mfu" and "mfu_palm" are None where the device's peak is unknown.
+    CPU second.  "mfu" and "mfu_palm" are None in float32 and where the peak is unknown.
     """
     wall, cpu = np.median(turns, axis=0).tolist()
     tokens, flops_per_token = cfg.train.batch_size * cfg.train.seq_len, model.flops_per_token(cfg)

@@ -32,8 +32,8 @@ class Chip(NamedTuple):
         return "tpu" if self.kind.startswith("TPU") else "gpu"
 
 
-# Memory: what XLA's out-of-memory message says is usable of 16, 32 and 95 GiB; for the H200, what
-# its driver reports.  Rates: Google Cloud's TPU pages, the "TPU specs" table of the JAX scaling
+# Memory: for TPUs, what XLA's out-of-memory message calls usable; for the H200, what its driver
+# reports.  Rates: Google Cloud's TPU pages, the "TPU specs" table of the JAX scaling
 # book (Austin et al. 2025, chapter 2), and NVIDIA's H200 data sheet.
 CHIPS = {
     "v4": Chip("TPU v4", 30.75 * GIB, 1.23e12, 0.9e11, 1.05e9),

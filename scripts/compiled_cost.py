@@ -1,8 +1,8 @@
 """XLA's figures for a training step compiled for chips that need not be present: its memory, and
 on TPUs the cycles of its fusions.
 
-It needs libtpu or JAX's CUDA plugin, but no accelerator.  The same figures estimated without
-compiling are in cost_model.py.
+It needs libtpu or JAX's CUDA plugin, but no accelerator.  Estimates without compiling are in
+cost_model.py.
 """
 
 import importlib.util
@@ -101,8 +101,9 @@ def fusion_cycles(hlo: str, cfg: Config) -> float:
 def sum_lines(hlo: str, cfg: Config, value: Callable) -> Counter:
     """The sum of value(line), a Counter, over the lines of a compiled program as often as they run.
 
-    A loop runs as often as the number in its condition says.  A conditional counts as its larger
-    branch, and in the pipeline's loop in the share of the ticks that cost_model.work_shares gives.
+    A loop counts as often as the number in its condition says.  A conditional counts as its larger
+    branch; in the pipeline's loop that is multiplied by the share of the ticks in which a stage
+    does that work (cost_model.work_shares).
     """
     pieces = re.split(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{$", hlo, flags=re.M)
     computations = dict(zip(pieces[1::2], map(str.splitlines, pieces[2::2]), strict=True))

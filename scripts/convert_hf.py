@@ -214,9 +214,9 @@ def check_tensors(
     note(scales, "tensors are scales of quantized weights", fix)
     stored = [(name, x.dtype) for name, x in found.items() if name in shapes]
     others = [f"{name} ({dtype})" for name, dtype in stored if dtype not in DTYPES]
-    note(others, f"are none of {', '.join(DTYPES)}", fix)
+    note(others, f"tensors have a dtype other than {config.or_list(DTYPES)}", fix)
     unknown = [name for name in unknown if name not in scales]
-    fix = "convert a model that this family's transformers code describes as a whole"
+    fix = "fetch config.json again, or convert a model with only the tensors of its family"
     note(unknown, f"tensors are unknown for {hf['model_type']}", fix)
     missing = [name for name in shapes if name not in found]
     note(missing, f"of {len(shapes)} tensors are missing", "fetch the model again")
@@ -308,7 +308,7 @@ def write_checkpoint(
     shapes = {name: x.shape for name, x in utils.leaf_table(state).items()}
     padding = cfg.model.vocab_rows - cfg.model.vocab_size
     blocks, digests, broken = weight_blocks(found, tensors, shapes, padding), {}, []
-    with progress("read and verify", tensors) as bar:
+    with progress_bar("read and verify", tensors) as bar:
         for name, shape in shapes.items():
             if name in blocks:
                 parts = ((index, read(bar)) for index, read in blocks[name])
@@ -324,7 +324,7 @@ def write_checkpoint(
     settings = train.fixed_settings(cfg, fingerprint=None)
     settings = {name: x if name.startswith("model.") else None for name, x in settings.items()}
     store = checkpoint.Checkpoints(run, settings=settings)
-    with progress("write", tensors) as bar, hf_arrays.streaming():
+    with progress_bar("write", tensors) as bar, hf_arrays.streaming():
 
         def leaf(path, x):
             if not x.shape:
@@ -339,7 +339,7 @@ def write_checkpoint(
         store.close()
 
 
-def progress(what: str, tensors: list[TensorMap]) -> tqdm:
+def progress_bar(what: str, tensors: list[TensorMap]) -> tqdm:
     total = 4 * sum(math.prod(tensor.shape) for tensor in tensors)
     return tqdm(desc=what, total=total, unit="B", unit_scale=True, mininterval=1)
 
@@ -364,13 +364,13 @@ def export_hf(run_dir, hf_dir, step=-1, dtype="float32", shard_size=5_000_000_00
     weights = SavedWeights(path / "params", utils.leaf_table(model.param_table(cfg)))
     tensors = hf_families.tensor_maps(hf["model_type"], cfg)
     tensors.sort(key=partial(slab_order, weights))
-    with progress("read and verify", tensors) as bar:
+    with progress_bar("read and verify", tensors) as bar:
         verify(weights, tensors, meta, path, bar)
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with progress("write", tensors) as bar:
+        with progress_bar("write", tensors) as bar:
             write_shards(weights, tensors, folder, dtype, shard_size, bar)
-    except UserError:  # half a model is of no use, and the next export would refuse its directory
+    except BaseException:  # Ctrl-C and a full disk too: the next export would refuse the directory
         for file in folder.glob("*.safetensors"):
             file.unlink()
         raise
@@ -400,10 +400,10 @@ def find_checkpoint(run, cfg: config.Config, step: int) -> tuple[int, dict]:
     try:
         return step, store.read_meta(step, shapes)
     except checkpoint.Damaged as e:
-        raise damaged(store.path / str(step), e) from None
+        raise damaged_error(store.path / str(step), e) from None
 
 
-def damaged(path, why) -> UserError:
+def damaged_error(path, why) -> UserError:
     fix = "give --step another one, or restore it from a copy"
     return UserError(CHECKPOINT, f"checkpoint {path} is damaged: {why}", fix)
 
@@ -434,9 +434,9 @@ def verify(weights: SavedWeights, tensors: list[TensorMap], meta: dict, path, ba
         try:
             digest, _ = hf_arrays.digest_blocks(blocks(name), weights.arrays[name].shape)
         except (ValueError, OSError) as e:  # what tensorstore raises for damage
-            raise damaged(path, str(e)[:200]) from None
+            raise damaged_error(path, str(e)[:200]) from None
         if digest != meta["leaves"][f"params/{name}"][2]:
-            raise damaged(path, f"{name} is not as saved")
+            raise damaged_error(path, f"{name} is not as saved")
 
 
 def file_dtype(tensor: TensorMap, dtype: str) -> str:

@@ -61,7 +61,8 @@ def trace_step(cfg: Config, chip: Chip) -> Jaxpr:
 
 
 class Op(NamedTuple):
-    """An equation of a jaxpr; `inputs` and `outputs` are numbers of values, None for a literal."""
+    """An equation of a jaxpr; `inputs` and `outputs` are indices in FlatJaxpr.avals, or None for a
+    literal."""
 
     eqn: JaxprEqn
     inputs: list[int | None]

@@ -37,8 +37,8 @@ class Streamed(np.ndarray):
 
 
 def streamed_array(shape, dtype, blocks: list | None) -> Streamed:
-    """The placeholder for an array of these blocks, which have one shape.  None stands for zeros;
-    they are written too, because orbax takes an array without data for a damaged one."""
+    """The placeholder for an array of these blocks, which all have the same shape.  None stands for
+    zeros; they are written too, because orbax treats an array without data as damaged."""
     x = np.broadcast_to(np.zeros((), dtype), shape).view(Streamed)
     if blocks is None:
         chunk, blocks = chunk_shape(shape, x.itemsize), []
@@ -122,6 +122,7 @@ def equal_rows(x, first: int, strides: list[int]):
         for i in range(len(x)):
             yield from equal_rows(x[i], first + i * strides[0], strides[1:])
     else:
+        # Without dims x is contiguous, and any row length that equals the stride describes it.
         columns, stride = (columns, dims[0][1]) if dims else (2**31, 2**31)
         yield first, columns, stride, x.reshape(-1).view(np.uint32)
 

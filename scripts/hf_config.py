@@ -10,7 +10,8 @@ import config
 from config import DATA, Model, Problem, UserError
 from scripts import hf_families
 
-# Keys that change nothing, or only training with transformers.
+# Keys that are accepted with any value: they change nothing, or only training with transformers, or
+# they are read by name below (max_position_embeddings, max_window_layers and others).
 IGNORED = """
     model_type architectures transformers_version torch_dtype dtype use_cache initializer_range
     bos_token_id eos_token_id pad_token_id unk_token_id decoder_start_token_id _name_or_path

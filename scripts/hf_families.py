@@ -105,6 +105,7 @@ def llama_lines(m: Model) -> list:
 
 
 def qwen_lines(m: Model) -> list:
+    """The lines of qwen3_moe and deepseek_v3."""
     moe = [
         ("mlp.gate.weight", "E D", "router_DE"),
         ("mlp.gate.e_score_correction_bias", "E", "router_bias_E"),

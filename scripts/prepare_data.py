@@ -128,7 +128,7 @@ MARKUP = [
     re.compile(r"(?<![\w*])(\*\*?)(?P<text>\w[^*]*)\1(?![\w*])"),
     re.compile(r"(?<!\w)([\"'])(?P<text>[\w.]+(\(\))?)\1(?!\w)"),
 ]
-# The end of a paragraph that announces a list or an example, which is left out.
+# The last sentence of a paragraph if it announces a list or an example; it is left out.
 LEAD_IN = re.compile(r"(?<=[.!?]) [^.!?]*:$")
 # In wrapped text only the last line of a paragraph, or of a sentence, is this short.
 SHORT_LINE = re.compile(r"^.{,28}[^.!?\n]\n", re.M)
@@ -144,8 +144,9 @@ NOT_PROSE = re.compile(
 def find_prose(text: str) -> list[str]:
     """The paragraphs of a docstring that are prose, each on one line and without markup.
 
-    A small model needs that: 3 % of the words that the demo's model samples (at temperature 0.8) do
-    not occur in its text.  After training on the same docstrings and topics uncut it was 7 %.
+    Less text, but easier for a small model: of the words that the demo's model samples (at
+    temperature 0.8), 3 % do not occur in its training text.  With the same docstrings and topics
+    uncut it was 7 %.
     """
     found = []
     for paragraph in PARAGRAPH_BREAK.split(inspect.cleandoc(text).translate(ASCII_PUNCTUATION)):
@@ -179,7 +180,7 @@ def read_documentation(name: str, path: Path) -> dict[str, str]:
         topics = next(node for node in ast.walk(tree) if isinstance(node, ast.Dict))
         return {f"{name}:{topic}": text for topic, text in ast.literal_eval(topics).items()}
     kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = {name: [tree]}  # those of each document
+    nodes = {name: [tree]}  # {document: the nodes whose docstrings it has}
     for statement in tree.body:
         inside = [node for node in ast.walk(statement) if isinstance(node, kinds)]
         nodes[f"{name}:{statement.lineno}"] = inside
@@ -226,7 +227,7 @@ class Piece(NamedTuple):
 
 
 def find_line_end(source: Path | bytes, at: int) -> int:
-    """The first position after a newline, from byte `at` on."""
+    """The first position from byte `at` on that follows a newline; the end where there is none."""
     with open_bytes(source) as f:
         f.seek(max(0, at - 1))
         f.readline()
