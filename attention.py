@@ -1,5 +1,6 @@
 """Attention: which keys a token sees, rotary positions, the kernels, and gqa and mla with their
-weights.  The cache of keys and values is made and used in generate.py, and only updated here.
+weights.  The cache of keys and values is made and used in generate.py, and only updated here.  The
+kernel in plain JAX is in blockwise.py.
 
 Dimension key (a suffix on every array's name spells its logical shape):
   B  sequences   L  sequence length, of the queries   S  sequence length of the keys   D  d_model
@@ -25,6 +26,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from blockwise import block_attention
 from config import USAGE, Config, UserError, look_up
 from layers import (
     Param,
@@ -160,8 +162,8 @@ def score_scale(cfg, width: int) -> float:
     return width**-0.5 * yarn_magnitudes(cfg.model)[1]
 
 
-def xla_attention(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int):
-    """Plain JAX: supports every option, and keeps the scores in memory."""
+def decoding_attention(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int):
+    """Of new tokens, each at its own place in its row, to a cache; the scores are in memory."""
     B, L, H, K = q_BLHK.shape
     S, G = k_BSGK.shape[1:3]
     # With heads before the sequence the matmuls take a quarter less time.
@@ -177,6 +179,12 @@ def xla_attention(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int):
     prob_BGRLS = jax.nn.softmax(jnp.where(seen_BLS[:, None, None], score_BGRLS, -1e30), -1)
     y_BGRLW = einsum("BGRLS,BGSW->BGRLW", prob_BGRLS.astype(q_BLHK.dtype), v_BGSW)
     return y_BGRLW.transpose(0, 3, 1, 2, 4).reshape(B, L, H, -1)
+
+
+def xla_attention(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int):
+    """Plain JAX in blocks: supports every option on every platform."""
+    options = dict(scale=score_scale(cfg, width), cap=cfg.model.attn_softcap, window=at.window)
+    return block_attention(q_BLHK, k_BSGK, v_BSGW, at.document_BL, **options)
 
 
 def cudnn_attention(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int):
@@ -275,10 +283,7 @@ def why_unsupported(kernel: str, q_BLHK, v_BSGW, at: Span, cfg: Config) -> str:
         return ""
     L, K = q_BLHK.shape[1], q_BLHK.shape[3]
     platforms = dict(cudnn=("gpu", "cuda"), splash=("tpu",))[kernel]
-    limits = {
-        f"runs on {platforms[0]}, and this is {platform()}": platform() not in platforms,
-        "is for whole rows, not for decoding": at.decoding,
-    }
+    limits = {f"runs on {platforms[0]}, and this is {platform()}": platform() not in platforms}
     if kernel == "cudnn":
         found = str(getattr(jax.devices()[0], "compute_capability", "9.0"))  # a plan's is Hopper
         capability = float(found) if re.fullmatch(r"\d+\.\d+", found) else 0.0  # AMD's is a name
@@ -302,18 +307,21 @@ def warn_once(text: str):
 
 
 def attend(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int):
-    """Causal softmax attention, by the kernel that train.attention and the platform choose.
+    """Causal softmax attention, of whole rows by the kernel that train.attention and the platform
+    choose.
 
     width: of a key head, for `score_scale`.  H / G query heads share a key head.  Returns y_BLHW.
     Raises UserError USAGE where train.attention names a kernel that cannot do it.
     """
+    if at.decoding:
+        return decoding_attention(q_BLHK, k_BSGK, v_BSGW, at, cfg, width)
     best = dict(gpu="cudnn", cuda="cudnn", tpu="splash").get(platform(), "xla")
     kernel = best if cfg.train.attention == "auto" else cfg.train.attention
     why = why_unsupported(kernel, q_BLHK, v_BSGW, at, cfg)
-    if why and not at.decoding:
+    if why:
         if kernel == cfg.train.attention:
             raise UserError(USAGE, f"train.attention={kernel} {why}", "set --train.attention auto")
-        warn_once(f"attention is plain XLA, since {kernel} {why}")
+        warn_once(f"attention is plain JAX, since {kernel} {why}")
     attention = partial(KERNELS["xla" if why else kernel], at=at, cfg=cfg, width=width)
     if cfg.train.remat == "attention":
         attention = jax.checkpoint(attention, prevent_cse=False)

@@ -252,7 +252,8 @@ class Train:
     attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"
     """Attention kernel.
     auto: cudnn on NVIDIA GPUs, splash on TPUs, xla elsewhere.
-    auto warns and takes xla where that kernel does not support the model."""
+    auto warns and takes xla where that kernel does not support the model.
+    xla: plain JAX, in blocks of queries."""
     loss_chunk: int = 4096
     """Tokens whose logits a device computes and holds in memory at a time."""
     dropout: float = 0.0

@@ -24,11 +24,91 @@ from conftest import ROOT, on_mesh
 from jax.sharding import PartitionSpec as P
 
 import attention
+import blockwise
 import config
 import model
 import train
 
 # ---- kernels
+
+
+def random_attention(B, L, H, G, K, W, dtype=jnp.float32):
+    """(q_BLHK, k_BLGK, v_BLGW, g_BLHW): normal numbers."""
+    rng = np.random.default_rng(0)
+    shapes = (B, L, H, K), (B, L, G, K), (B, L, G, W), (B, L, H, W)
+    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+
+
+def value_and_gradients(kernel, q, k, v, g, at, cfg):
+    """(y, gradients of q, k and v, where g is that of y)."""
+    y, backward = jax.vjp(lambda q, k, v: kernel(q, k, v, at, cfg, q.shape[-1]), q, k, v)
+    return y, *backward(g)
+
+
+@pytest.mark.parametrize("shape, fields", [
+    ((2, 16, 4, 2, 8, 8), {}),
+    ((3, 200, 8, 4, 16, 16), {}),
+    ((2, 256, 4, 4, 16, 24), dict(softcap=2.0)),
+    ((1, 300, 4, 1, 16, 8), dict(documents=True)),
+    ((2, 300, 4, 2, 16, 16), dict(window=70)),
+    ((2, 300, 4, 2, 16, 16), dict(window=50, documents=True, softcap=3.0)),
+    ((2, 200, 4, 2, 16, 16), dict(dtype=jnp.bfloat16)),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("unrolled", [True, False], ids=["unrolled", "loop"])
+def test_attention_in_blocks_is_the_plain_one(shape, fields, unrolled, monkeypatch):
+    """Value and gradients, for rows that no block divides too, and for some pairs at a time."""
+    choose = blockwise.choose_options
+
+    def choose_form(*args):
+        how = choose(*args)
+        assert how.unrolled and how.block == min(64, shape[1])
+        return how if unrolled else how._replace(unrolled=False)
+
+    monkeypatch.setattr(blockwise, "choose_options", choose_form)
+    cfg = on_mesh(PLAIN, model=dict(attn_softcap=fields.get("softcap", 0.0)))
+    dtype = fields.get("dtype", jnp.float32)
+    q, k, v, g = random_attention(*shape, dtype)
+    index_BL = jnp.broadcast_to(jnp.arange(shape[1]), shape[:2])
+    document_BL = index_BL // 37 if fields.get("documents") else None
+    window = fields.get("window", 0)
+    at = attention.Span(index_BL, index_BL, document_BL, document_BL, window=window)
+    got = value_and_gradients(attention.xla_attention, q, k, v, g, at, cfg)
+    want = value_and_gradients(attention.decoding_attention, q, k, v, g, at, cfg)
+    for x, y in zip(got, want, strict=True):
+        assert x.dtype == y.dtype == dtype
+        x, y = np.asarray(x, np.float32), np.asarray(y, np.float32)
+        assert np.abs(x - y).max() < (2e-6 if dtype == jnp.float32 else 0.02) * np.abs(y).max()
+
+
+def test_portions_of_attention_fit_the_platform():
+    on_mesh(PLAIN)
+
+    def choose(P, R, L):
+        return blockwise.choose_options(P, R, L, scale=1.0, cap=0.0, window=0)
+
+    how = choose(64, 2, 256)
+    assert (how.block, how.unrolled, how.pairs_at_once) == (64, True, 4)
+    assert choose(6, 1, 4096).unrolled and not choose(6, 1, 4097).unrolled
+    for how in (choose(7, 1, 64), choose(6, 4, 4096), choose(5, 2, 32768)):
+        assert 1 <= how.pairs_at_once <= 7
+
+
+def test_memory_of_attention_grows_with_the_row_and_not_with_its_square():
+    """A row of 32,768 tokens, forward and backward, compiled for a CPU."""
+    cfg = on_mesh(PLAIN)
+
+    def gradients(q, k, v, g):
+        index_BL = jnp.arange(q.shape[1])[None]
+        at = attention.Span(index_BL, index_BL)
+        return value_and_gradients(attention.xla_attention, q, k, v, g, at, cfg)
+
+    def temporary_bytes(L):
+        shapes = ((1, L, 8, 32), (1, L, 4, 32), (1, L, 4, 32), (1, L, 8, 32))
+        args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+        return jax.jit(gradients).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary_bytes(32768) < 2**31
+    assert temporary_bytes(32768) < 2.2 * temporary_bytes(16384)
 
 
 @pytest.mark.parametrize("fields", [
@@ -54,7 +134,7 @@ def test_splash_attention_is_the_plain_one(fields):
         return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
 
     got = results(attention.splash_attention, interpret=True)
-    want = results(attention.xla_attention)
+    want = results(attention.decoding_attention)
     jax.tree.map(partial(np.testing.assert_allclose, atol=2e-3), got, want)
 
 
@@ -85,7 +165,7 @@ def test_splash_attention_has_the_types_that_shard_map_checks():
     def run(x_BLHK):
         return query_gradient(splash, x_BLHK, x_BLHK, cfg)
 
-    want = query_gradient(attention.xla_attention, x_BLHK, x_BLHK, cfg)
+    want = query_gradient(attention.decoding_attention, x_BLHK, x_BLHK, cfg)
     np.testing.assert_allclose(run(x_BLHK), want, atol=2e-3)
     assert splash_attention_kernel.jax is jax
     with pytest.raises(ValueError, match="'key' head dimension to be: 128"):

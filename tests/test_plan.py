@@ -360,7 +360,7 @@ def test_json_is_one_object_and_says_what_the_table_says():
 
 def test_a_plan_for_gpus_counts_their_attention_kernel_without_a_gpu():
     code, _, error = answer("--topology", "h200:1", "--model.d_head", 8)
-    assert code == 0 and "plain XLA" not in error, error
+    assert code == 0 and "plain JAX" not in error, error
 
 
 REFUSED = [

@@ -1,0 +1,219 @@
+"""Causal attention in blocks, in plain JAX: the scores of a whole row are never in memory, and keys
+that no query of a block sees cost nothing.
+
+It serves CPUs, and what the kernels in attention.py do not support.  Algorithm and gradient are
+those of FlashAttention-2 (Dao 2023, section 3.1).
+
+Dimension key (a suffix on every array's name spells its logical shape):
+  B  sequences   L  sequence length   H  query heads   G  key and value heads   K  head dim
+  W  value dim   R  query heads per key head   P  pairs of a sequence and a key head
+  Q  queries of a block   S  the keys that they are compared with   1  a dim of size 1
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from layers import multiply, platform, softcap
+
+
+class Options(NamedTuple):
+    """What is computed, and in which portions."""
+
+    scale: float
+    """Factor on the scores."""
+    cap: float
+    """Bound on the scores; 0 sets none."""
+    window: int
+    """How many keys back each query sees, itself included; 0 is all."""
+    block: int
+    """Queries in a block; it divides L."""
+    unrolled: bool
+    """True: a block meets all of its keys at once, and is a part of the program of its own.
+    False: one loop over pairs of a block of queries and a block of keys."""
+    pairs_at_once: int
+    """How many of the P pairs are computed at once; it divides P."""
+
+
+def choose_options(P: int, R: int, L: int, scale: float, cap: float, window: int) -> Options:
+    """The fastest portions for rows of L tokens, and a program that does not grow with L: up to
+    4,096 tokens it has at most 64 blocks, and then a loop.
+
+    A CPU's cache should hold the scores of a portion.  With 8 query and 4 key heads of 32 and 256
+    tokens, blocks of 64, 128 and 256 queries took 56, 64 and 80 CPU ms, and all pairs at once 94.
+    """
+    unrolled, on_cpu = L <= 4096, platform() == "cpu"
+    if unrolled:
+        block = min(L, 64 if on_cpu else 256)
+    else:
+        block = 512
+    room = 2**17 // (R * block * (L if unrolled else block))  # half a megabyte of scores
+    divisors = [n for n in range(1, P + 1) if P % n == 0]
+    pairs_at_once = max(n for n in divisors if n <= max(1, room)) if on_cpu else P
+    return Options(scale, cap, window, block, unrolled, pairs_at_once)
+
+
+def slice_at(x, start, size: int, dim: int):
+    return lax.dynamic_slice_in_dim(x, start, size, dim)
+
+
+def replace_at(x, start, new, dim: int):
+    return lax.dynamic_update_slice_in_dim(x, new, start, dim)
+
+
+def add_at(x, start, new, dim: int):
+    return replace_at(x, start, slice_at(x, start, new.shape[dim], dim) + new, dim)
+
+
+def visit_blocks(visit: Callable, carry, L: int, how: Options):
+    """The carry after all carry = visit(carry, i, j, n): the block of queries from index i on meets
+    the n keys from index j on.
+
+    A block meets all keys that it sees, and first those at its own place, so that each query has
+    one that it sees.
+    """
+    starts = range(0, L, how.block)
+    first_key = {i: max(0, i - how.window + 1) if how.window else 0 for i in starts}
+    if how.unrolled:
+        for i, j in first_key.items():
+            carry = visit(carry, i, j, i + how.block - j)
+        return carry
+    pairs = [(i, j) for i in starts for j in range(i, first_key[i] - how.block, -how.block)]
+
+    def visit_pair(carry, pair):
+        return visit(carry, *pair, how.block), None
+
+    return lax.scan(visit_pair, carry, jnp.array(pairs))[0]
+
+
+def block_scores(q_PRQK, k_PSK, document_PL, i, j, how: Options):
+    """(score_PRQS, seen): the scores of the queries from index i on with the keys from index j on,
+    float32, and which of them count."""
+    Q, S = q_PRQK.shape[2], k_PSK.shape[1]
+    score_PRQS = how.scale * multiply("PRQK,PSK->PRQS", q_PRQK, k_PSK, jnp.float32)
+    distance_QS = i + jnp.arange(Q)[:, None] - (j + jnp.arange(S))
+    seen = distance_QS >= 0
+    if how.window:
+        seen &= distance_QS < how.window
+    if document_PL is not None:
+        document_PQ, document_PS = slice_at(document_PL, i, Q, 1), slice_at(document_PL, j, S, 1)
+        seen = (seen & (document_PQ[..., None] == document_PS[:, None]))[:, None]
+    return softcap(score_PRQS, how.cap), seen
+
+
+def forward(q_PRLK, k_PLK, v_PLW, document_PL, how: Options):
+    """(y_PRLW, z_PRL1): the output, and the logarithm of the sum of the scores' exponentials."""
+
+    def add_keys(sums, i, j, n):
+        y_PRQW, total_PRQ1, max_PRQ1 = (slice_at(x, i, how.block, 2) for x in sums)
+        q_PRQK, k_PSK = slice_at(q_PRLK, i, how.block, 2), slice_at(k_PLK, j, n, 1)
+        v_PSW = slice_at(v_PLW, j, n, 1)
+        score_PRQS, seen = block_scores(q_PRQK, k_PSK, document_PL, i, j, how)
+        score_PRQS = jnp.where(seen, score_PRQS, -1e30)
+        new_max_PRQ1 = jnp.maximum(max_PRQ1, score_PRQS.max(-1, keepdims=True))
+        exp_PRQS = jnp.exp(score_PRQS - new_max_PRQ1)
+        rescale_PRQ1 = jnp.exp(max_PRQ1 - new_max_PRQ1)  # what is there was relative to the old max
+        new_PRQW = multiply("PRQS,PSW->PRQW", exp_PRQS.astype(v_PSW.dtype), v_PSW, jnp.float32)
+        new = (
+            rescale_PRQ1 * y_PRQW + new_PRQW,
+            rescale_PRQ1 * total_PRQ1 + exp_PRQS.sum(-1, keepdims=True),
+            new_max_PRQ1,
+        )
+        return tuple(replace_at(x, i, y, 2) for x, y in zip(sums, new, strict=True))
+
+    *PRL, _ = q_PRLK.shape
+    zeros = partial(jnp.zeros_like, q_PRLK, jnp.float32)  # of the type of q in shard_map
+    y_PRLW, zero_PRL1 = zeros(shape=(*PRL, v_PLW.shape[-1])), zeros(shape=(*PRL, 1))
+    sums = visit_blocks(add_keys, (y_PRLW, zero_PRL1, zero_PRL1 - 1e30), PRL[-1], how)
+    y_PRLW, total_PRL1, max_PRL1 = sums
+    return (y_PRLW / total_PRL1).astype(q_PRLK.dtype), max_PRL1 + jnp.log(total_PRL1)
+
+
+def backward(q_PRLK, k_PLK, v_PLW, document_PL, y_PRLW, z_PRL1, g_PRLW, how: Options):
+    """The gradients of q, k and v, from g, the gradient of y."""
+    dtype = q_PRLK.dtype
+    y_dot_g_PRL1 = (y_PRLW.astype(jnp.float32) * g_PRLW).sum(-1, keepdims=True)
+
+    def add_gradients(grads, i, j, n):
+        q_PRQK, g_PRQW, z_PRQ1, y_dot_g_PRQ1 = (
+            slice_at(x, i, how.block, 2) for x in (q_PRLK, g_PRLW, z_PRL1, y_dot_g_PRL1)
+        )
+        k_PSK, v_PSW = slice_at(k_PLK, j, n, 1), slice_at(v_PLW, j, n, 1)
+        score_PRQS, seen = block_scores(q_PRQK, k_PSK, document_PL, i, j, how)
+        prob_PRQS = jnp.where(seen, jnp.exp(score_PRQS - z_PRQ1), 0)
+        prob_grad_PRQS = multiply("PRQW,PSW->PRQS", g_PRQW, v_PSW, jnp.float32)
+        grad_PRQS = prob_PRQS * (prob_grad_PRQS - y_dot_g_PRQ1)
+        if how.cap:
+            grad_PRQS *= 1 - (score_PRQS / how.cap) ** 2
+        grad_PRQS, prob_PRQS = (how.scale * grad_PRQS).astype(dtype), prob_PRQS.astype(dtype)
+        # One sum over R and Q, which XLA on a CPU does faster than two.
+        P, S = k_PSK.shape[:2]
+        grad_PQS, prob_PQS = grad_PRQS.reshape(P, -1, S), prob_PRQS.reshape(P, -1, S)
+        q_PQK, g_PQW = (x.reshape(P, -1, x.shape[-1]) for x in (q_PRQK, g_PRQW))
+        q_grad, k_grad, v_grad = grads
+        return (
+            add_at(q_grad, i, multiply("PRQS,PSK->PRQK", grad_PRQS, k_PSK, jnp.float32), 2),
+            add_at(k_grad, j, multiply("PQS,PQK->PSK", grad_PQS, q_PQK, jnp.float32), 1),
+            add_at(v_grad, j, multiply("PQS,PQW->PSW", prob_PQS, g_PQW, jnp.float32), 1),
+        )
+
+    zeros = tuple(jnp.zeros_like(x, jnp.float32) for x in (q_PRLK, k_PLK, v_PLW))
+    grads = visit_blocks(add_gradients, zeros, q_PRLK.shape[2], how)
+    return tuple(x.astype(dtype) for x in grads)
+
+
+def map_pairs(f: Callable, arrays: tuple, pairs_at_once: int):
+    """f(*arrays), computed for some of the P pairs, their first dim, at a time."""
+    groups = jax.tree.map(lambda x: x.reshape(-1, pairs_at_once, *x.shape[1:]), arrays)
+    if len(groups[0]) == 1:
+        return f(*arrays)
+    results = lax.map(lambda group: f(*group), groups)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), results)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def attend_in_blocks(q_PRLK, k_PLK, v_PLW, document_PL, how: Options):
+    """y_PRLW.  Its own backward pass, because JAX's would keep the scores."""
+    return attend_forward(q_PRLK, k_PLK, v_PLW, document_PL, how)[0]
+
+
+def attend_forward(q_PRLK, k_PLK, v_PLW, document_PL, how):
+    args = q_PRLK, k_PLK, v_PLW, document_PL
+    y_PRLW, z_PRL1 = map_pairs(partial(forward, how=how), args, how.pairs_at_once)
+    return y_PRLW, (*args, y_PRLW, z_PRL1)
+
+
+def attend_backward(how, saved, g_PRLW):
+    grads = map_pairs(partial(backward, how=how), (*saved, g_PRLW), how.pairs_at_once)
+    return *grads, None
+
+
+attend_in_blocks.defvjp(attend_forward, attend_backward)
+
+
+def block_attention(q_BLHK, k_BLGK, v_BLGW, document_BL, scale: float, cap: float, window: int):
+    """y_BLHW, the causal softmax attention of whole rows; see Options for scale, cap and window.
+    H / G query heads share a key head.
+
+    document_BL: the document of each token, which sees no other; None where a row is one document.
+    """
+    (B, L, H, K), (G, W) = q_BLHK.shape, v_BLGW.shape[2:]
+    R, P = H // G, B * G
+    how = choose_options(P, R, L, scale, cap, window)
+
+    def pad(x):
+        """x with rows of a multiple of the block; no query sees the padding, which comes last."""
+        return jnp.pad(x, ((0, 0), (0, -L % how.block), *((0, 0),) * (x.ndim - 2)))
+
+    q_BLGRK = pad(q_BLHK).reshape(B, -1, G, R, K)
+    q_PRLK = q_BLGRK.transpose(0, 2, 3, 1, 4).reshape(P, R, -1, K)
+    k_PLK = pad(k_BLGK).swapaxes(1, 2).reshape(P, -1, K)
+    v_PLW = pad(v_BLGW).swapaxes(1, 2).reshape(P, -1, W)
+    document_PL = None if document_BL is None else jnp.repeat(pad(document_BL), G, 0)
+    y_PRLW = attend_in_blocks(q_PRLK, k_PLK, v_PLW, document_PL, how)
+    y_BLGRW = y_PRLW.reshape(B, G, R, -1, W).transpose(0, 3, 1, 2, 4)
+    return y_BLGRW.reshape(B, -1, H, W)[:, :L]
