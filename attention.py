@@ -28,18 +28,9 @@ from jax.sharding import PartitionSpec as P
 
 from blockwise import block_attention
 from config import USAGE, Config, UserError, look_up
-from layers import (
-    Param,
-    add_bias,
-    einsum,
-    norm_gain,
-    normal,
-    platform,
-    rms_norm,
-    softcap,
-    zero_bias,
-)
+from layers import add_bias, einsum, platform, rms_norm, softcap
 from utils import warn
+from weights import Param, norm_gain, normal, zero_bias
 
 # ---- what a token sees
 
@@ -163,10 +154,10 @@ def score_scale(cfg, width: int) -> float:
 
 
 def decoding_attention(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int):
-    """Of new tokens, each at its own place in its row, to a cache; the scores are in memory."""
+    """Attention of new tokens, which begin at another place in each row, to the keys of a cache.
+    All scores are in memory."""
     B, L, H, K = q_BLHK.shape
     S, G = k_BSGK.shape[1:3]
-    # With heads before the sequence the matmuls take a quarter less time.
     q_BGRLK = q_BLHK.reshape(B, L, G, H // G, K).transpose(0, 2, 3, 1, 4)
     k_BGSK, v_BGSW = k_BSGK.swapaxes(1, 2), v_BSGW.swapaxes(1, 2)
     score_BGRLS = einsum("BGRLK,BGSK->BGRLS", q_BGRLK, k_BGSK, jnp.float32)
@@ -307,8 +298,8 @@ def warn_once(text: str):
 
 
 def attend(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int):
-    """Causal softmax attention, of whole rows by the kernel that train.attention and the platform
-    choose.
+    """Causal softmax attention: of whole rows by the kernel that train.attention and the platform
+    choose, of new tokens by `decoding_attention`.
 
     width: of a key head, for `score_scale`.  H / G query heads share a key head.  Returns y_BLHW.
     Raises UserError USAGE where train.attention names a kernel that cannot do it.

@@ -1,5 +1,5 @@
-"""Causal attention in blocks, in plain JAX: the scores of a whole row are never in memory, and keys
-that no query of a block sees cost nothing.
+"""Causal attention in blocks of queries, in plain JAX: the scores of a long row are never in memory
+as a whole, and blocks of keys that are all later, or all before the window, cost nothing.
 
 It serves CPUs, and what the kernels in attention.py do not support.  Algorithm and gradient are
 those of FlashAttention-2 (Dao 2023, section 3.1).
@@ -31,17 +31,18 @@ class Options(NamedTuple):
     window: int
     """How many keys back each query sees, itself included; 0 is all."""
     block: int
-    """Queries in a block; it divides L."""
+    """Queries in a block; rows are padded to a multiple of it."""
     unrolled: bool
-    """True: a block meets all of its keys at once, and is a part of the program of its own.
-    False: one loop over pairs of a block of queries and a block of keys."""
+    """True: a block meets all of its keys at once, and each block is another part of the program.
+    False: one loop, in which a block of queries meets a block of keys."""
     pairs_at_once: int
     """How many of the P pairs are computed at once; it divides P."""
 
 
 def choose_options(P: int, R: int, L: int, scale: float, cap: float, window: int) -> Options:
-    """The fastest portions for rows of L tokens, and a program that does not grow with L: up to
-    4,096 tokens it has at most 64 blocks, and then a loop.
+    """Portions for rows of L tokens: the fastest found on a CPU, not measured elsewhere.
+
+    The program has a bounded size: at most 64 blocks up to 4,096 tokens, and then a loop.
 
     A CPU's cache should hold the scores of a portion.  With 8 query and 4 key heads of 32 and 256
     tokens, blocks of 64, 128 and 256 queries took 56, 64 and 80 CPU ms, and all pairs at once 94.
@@ -70,11 +71,11 @@ def add_at(x, start, new, dim: int):
 
 
 def visit_blocks(visit: Callable, carry, L: int, how: Options):
-    """The carry after all carry = visit(carry, i, j, n): the block of queries from index i on meets
-    the n keys from index j on.
+    """The last carry of carry = visit(carry, i, j, n), called for each block of queries, which
+    begins at index i, with all keys that it sees: n at a time, from index j on.
 
-    A block meets all keys that it sees, and first those at its own place, so that each query has
-    one that it sees.
+    The keys at the block's own place come first.  Each query sees itself there, so that from then
+    on its maximum is that of scores that count.
     """
     starts = range(0, L, how.block)
     first_key = {i: max(0, i - how.window + 1) if how.window else 0 for i in starts}
@@ -82,27 +83,27 @@ def visit_blocks(visit: Callable, carry, L: int, how: Options):
         for i, j in first_key.items():
             carry = visit(carry, i, j, i + how.block - j)
         return carry
-    pairs = [(i, j) for i in starts for j in range(i, first_key[i] - how.block, -how.block)]
+    block_starts = [(i, j) for i in starts for j in range(i, first_key[i] - how.block, -how.block)]
 
-    def visit_pair(carry, pair):
-        return visit(carry, *pair, how.block), None
+    def visit_next(carry, start):
+        return visit(carry, *start, how.block), None
 
-    return lax.scan(visit_pair, carry, jnp.array(pairs))[0]
+    return lax.scan(visit_next, carry, jnp.array(block_starts))[0]
 
 
 def block_scores(q_PRQK, k_PSK, document_PL, i, j, how: Options):
-    """(score_PRQS, seen): the scores of the queries from index i on with the keys from index j on,
-    float32, and which of them count."""
+    """(score_PRQS, seen_P1QS): the scores of the queries from index i on with the keys from index j
+    on, float32, and which of them count."""
     Q, S = q_PRQK.shape[2], k_PSK.shape[1]
     score_PRQS = how.scale * multiply("PRQK,PSK->PRQS", q_PRQK, k_PSK, jnp.float32)
     distance_QS = i + jnp.arange(Q)[:, None] - (j + jnp.arange(S))
-    seen = distance_QS >= 0
+    seen_P1QS = (distance_QS >= 0)[None, None]
     if how.window:
-        seen &= distance_QS < how.window
+        seen_P1QS &= distance_QS < how.window
     if document_PL is not None:
         document_PQ, document_PS = slice_at(document_PL, i, Q, 1), slice_at(document_PL, j, S, 1)
-        seen = (seen & (document_PQ[..., None] == document_PS[:, None]))[:, None]
-    return softcap(score_PRQS, how.cap), seen
+        seen_P1QS &= (document_PQ[..., None] == document_PS[:, None])[:, None]
+    return softcap(score_PRQS, how.cap), seen_P1QS
 
 
 def forward(q_PRLK, k_PLK, v_PLW, document_PL, how: Options):
@@ -112,8 +113,8 @@ def forward(q_PRLK, k_PLK, v_PLW, document_PL, how: Options):
         y_PRQW, total_PRQ1, max_PRQ1 = (slice_at(x, i, how.block, 2) for x in sums)
         q_PRQK, k_PSK = slice_at(q_PRLK, i, how.block, 2), slice_at(k_PLK, j, n, 1)
         v_PSW = slice_at(v_PLW, j, n, 1)
-        score_PRQS, seen = block_scores(q_PRQK, k_PSK, document_PL, i, j, how)
-        score_PRQS = jnp.where(seen, score_PRQS, -1e30)
+        score_PRQS, seen_P1QS = block_scores(q_PRQK, k_PSK, document_PL, i, j, how)
+        score_PRQS = jnp.where(seen_P1QS, score_PRQS, -1e30)
         new_max_PRQ1 = jnp.maximum(max_PRQ1, score_PRQS.max(-1, keepdims=True))
         exp_PRQS = jnp.exp(score_PRQS - new_max_PRQ1)
         rescale_PRQ1 = jnp.exp(max_PRQ1 - new_max_PRQ1)  # what is there was relative to the old max
@@ -143,8 +144,8 @@ def backward(q_PRLK, k_PLK, v_PLW, document_PL, y_PRLW, z_PRL1, g_PRLW, how: Opt
             slice_at(x, i, how.block, 2) for x in (q_PRLK, g_PRLW, z_PRL1, y_dot_g_PRL1)
         )
         k_PSK, v_PSW = slice_at(k_PLK, j, n, 1), slice_at(v_PLW, j, n, 1)
-        score_PRQS, seen = block_scores(q_PRQK, k_PSK, document_PL, i, j, how)
-        prob_PRQS = jnp.where(seen, jnp.exp(score_PRQS - z_PRQ1), 0)
+        score_PRQS, seen_P1QS = block_scores(q_PRQK, k_PSK, document_PL, i, j, how)
+        prob_PRQS = jnp.where(seen_P1QS, jnp.exp(score_PRQS - z_PRQ1), 0)
         prob_grad_PRQS = multiply("PRQW,PSW->PRQS", g_PRQW, v_PSW, jnp.float32)
         grad_PRQS = prob_PRQS * (prob_grad_PRQS - y_dot_g_PRQ1)
         if how.cap:
@@ -199,7 +200,7 @@ def block_attention(q_BLHK, k_BLGK, v_BLGW, document_BL, scale: float, cap: floa
     """y_BLHW, the causal softmax attention of whole rows; see Options for scale, cap and window.
     H / G query heads share a key head.
 
-    document_BL: the document of each token, which sees no other; None where a row is one document.
+    document_BL: the document of each token, the only one that it sees; None where a row is one.
     """
     (B, L, H, K), (G, W) = q_BLHK.shape, v_BLGW.shape[2:]
     R, P = H // G, B * G

@@ -21,7 +21,6 @@ from jax.sharding import PartitionSpec as P
 
 from config import Config
 from layers import (
-    Param,
     activate,
     add_bias,
     add_to_row,
@@ -30,13 +29,12 @@ from layers import (
     gather_rows,
     layer_places,
     mlp_table,
-    normal,
     rows_to_sequences,
     scatter_rows,
     sequences_to_rows,
     tp_part,
-    zero_bias,
 )
+from weights import Param, normal, zero_bias
 
 
 def moe_table(cfg: Config) -> dict:

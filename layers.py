@@ -1,5 +1,5 @@
-"""Building blocks of a layer: a weight's record, matmuls, norms, the feed-forward, dropout, and the
-collectives over dp and tp that they use.  Attention and experts have files of their own.
+"""Building blocks of a layer: matmuls, norms, the feed-forward, dropout, and the collectives over
+dp and tp that they use.  Attention and experts have files of their own.
 
 Dimension key (a suffix on every array's name spells its logical shape):
   B  sequences   L  sequence length   D  d_model   F  d_ff   C  gate and up, or only up   N  layers
@@ -8,8 +8,6 @@ Inside shard_map a letter that the array's PartitionSpec maps to a mesh axis is 
 """
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -19,46 +17,14 @@ from jax.sharding import PartitionSpec as P
 
 from config import Config, layer_kinds, n_blocks
 from utils import AXES
+from weights import Param, norm_gain, normal, zero_bias
 
 BATCH = ("dp", "pp")
 """The mesh axes over which the tokens of a batch are stored."""
 STAGE = ("dp", "tp")
 """The mesh axes of the devices of one pipeline stage."""
 
-# ---- weights
-
-
-@dataclass(frozen=True)
-class Param:
-    """One weight: the only place that describes it."""
-
-    shape: tuple[int, ...]
-    spec: P
-    """The mesh axis that each dim is sharded over."""
-    init: Callable
-    """(key, shape) -> initial values."""
-    is_matrix: bool = True
-    """A matrix decays, and is used in train.dtype; gains and biases do not, and stay float32."""
-    keep_float32: bool = False
-    """A matrix that is used in float32 all the same."""
-    stays_sharded: bool = False
-    """Each dp rank uses only its own part (expert parallelism), so it is never gathered."""
-
-
-def normal(fan_in):
-    """An initializer: normal with standard deviation fan_in ** -0.5."""
-    return lambda key, shape: fan_in**-0.5 * jax.random.normal(key, shape)
-
-
-def norm_gain(dim):
-    """The gain of a norm: ones at first."""
-    return Param((dim,), P(None), lambda key, shape: jnp.ones(shape), is_matrix=False)
-
-
-def zero_bias(*shape, spec=None):
-    """A bias: zeros at first, by default the same on every device."""
-    spec = spec or P(*[None] * len(shape))
-    return Param(shape, spec, lambda key, shape: jnp.zeros(shape), is_matrix=False)
+# ---- tables of weights
 
 
 def norm_table(cfg: Config, name: str = "norm") -> dict:

@@ -13,7 +13,6 @@ part.
 """
 
 import math
-import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -30,7 +29,6 @@ from attention import Span, attention_of, full_row_span
 from config import Config, layer_kinds, n_blocks
 from experts import moe, moe_table
 from layers import (
-    Param,
     add_to_row,
     dropout,
     einsum,
@@ -42,7 +40,6 @@ from layers import (
     mlp_table,
     norm,
     norm_table,
-    normal,
     rows_to_sequences,
     scatter_rows,
     sequences_to_rows,
@@ -51,6 +48,7 @@ from layers import (
 )
 from pipeline import forward_pipeline
 from utils import leaf_table
+from weights import Param, init_weights, normal
 
 TOKEN_SPEC = P(None, "pp", "dp", None)
 """How tokens and targets, AMBL, are stored."""
@@ -83,11 +81,7 @@ def param_table(cfg: Config) -> dict:
     those of the prefix are on every stage."""
 
     def stacked(n: int, axis: str | None, p: Param) -> Param:
-        def init(key, shape):
-            keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(n))
-            return jax.vmap(lambda k: p.init(k, p.shape))(keys)
-
-        return replace(p, shape=(n, *p.shape), spec=P(axis, *p.spec), init=init)
+        return replace(p, shape=(n, *p.shape), spec=P(axis, *p.spec), is_stacked=True)
 
     def group(kinds: list[str], times: int, axis: str | None) -> dict:
         def layers_of(kind):
@@ -112,16 +106,14 @@ def param_specs(cfg: Config) -> dict:
     return jax.tree.map(lambda p: p.spec, param_table(cfg))
 
 
+def param_shapes(cfg: Config) -> dict:
+    """The shape and dtype of each weight."""
+    return jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), param_table(cfg))
+
+
 def init_params(cfg: Config) -> dict:
-    """Initial weights, float32.  Each weight and layer has a key of its own, so that the mesh does
-    not change them."""
-    key = jax.random.key(cfg.run.seed)
-
-    def init(path, p: Param):
-        name_crc = zlib.crc32(jax.tree_util.keystr(path).encode())
-        return p.init(jax.random.fold_in(key, name_crc), p.shape)
-
-    return jax.tree_util.tree_map_with_path(init, param_table(cfg))
+    """Initial weights, float32; the mesh does not change them."""
+    return init_weights(param_table(cfg), cfg.run.seed)
 
 
 def param_sizes(cfg: Config, active: bool = False) -> dict:

@@ -53,16 +53,25 @@ class State(NamedTuple):
     """The optimizer's state."""
 
 
-def make_state(cfg: Config) -> State:
-    """The State before the first update."""
-    params = model.init_params(cfg)
+def make_state(params, cfg: Config) -> State:
+    """The State before the first update, with these weights."""
     return State(jnp.int32(0), params, optimizer(cfg).init(params))
+
+
+def new_state(cfg: Config) -> State:
+    """The State of a new run."""
+    return make_state(model.init_params(cfg), cfg)
+
+
+def state_shapes(cfg: Config) -> State:
+    """Shapes and dtypes of the State."""
+    return jax.eval_shape(partial(make_state, cfg=cfg), model.param_shapes(cfg))
 
 
 def state_specs(cfg: Config) -> State:
     """The PartitionSpec of each leaf of State.  Moments in the shape of their weights are sharded
     like them; counters, and moments of other shapes, are on every device."""
-    specs, state = model.param_specs(cfg), jax.eval_shape(partial(make_state, cfg))
+    specs, state = model.param_specs(cfg), state_shapes(cfg)
 
     def moment_spec(moment, weight, spec):
         return spec if moment.shape == weight.shape else P()
@@ -74,9 +83,9 @@ def state_specs(cfg: Config) -> State:
 
 
 def init_state(cfg: Config) -> State:
-    """`make_state`, made sharded: no device holds all of it."""
+    """`new_state`, made sharded: no device holds all of it."""
     shardings = utils.shardings(state_specs(cfg))
-    return jax.jit(make_state, static_argnums=0, out_shardings=shardings)(cfg)
+    return jax.jit(new_state, static_argnums=0, out_shardings=shardings)(cfg)
 
 
 def checkpoint_items(state: State) -> dict:
@@ -90,7 +99,7 @@ def step_shapes(cfg: Config) -> tuple:
     t = cfg.train
     rows = t.batch_size // (t.grad_accum * t.microbatches)
     tokens_AMBL = jax.ShapeDtypeStruct((t.grad_accum, t.microbatches, rows, t.seq_len), jnp.int32)
-    return jax.eval_shape(partial(make_state, cfg)), tokens_AMBL, tokens_AMBL
+    return state_shapes(cfg), tokens_AMBL, tokens_AMBL
 
 
 def step_specs(cfg: Config) -> tuple:
@@ -109,7 +118,7 @@ def with_shardings(shapes, specs):
 
 def abstract_state(cfg: Config) -> State:
     """Shapes, dtypes and shardings of the State."""
-    return with_shardings(step_shapes(cfg)[0], state_specs(cfg))
+    return with_shardings(state_shapes(cfg), state_specs(cfg))
 
 
 def restore_or_init(run, train: Dataset, cfg: Config) -> tuple[Checkpoints, State]:
@@ -133,8 +142,7 @@ def restore_or_init(run, train: Dataset, cfg: Config) -> tuple[Checkpoints, Stat
 def load_params(run, cfg: Config, step: int = -1):
     """The weights of a run's newest checkpoint, or of the one after `step` updates.  Raises
     UserError CHECKPOINT."""
-    shapes = jax.eval_shape(partial(model.init_params, cfg))
-    weights = dict(params=with_shardings(shapes, model.param_specs(cfg)))
+    weights = dict(params=with_shardings(model.param_shapes(cfg), model.param_specs(cfg)))
     found = Checkpoints(run, keep=0).restore(weights, step)
     if found is None:
         raise UserError(CHECKPOINT, f"{run} has no checkpoint", "train it first")

@@ -210,8 +210,8 @@ class Contestant(NamedTuple):
 
 def on_first_device(f, *args):
     """f(*args) with a mesh of only the first device as the ambient one."""
-    types = (AxisType.Auto,)
-    with jax.set_mesh(jax.make_mesh((1,), "x", axis_types=types, devices=jax.local_devices()[:1])):
+    options = dict(axis_types=(AxisType.Auto,) * 3, devices=jax.local_devices()[:1])
+    with jax.set_mesh(jax.make_mesh((1, 1, 1), utils.AXES, **options)):
         return f(*args)
 
 
@@ -246,7 +246,7 @@ def make_plain(window_BL, cfg: Config) -> Contestant:
     """plain_step on one device."""
     shape = cfg.train.grad_accum, -1, cfg.train.seq_len
     batch = [jnp.array(x.reshape(shape)) for x in (window_BL[:, :-1], window_BL[:, 1:])]
-    begin = partial(on_first_device, jax.jit(train.make_state, static_argnums=0), cfg)
+    begin = partial(on_first_device, train.init_state, cfg)
     return compile_contestant("plain jit", 1, plain_step, begin, batch, cfg)
 
 

@@ -304,7 +304,7 @@ def write_checkpoint(
 
     Every tensor is read twice, because orbax needs the digests before it writes the arrays.
     """
-    state = train.checkpoint_items(jax.eval_shape(partial(train.make_state, cfg)))
+    state = train.checkpoint_items(train.state_shapes(cfg))
     shapes = {name: x.shape for name, x in utils.leaf_table(state).items()}
     padding = cfg.model.vocab_rows - cfg.model.vocab_size
     blocks, digests, broken = weight_blocks(found, tensors, shapes, padding), {}, []
@@ -396,7 +396,7 @@ def find_checkpoint(run, cfg: config.Config, step: int) -> tuple[int, dict]:
     step = store.find_step(step)
     if step is None:
         raise UserError(CHECKPOINT, f"{store.path} has no checkpoint", "train the run first")
-    shapes = dict(params=jax.eval_shape(partial(model.init_params, cfg)))
+    shapes = dict(params=model.param_shapes(cfg))
     try:
         return step, store.read_meta(step, shapes)
     except checkpoint.Damaged as e:

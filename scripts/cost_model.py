@@ -419,7 +419,7 @@ def shard_shape(shape: tuple, spec, mesh_sizes: tuple) -> tuple[int, ...]:
 def state_bytes(cfg: Config) -> dict:
     """Bytes of a device's weights and optimizer state ("moments") between steps; counters, which
     are scalars, are left out."""
-    state, specs = jax.eval_shape(partial(train.make_state, cfg)), train.state_specs(cfg)
+    state, specs = train.state_shapes(cfg), train.state_specs(cfg)
 
     def leaf_bytes(x, spec) -> int:
         if x.shape == ():

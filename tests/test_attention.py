@@ -45,17 +45,22 @@ def value_and_gradients(kernel, q, k, v, g, at, cfg):
     return y, *backward(g)
 
 
-@pytest.mark.parametrize("shape, fields", [
-    ((2, 16, 4, 2, 8, 8), {}),
-    ((3, 200, 8, 4, 16, 16), {}),
-    ((2, 256, 4, 4, 16, 24), dict(softcap=2.0)),
-    ((1, 300, 4, 1, 16, 8), dict(documents=True)),
-    ((2, 300, 4, 2, 16, 16), dict(window=70)),
-    ((2, 300, 4, 2, 16, 16), dict(window=50, documents=True, softcap=3.0)),
-    ((2, 200, 4, 2, 16, 16), dict(dtype=jnp.bfloat16)),
+ALL_FIELDS = dict(window=50, documents=True, softcap=3.0)
+
+
+@pytest.mark.parametrize("unrolled, shape, fields", [
+    (True, (2, 16, 4, 2, 8, 8), {}),
+    (True, (3, 200, 8, 4, 16, 16), {}),
+    (True, (2, 128, 4, 4, 16, 24), dict(softcap=2.0)),
+    (True, (1, 150, 4, 1, 16, 8), dict(documents=True)),
+    (True, (2, 150, 4, 2, 16, 16), ALL_FIELDS),
+    (True, (2, 200, 4, 2, 16, 16), dict(dtype=jnp.bfloat16)),
+    (False, (2, 300, 4, 2, 16, 24), {}),
+    (False, (2, 300, 4, 2, 16, 16), dict(window=70)),
+    (False, (2, 300, 4, 1, 16, 16), ALL_FIELDS),
+    (False, (2, 200, 4, 2, 16, 16), dict(dtype=jnp.bfloat16)),
 ], ids=str)  # fmt: skip
-@pytest.mark.parametrize("unrolled", [True, False], ids=["unrolled", "loop"])
-def test_attention_in_blocks_is_the_plain_one(shape, fields, unrolled, monkeypatch):
+def test_attention_in_blocks_is_the_plain_one(unrolled, shape, fields, monkeypatch):
     """Value and gradients, for rows that no block divides too, and for some pairs at a time."""
     choose = blockwise.choose_options
 
@@ -69,7 +74,8 @@ def test_attention_in_blocks_is_the_plain_one(shape, fields, unrolled, monkeypat
     dtype = fields.get("dtype", jnp.float32)
     q, k, v, g = random_attention(*shape, dtype)
     index_BL = jnp.broadcast_to(jnp.arange(shape[1]), shape[:2])
-    document_BL = index_BL // 37 if fields.get("documents") else None
+    shifted_BL = index_BL + 11 * jnp.arange(shape[0])[:, None]  # so that rows differ
+    document_BL = shifted_BL // 37 if fields.get("documents") else None
     window = fields.get("window", 0)
     at = attention.Span(index_BL, index_BL, document_BL, document_BL, window=window)
     got = value_and_gradients(attention.xla_attention, q, k, v, g, at, cfg)
@@ -80,7 +86,26 @@ def test_attention_in_blocks_is_the_plain_one(shape, fields, unrolled, monkeypat
         assert np.abs(x - y).max() < (2e-6 if dtype == jnp.float32 else 0.02) * np.abs(y).max()
 
 
-def test_portions_of_attention_fit_the_platform():
+def test_attention_in_blocks_has_the_types_that_shard_map_checks(monkeypatch):
+    """In the loop over blocks, and for one pair at a time."""
+    cfg, choose = on_mesh(PLAIN, (2, 2, 2)), blockwise.choose_options
+    x_BLHK = jnp.asarray(np.random.default_rng(0).normal(size=(2, 128, 2, 16)), jnp.float32)
+    want = query_gradient(attention.decoding_attention, x_BLHK, x_BLHK, cfg)
+
+    def choose_loop(*args):
+        return choose(*args)._replace(unrolled=False, pairs_at_once=1)
+
+    monkeypatch.setattr(blockwise, "choose_options", choose_loop)
+
+    @jax.jit
+    @jax.shard_map(in_specs=P("dp"), out_specs=P("dp"))
+    def run(x_BLHK):
+        return query_gradient(attention.xla_attention, x_BLHK, x_BLHK, cfg)
+
+    np.testing.assert_allclose(run(x_BLHK), want, atol=1e-5)
+
+
+def test_portions_of_attention_fit_the_platform(monkeypatch):
     on_mesh(PLAIN)
 
     def choose(P, R, L):
@@ -91,6 +116,10 @@ def test_portions_of_attention_fit_the_platform():
     assert choose(6, 1, 4096).unrolled and not choose(6, 1, 4097).unrolled
     for how in (choose(7, 1, 64), choose(6, 4, 4096), choose(5, 2, 32768)):
         assert 1 <= how.pairs_at_once <= 7
+    monkeypatch.setattr(blockwise, "platform", lambda: "gpu")
+    how = choose(64, 2, 1024)
+    assert (how.block, how.unrolled, how.pairs_at_once) == (256, True, 64)
+    assert choose(64, 2, 8192)[-3:] == (512, False, 64)
 
 
 def test_memory_of_attention_grows_with_the_row_and_not_with_its_square():
@@ -107,12 +136,15 @@ def test_memory_of_attention_grows_with_the_row_and_not_with_its_square():
         args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
         return jax.jit(gradients).lower(*args).compile().memory_analysis().temp_size_in_bytes
 
-    assert temporary_bytes(32768) < 2**31
-    assert temporary_bytes(32768) < 2.2 * temporary_bytes(16384)
+    n_bytes = temporary_bytes(32768)
+    assert n_bytes < 2**31 and n_bytes < 2.2 * temporary_bytes(16384)
+    assert temporary_bytes(2048) < 16 * 2048**2  # half of the scores
 
 
 @pytest.mark.parametrize("fields", [
-    {}, dict(window=100), dict(documents=True), dict(softcap=2.0), dict(value_width=128),
+    dict(window=100), dict(documents=True),
+    *(pytest.param(fields, marks=pytest.mark.slow)
+      for fields in ({}, dict(softcap=2.0), dict(value_width=128))),
 ], ids=str)  # fmt: skip
 def test_splash_attention_is_the_plain_one(fields):
     """Value and gradient, interpreted on a CPU."""

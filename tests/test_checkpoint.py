@@ -173,7 +173,7 @@ def test_no_mutation_of_any_file_gives_a_wrong_state(copy, mutation):
         except checkpoint.Damaged:
             outcomes.append("refused")
         path.write_bytes(original)
-    assert outcomes.count("refused") > len(outcomes) / 4, outcomes
+    assert outcomes.count("refused") >= 5, outcomes
 
 
 @pytest.mark.parametrize("junk", ["empty", "file", "link", "partial", "names"])

@@ -139,7 +139,7 @@ def test_collectives_and_flops_of_the_step_are_those_of_the_formulas(mesh, field
 
     D, F, H, G, K = m.d_model, m.d_ff, m.n_heads, m.n_kv_heads, m.d_head
     matmuls, attention = 2 * D * (H + G) * K + 3 * D * F, 2 * t.seq_len * H * K
-    layer = 3 * (matmuls + attention)
+    layer = 3 * (matmuls + attention) + attention / 2  # the backward pass computes the scores again
     layer += {"none": 0, "dots": attention, "layer": matmuls + attention - D * F}[t.remat]
     flops = 2 * (m.n_layers * layer + 3 * D * m.vocab_rows)
     assert cost.flops == pytest.approx(flops * t.batch_size * t.seq_len / (dp * pp * tp))
@@ -210,8 +210,8 @@ def test_tokens_go_to_their_experts_and_back_as_the_formula_says(capacity_factor
 
 
 def test_flops_of_experts_are_those_that_a_token_is_sent_to():
-    """As many as model.flops_per_token says, and the masked half of attention, the padding of the
-    experts' tiles, and the recomputed hidden units."""
+    """As many as model.flops_per_token says, and the masked half of attention, its recomputed
+    scores, the padding of the experts' tiles, and the recomputed hidden units."""
     cfg = configure((1, 1, 1), MOE, remat="none")
     m, t = cfg.model, cfg.train
     masked = 12 * m.n_layers * m.n_heads * m.d_head * (t.seq_len - 1) / 2
@@ -219,7 +219,8 @@ def test_flops_of_experts_are_those_that_a_token_is_sent_to():
     rows_per_pair = math.prod(experts.tile_shape(pairs, m.n_experts)) / pairs
     extra = rows_per_pair * (6 * 3 + 2 * 2) - 6 * 3
     extra *= m.n_layers * m.n_active * m.d_model * m.d_expert
-    want = model.flops_per_token(cfg) + masked + extra
+    scores = 2 * m.n_layers * m.n_heads * m.d_head * t.seq_len
+    want = model.flops_per_token(cfg) + masked + scores + extra
     assert count(cfg).flops / (t.batch_size * t.seq_len) == pytest.approx(want, rel=1e-6)
 
 
@@ -265,7 +266,8 @@ def test_memory_follows_the_config():
     assert kept == sorted(kept, reverse=True)
     for dtype in ("float32", "bfloat16"):  # the sum of the gradients grows in place
         replicated = memory(configure(dict(dp=1, pp=2, tp=1, fsdp="none"), dtype=dtype))
-        assert replicated["gradients"] == replicated["moments"] / 2
+        # At the peak another gradient of a gain may be there too.
+        assert replicated["gradients"] == pytest.approx(replicated["moments"] / 2, rel=1e-3)
     kept = {}
     for schedule, microbatches in product(("gpipe", "1f1b"), (8, 32)):
         cfg = configure(dict(dp=1, pp=4, tp=1, schedule=schedule), microbatches=microbatches)

@@ -1,0 +1,47 @@
+"""Initial values: one loop draws the numbers that each initializer would, on any mesh."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import GPT2, MIXED, MOE_ALLTOALL
+from conftest import on_mesh
+from jax import lax
+from jax.extend.random import threefry_2x32
+
+import model
+import utils
+import weights
+
+
+@pytest.mark.parametrize("cfg, mesh", [
+    (GPT2, (1, 1, 1)), (MOE_ALLTOALL, (2, 2, 2)), (MIXED, (4, 1, 2)),
+], ids=["gpt2", "mla+moe", "mixed"])  # fmt: skip
+def test_drawn_weights_are_those_of_their_initializers(cfg, mesh, monkeypatch):
+    """Bit for bit, also where a chunk is smaller than a layer and where it is larger."""
+    cfg = on_mesh(cfg, mesh)
+    table, specs = model.param_table(cfg), utils.shardings(model.param_specs(cfg))
+
+    def draw(chunk):
+        monkeypatch.setattr(weights, "CHUNK", chunk)
+        return jax.jit(lambda: weights.init_weights(table, cfg.run.seed), out_shardings=specs)()
+
+    found = {chunk: jax.device_get(draw(chunk)) for chunk in (100, 2**16)}
+    monkeypatch.setattr(weights, "Normal", type(None))  # so that all run their initializers
+    want = jax.device_get(draw(0))
+    for got in found.values():
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize("middle", [7 * 2**32, 3132 * 9_600_000 + 100])
+def test_numbers_of_a_large_weight_have_places_of_64_bits(middle):
+    """Where the lower word begins again from 0: in the sum, and in the product."""
+    whole, n = (60_000, 100, 32, 3000), 200
+    start = np.unravel_index(middle - n // 2, whole)
+    dims = [jnp.array(x, jnp.uint32) for x in ((1, 1, 1, n), start, whole)]
+    key = jax.random.key_data(jax.random.key(3))
+    got = weights.draw_chunk(key, jnp.uint32(0), *dims, 1.0, n)
+    words = np.array([divmod(middle + i, 2**32) for i in range(-n // 2, n // 2)], np.uint32).T
+    bits, more_bits = np.asarray(threefry_2x32(tuple(key), jnp.asarray(words)))
+    fraction = ((bits ^ more_bits) >> 9 | 0x3F800000).view(np.float32) - 1
+    np.testing.assert_allclose(got, np.sqrt(2) * lax.erf_inv(2 * fraction - 1), rtol=1e-4)

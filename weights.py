@@ -1,0 +1,212 @@
+"""The record that describes a weight, and the initial values of weights.
+
+Which weights a model has is in the tables of layers.py, attention.py, experts.py and model.py.
+
+Dimension key (a suffix on every array's name spells its logical shape):
+  W  weights   C  chunks of random numbers   I  numbers of a chunk
+  A  dims of a weight without that of the layers, filled up to four   2  the two words of a key
+"""
+
+import math
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.random import threefry2x32_p
+from jax.sharding import PartitionSpec as P
+
+from utils import AXES
+
+
+@dataclass(frozen=True)
+class Param:
+    """One weight: the only place that describes it."""
+
+    shape: tuple[int, ...]
+    spec: P
+    """For each dim, the mesh axis that it is sharded over, or None."""
+    init: Callable
+    """(key, shape) -> initial values; of one layer, if layers are stacked."""
+    is_matrix: bool = True
+    """A matrix decays, and is used in train.dtype; gains and biases do not, and stay float32."""
+    keep_float32: bool = False
+    """A matrix that is used in float32 all the same."""
+    stays_sharded: bool = False
+    """Each dp rank uses only its own part (expert parallelism), so it is never gathered."""
+    is_stacked: bool = False
+    """The first dim counts layers."""
+
+    def without_layers(self, dims) -> list:
+        """The elements of `dims`, one for each dim, without that of the layers."""
+        return list(dims[1:] if self.is_stacked else dims)
+
+
+@dataclass(frozen=True)
+class Normal:
+    """An initializer: normal with mean 0.  `draw_normals` draws the same numbers."""
+
+    std: float
+
+    def __call__(self, key, shape):
+        return self.std * jax.random.normal(key, shape)
+
+
+def normal(fan_in) -> Normal:
+    """Normal with standard deviation fan_in ** -0.5."""
+    return Normal(fan_in**-0.5)
+
+
+def norm_gain(dim) -> Param:
+    """The gain of a norm: ones at first."""
+    return Param((dim,), P(None), lambda key, shape: jnp.ones(shape), is_matrix=False)
+
+
+def zero_bias(*shape, spec=None) -> Param:
+    """A bias: zeros at first, by default the same on every device."""
+    spec = spec or P(*[None] * len(shape))
+    return Param(shape, spec, lambda key, shape: jnp.zeros(shape), is_matrix=False)
+
+
+# ---- initial values
+
+
+def init_weights(table, seed: int):
+    """Initial values of a tree of Params, float32.  Random ones are drawn on the ambient mesh.
+
+    Each weight and layer has a key of its own, so that the mesh does not change them.
+    """
+    leaves, treedef = jax.tree.flatten_with_path(table)
+    params = [p for _, p in leaves]
+    crc_W = [zlib.crc32(jax.tree_util.keystr(path).encode()) for path, _ in leaves]
+    seed_key = jax.random.key(seed, impl="threefry2x32")
+    key_W = jax.vmap(partial(jax.random.fold_in, seed_key))(np.array(crc_W, np.uint32))
+    is_normal_W = np.array([can_draw(p) for p in params])
+    normals = [p for p, is_normal in zip(params, is_normal_W, strict=True) if is_normal]
+    drawn = iter(draw_normals(normals, key_W[is_normal_W]) if normals else ())
+
+    def initial(p, is_normal, key):
+        return next(drawn) if is_normal else run_initializer(p, key)
+
+    return treedef.unflatten(map(initial, params, is_normal_W, key_W))
+
+
+def can_draw(p: Param) -> bool:
+    """Whether `draw_normals` can draw a weight; no preset reaches the limits of `draw_chunk`."""
+    dims = p.without_layers(p.shape)
+    fits = len(dims) <= 4 and math.prod(dims[-3:]) < 2**32 and math.prod(dims[:-3]) < 2**16
+    return isinstance(p.init, Normal) and fits
+
+
+def run_initializer(p: Param, key):
+    """The initial values of a weight, by its initializer."""
+    if not p.is_stacked:
+        return p.init(key, p.shape)
+    keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(p.shape[0]))
+    return jax.vmap(lambda key: p.init(key, p.shape[1:]))(keys)
+
+
+CHUNK = 2**16
+"""How many random numbers a device draws at once."""
+
+
+def draw_normals(params: list[Param], key_W) -> list:
+    """`run_initializer` of each weight, where all initializers are Normal.
+
+    One loop draws the numbers of all weights, on each device those of its own parts only.  XLA on a
+    CPU compiles it in 1.5 s, and takes up to a second for each array that is drawn by itself.
+    """
+
+    @jax.shard_map(in_specs=P(), out_specs=[p.spec for p in params])
+    def per_device(key_W):
+        parts = [LocalPart(p) for p in params]
+        n = min(CHUNK, max(part.n_numbers for part in parts))
+        chunks = [
+            (w, layer, first)
+            for w, part in enumerate(parts)
+            for layer in range(part.n_layers)
+            for first in range(0, part.n_numbers, n)
+        ]
+        weight_C, layer_C, first_C = np.array(chunks, np.uint32).T
+        is_stacked_C = np.array([p.is_stacked for p in params])[weight_C]
+        layer_C += jnp.stack([part.first_layer for part in parts])[weight_C]
+        layer_key_C = jax.vmap(jax.random.fold_in)(key_W[weight_C], layer_C)
+        key_C = jnp.where(is_stacked_C, layer_key_C, key_W[weight_C])
+        std_C = np.array([p.init.std for p in params], np.float32)[weight_C]
+        size_CA = jnp.stack([part.size_A for part in parts])[weight_C]
+        start_CA = jnp.stack([part.start_A for part in parts])[weight_C]
+        whole_CA = jnp.stack([part.whole_A for part in parts])[weight_C]
+        rows = jax.random.key_data(key_C), first_C, size_CA, start_CA, whole_CA, std_C
+        normal_CI = lax.map(lambda row: draw_chunk(*row, n), rows)
+        values, start = [], 0
+        for p, part in zip(params, parts, strict=True):
+            stop = start + part.n_layers * -(-part.n_numbers // n)
+            x = normal_CI[start:stop].reshape(part.n_layers, -1)[:, : part.n_numbers]
+            values.append(equal_copies(x.reshape(part.sizes), p.spec))
+            start = stop
+        return values
+
+    return per_device(key_W)
+
+
+class LocalPart:
+    """A device's part of a weight, inside shard_map."""
+
+    def __init__(self, p: Param):
+        counts = [1 if axis is None else lax.axis_size(axis) for axis in p.spec]
+        index = [0 if axis is None else lax.axis_index(axis) for axis in p.spec]
+        self.sizes = [size // count for size, count in zip(p.shape, counts, strict=True)]
+        start = [size * i for size, i in zip(self.sizes, index, strict=True)]
+        self.n_layers = self.sizes[0] if p.is_stacked else 1
+        self.first_layer = jnp.uint32(start[0] if p.is_stacked else 0)
+        self.n_numbers = math.prod(p.without_layers(self.sizes))
+        """In each layer."""
+
+        def four_dims(values, missing):
+            values = p.without_layers(values)
+            return jnp.stack([jnp.uint32(x) for x in [missing] * (4 - len(values)) + values])
+
+        self.size_A, self.start_A = four_dims(self.sizes, 1), four_dims(start, 0)
+        self.whole_A = four_dims(p.shape, 1)
+        """The sizes of the whole weight."""
+
+
+def draw_chunk(key_2, first, size_A, start_A, whole_A, std, n: int):
+    """Numbers first .. first + n - 1 of a device's part of a layer: std times those that
+    jax.random.normal(key, whole_A) has in their places, float32 [n].
+
+    The place in the whole, a number of 64 bits, is what Threefry (Salmon et al. 2011) hashes.
+    """
+    i_I = first + lax.iota(jnp.uint32, n)
+    at_AI = []
+    for a in reversed(range(4)):
+        at_AI.insert(0, i_I % size_A[a] + start_A[a])
+        i_I //= size_A[a]
+    rest_I = (at_AI[1] * whole_A[2] + at_AI[2]) * whole_A[3] + at_AI[3]
+    stride = whole_A[1] * whole_A[2] * whole_A[3]
+    # 64 bits of at[0] * stride + rest, where at[0] < 2**16, stride < 2**32 and rest < stride.
+    high_I, low_I = at_AI[0] * (stride >> 16), at_AI[0] * (stride & 0xFFFF)
+    product_I = (high_I << 16) + low_I
+    sum_I = product_I + rest_I
+    carry_I = (product_I < low_I).astype(jnp.uint32) + (sum_I < product_I).astype(jnp.uint32)
+    bits_I, more_bits_I = threefry2x32_p.bind(*key_2, (high_I >> 16) + carry_I, sum_I)
+    # As jax.random.normal: 23 bits are the fraction of a float in [1, 2).
+    float_bits_I = (bits_I ^ more_bits_I) >> 9 | np.uint32(0x3F800000)
+    lowest = np.nextafter(np.float32(-1), np.float32(0))
+    fraction_I = lax.bitcast_convert_type(float_bits_I, jnp.float32) - 1
+    uniform_I = jnp.maximum(lowest, fraction_I * (1 - lowest) + lowest)
+    return std * (np.float32(np.sqrt(2)) * lax.erf_inv(uniform_I))
+
+
+def equal_copies(x, spec: P):
+    """x, whose copies along the mesh axes that spec does not name are equal, typed as such.
+
+    JAX has no cast for that; the maximum of equal numbers is the number.
+    """
+    varying = jax.typeof(x).manual_axis_type.varying
+    copied = tuple(axis for axis in AXES if axis in varying and axis not in spec)
+    return lax.pmax(x, copied) if copied else x
