@@ -195,15 +195,20 @@ def put_rows(x, cfg):
     return jax.device_put(x, utils.shardings(P("pp", "dp")))
 
 
-def check_cached_logits(cfg, mesh, tolerance=2e-5):
-    """Assert that rows of different lengths, through prefill and then one token at a time, have the
-    losses that evaluation computes, which caches nothing."""
+def check_cached_logits(cfg, mesh):
+    """Assert that in float32 the cache changes no loss."""
+    assert cached_errors(cfg, mesh).max() <= 2e-5
+
+
+def cached_errors(cfg, mesh):
+    """How far the losses (nats) of rows of different lengths, through prefill and then one token at
+    a time, are from those of an evaluation, which caches nothing."""
     cfg = on_mesh(cfg, mesh, train=dict(grad_accum=1))
     params, (tokens, targets) = params_of(cfg), batch(cfg)
     L, n_rows = cfg.train.seq_len, 16
     nll = np.asarray(train.eval_step(params, tokens, targets, cfg)[2]).reshape(-1, L)
     tokens, targets = (np.asarray(x).reshape(-1, L)[:n_rows] for x in (tokens, targets))
-    cache, n_new = None, 8
+    cache, n_new, errors = None, 8, []
     length = np.random.default_rng(1).integers(3, 9, size=n_rows).astype(np.int32)
     for _ in range(5):
         rows = np.where(np.arange(L) < length[:, None], tokens, 0)
@@ -213,5 +218,6 @@ def check_cached_logits(cfg, mesh, tolerance=2e-5):
         z = np.log(np.exp(logit).sum(-1))
         counted = targets[last] >= 0
         got = z - logit[np.arange(n_rows), targets[last]]
-        np.testing.assert_allclose(got[counted], nll[last][counted], atol=tolerance)
+        errors.append(np.abs(got - nll[last])[counted])
         length, n_new = length + 1, 1
+    return np.concatenate(errors)

@@ -11,6 +11,7 @@ from cases import (
     MOE_ALLTOALL,
     PLAIN,
     as_float64,
+    cached_errors,
     check_cached_logits,
     params_of,
     plain_logits,
@@ -55,8 +56,9 @@ def test_cached_logits_are_those_of_the_whole_row(cfg, mesh):
     pytest.param(PLAIN, id="plain"), pytest.param(ALL_EXPERTS, id="mla+moe", marks=SLOW),
 ])  # fmt: skip
 def test_cached_logits_are_those_of_the_whole_row_in_bfloat16(cfg):
+    """In the mean: both are 0.01 from float32, and the worst of a thousand tokens 0.1."""
     cfg = replace(cfg, train=replace(cfg.train, dtype="bfloat16"))
-    check_cached_logits(cfg, (1, 1, 1), tolerance=0.1)
+    assert 1e-4 < cached_errors(cfg, (1, 1, 1)).mean() < 0.03
 
 
 # ---- drawing
