@@ -480,6 +480,7 @@ def test_no_file_outside_the_directory_and_no_pickle_is_read(tmp_path):
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_nothing_that_exists_is_overwritten(tmp_path):
     hf, out = hf_dir(tmp_path / "hf", "llama"), tmp_path / "runs" / "x"
     done = run("scripts/convert_hf.py", "import", "--hf", hf, "--run", out)

@@ -81,7 +81,7 @@ def test_stages_that_do_not_divide_the_sequence_share_its_scores():
     (PLAIN, (1, 4, 1), dict(schedule="1f1b")),
     (RICH, (2, 2, 2), dict(schedule="1f1b")),
     (RICH, (2, 2, 2), dict(schedule="1f1b", skip_bubbles=False)),
-    (MIXED, (2, 2, 2), dict(schedule="1f1b")),
+    pytest.param(MIXED, (2, 2, 2), dict(schedule="1f1b"), marks=SLOW),
     (MOE, (2, 2, 2), dict(schedule="1f1b", experts="alltoall", fsdp="step")),
     (PLAIN, (1, 2, 1), dict(schedule="interleaved", virtual_stages=4)),
     (RICH, (2, 2, 2), dict(schedule="interleaved", virtual_stages=2)),

@@ -345,6 +345,7 @@ def test_the_commands_that_the_demo_ends_with_work(trained, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_run_without_a_tokenizer_says_how_to_name_one(trained, tmp_path):
     copy = Path(shutil.copytree(trained, tmp_path / "copy"))
     tokenizer = (copy / "tokenizer.json").rename(tmp_path / "t.json")

@@ -208,7 +208,7 @@ class StopAt:
 
 
 @pytest.mark.parametrize("n, step", [
-    pytest.param(12, 10, id="midway"), pytest.param(24, 20, id="at the end", marks=SLOW),
+    pytest.param(12, 10, id="midway", marks=SLOW), pytest.param(24, 20, id="at the end"),
 ])  # fmt: skip
 def test_an_interrupted_evaluation_is_repeated_on_resume(base, reference, monkeypatch, n, step):
     """The run is stopped between the two batches of an evaluation."""
@@ -447,6 +447,7 @@ def test_an_update_that_is_not_finite_changes_nothing_but_the_step(
     jax.tree.map(np.testing.assert_array_equal, want.params, state.params)
 
 
+@pytest.mark.slow
 def test_ten_bad_updates_in_a_row_end_the_run_with_finite_checkpoints(base, monkeypatch):
     sections = dict(optim=dict(lr=0.012), checkpoint=dict(every=4))
     cfg, run = new_run(base, "diverged", mesh=SINGLE, **sections)
@@ -481,6 +482,7 @@ def start_two(cfg: Config) -> list[subprocess.Popen]:
     return [start(c, env=env) for c in both]
 
 
+@pytest.mark.slow
 def test_two_processes_train_like_one_stop_together_and_resume_as_one(base, reference):
     cfg, run = new_run(base, "two", checkpoint=dict(every=1000))
     both = start_two(cfg)
