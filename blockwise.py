@@ -40,12 +40,13 @@ class Options(NamedTuple):
 
 
 def choose_options(P: int, R: int, L: int, scale: float, cap: float, window: int) -> Options:
-    """Portions for rows of L tokens: the fastest found on a CPU, not measured elsewhere.
+    """Portions for rows of L tokens: on a CPU the fastest of a study, elsewhere not measured.
 
     The program has a bounded size: at most 64 blocks up to 4,096 tokens, and then a loop.
 
-    A CPU's cache should hold the scores of a portion.  With 8 query and 4 key heads of 32 and 256
-    tokens, blocks of 64, 128 and 256 queries took 56, 64 and 80 CPU ms, and all pairs at once 94.
+    A CPU's cache should hold the scores of a portion.  In a study of this algorithm, with 16 rows
+    of 256 tokens and 8 query and 4 key heads of 32, blocks of 64, 128 and 256 queries took 56, 64
+    and 80 CPU ms, and all pairs at once 94.
     """
     unrolled, on_cpu = L <= 4096, platform() == "cpu"
     if unrolled:

@@ -266,7 +266,7 @@ def test_memory_follows_the_config():
     assert kept == sorted(kept, reverse=True)
     for dtype in ("float32", "bfloat16"):  # the sum of the gradients grows in place
         replicated = memory(configure(dict(dp=1, pp=2, tp=1, fsdp="none"), dtype=dtype))
-        # At the peak another gradient of a gain may be there too.
+        # With attention in blocks there are 128 bytes more; the cause is not known.
         assert replicated["gradients"] == pytest.approx(replicated["moments"] / 2, rel=1e-3)
     kept = {}
     for schedule, microbatches in product(("gpipe", "1f1b"), (8, 32)):
