@@ -43,7 +43,7 @@ test-full: .venv/installed
 
 test-interop: export JAX_PLATFORMS := cpu
 test-interop: .venv-interop/installed
-	.venv-interop/bin/python -m pytest -n 0 -m "" tests/test_interop.py
+	.venv-interop/bin/python -m pytest -n 0 -m "" tests/test_interop.py tests/test_benchmark.py
 	.venv-interop/bin/python -m pytest -n 0 -m "" tests/test_plan.py -k compilers
 
 lint: .venv/installed

@@ -28,7 +28,15 @@ from jax.sharding import PartitionSpec as P
 
 from blockwise import block_attention
 from config import USAGE, Config, UserError, look_up
-from layers import add_bias, einsum, platform, rms_norm, softcap
+from layers import (
+    add_bias,
+    einsum,
+    gather_over_tp,
+    platform,
+    rms_norm,
+    scatter_over_tp,
+    softcap,
+)
 from utils import warn
 from weights import Param, norm_gain, normal, zero_bias
 
@@ -359,7 +367,7 @@ def gqa(x_BLD, w, cfg, at: Span, cache):
 
     x is gathered over tp; the outputs of the heads are summed over tp and scattered.
     """
-    x_BLD = lax.all_gather(x_BLD, "tp", axis=at.tp_dim, tiled=True)
+    x_BLD = gather_over_tp(x_BLD, at.tp_dim)
     q_BLHK = add_bias(einsum("BLD,DHK->BLHK", x_BLD, w["q_DHK"]), w.get("q_bias_HK"))
     k_BLGK = add_bias(einsum("BLD,DGK->BLGK", x_BLD, w["k_DGK"]), w.get("k_bias_GK"))
     v_BLGK = add_bias(einsum("BLD,DGK->BLGK", x_BLD, w["v_DGK"]), w.get("v_bias_GK"))
@@ -370,7 +378,7 @@ def gqa(x_BLD, w, cfg, at: Span, cache):
     kv = update_cache(cache, dict(k_BSGK=rope(k_BLGK, at, cfg), v_BSGK=v_BLGK), at)
     y_BLHK = attend(q_BLHK, kv["k_BSGK"], kv["v_BSGK"], at, cfg, cfg.model.d_head)
     y_BLD = einsum("BLHK,HKD->BLD", y_BLHK, w["o_HKD"])
-    y_BLD = lax.psum_scatter(y_BLD, "tp", scatter_dimension=at.tp_dim, tiled=True)
+    y_BLD = scatter_over_tp(y_BLD, at.tp_dim)
     return add_bias(y_BLD, w.get("o_bias_D")), kv
 
 
@@ -413,9 +421,9 @@ def mla(x_BLD, w, cfg, at: Span, cache):
     c_BLI = add_bias(einsum("BLD,DI->BLI", x_BLD, w["kv_down_DI"]), w.get("kv_down_bias_I"))
     c_BLI = rms_norm(c_BLI, w["kv_norm_I"], eps)
     k_BLT = add_bias(einsum("BLD,DT->BLT", x_BLD, w["k_rope_DT"]), w.get("k_rope_bias_T"))
-    h_BLJ = lax.all_gather(h_BLJ, "tp", axis=at.tp_dim, tiled=True)
-    c_BLI = lax.all_gather(c_BLI, "tp", axis=at.tp_dim, tiled=True)
-    k_BLT = lax.all_gather(k_BLT, "tp", axis=at.tp_dim, tiled=True)
+    h_BLJ = gather_over_tp(h_BLJ, at.tp_dim)
+    c_BLI = gather_over_tp(c_BLI, at.tp_dim)
+    k_BLT = gather_over_tp(k_BLT, at.tp_dim)
 
     q_BLHK = einsum("BLJ,JHK->BLHK", h_BLJ, w["q_JHK"])
     q_BLHT = rope(einsum("BLJ,JHT->BLHT", h_BLJ, w["q_rope_JHT"]), at, cfg)
@@ -434,7 +442,7 @@ def mla(x_BLD, w, cfg, at: Span, cache):
         y_BLHI = attend(q, k[:, :, None], c_BSI[:, :, None], at, cfg, width)
         y_BLHW = einsum("BLHI,IHW->BLHW", y_BLHI, w["v_IHW"])
     y_BLD = einsum("BLHW,HWD->BLD", y_BLHW, w["o_HWD"])
-    y_BLD = lax.psum_scatter(y_BLD, "tp", scatter_dimension=at.tp_dim, tiled=True)
+    y_BLD = scatter_over_tp(y_BLD, at.tp_dim)
     return add_bias(y_BLD, w.get("o_bias_D")), kv
 
 

@@ -222,7 +222,8 @@ class Train:
     """Sequences in an update, over all devices."""
     microbatches: int = 0
     """Pipeline microbatches in each slice of train.grad_accum.
-    0 takes 1 if mesh.pp is 1, else the most that divide the batch, up to 4 per stage."""
+    0 takes 1 if mesh.pp is 1, else the most that divide the batch, up to 4 per stage.
+    On a CPU it takes as few as have at most 1,024 tokens on a device."""
     grad_accum: int = 1
     """Number of slices that a batch is cut into and that run one after another, to save memory."""
     steps: int = 100
@@ -240,15 +241,17 @@ class Train:
     """Tokens in a sample."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of the computations; parameters and optimizer state are stored in float32."""
-    remat: Literal["none", "dots", "attention", "layer", "offload"] = "layer"
+    remat: Literal["auto", "none", "dots", "attention", "layer", "offload"] = "auto"
     """What the backward pass recomputes, to save memory.
+    auto: layer; on a CPU none, if mesh.pp is 1 and that takes less than 1 GiB.
     none: nothing.  layer: whole layers.
     dots: everything except matmuls with dense weights.  attention: only attention.
     offload: whole layers, from inputs in host memory; needs mesh.pp 1.
     Every choice recomputes routed experts' hidden units, unless train.capacity_factor is set."""
-    unroll: int = 1
+    unroll: int = 0
     """Number of iterations of the loops over layers that are compiled as one.
-    A larger number copies less and takes longer to compile."""
+    A larger number copies less and takes longer to compile.
+    0 takes 1; on a CPU it takes all of up to 12 layers, except of tiny models."""
     attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"
     """Attention kernel.
     auto: cudnn on NVIDIA GPUs, splash on TPUs, xla elsewhere.

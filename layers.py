@@ -93,18 +93,32 @@ def tp_part(x, dim):
     return lax.dynamic_slice_in_dim(x, lax.axis_index("tp") * size, size, dim)
 
 
+def gather_over_tp(x, dim: int):
+    """The x of all tp shards, one after the other along dim."""
+    if lax.axis_size("tp") == 1:  # XLA would copy
+        return x
+    return lax.all_gather(x, "tp", axis=dim, tiled=True)
+
+
+def scatter_over_tp(y, dim: int):
+    """The sum over tp; each shard keeps its own part along dim."""
+    if lax.axis_size("tp") == 1:
+        return y
+    return lax.psum_scatter(y, "tp", scatter_dimension=dim, tiled=True)
+
+
 def gather_rows(x_BLD):
     """The x of all tp shards, one after the other as more rows: B * tp rows of L tokens each.
 
     For work on single tokens.  After gathering along the sequence, as attention does because it
     needs whole sequences, XLA copies the result once more.
     """
-    return lax.all_gather(x_BLD, "tp", tiled=True)
+    return gather_over_tp(x_BLD, 0)
 
 
 def scatter_rows(y_BLD):
     """The sum over tp of arrays in the order of `gather_rows`; each shard keeps its own rows."""
-    return lax.psum_scatter(y_BLD, "tp", tiled=True)
+    return scatter_over_tp(y_BLD, 0)
 
 
 def sequences_to_rows(x_BL):
@@ -158,6 +172,13 @@ def einsum_backward(sums, dtype, xw, grad_y):
     x_dims, w_dims, y_dims = re.split(",|->", sums)
     (x, w), grad_y = xw, grad_y.astype(xw[0].dtype)
     grad_x = multiply(f"{y_dims},{w_dims}->{x_dims}", grad_y, w)
+    if platform() == "cpu" and x.size > grad_y.size:
+        # XLA transposes the first array.
+        dims = "".join(d for d in y_dims if d not in x_dims) + "".join(
+            d for d in x_dims if d in w_dims
+        )
+        grad_w = lax.optimization_barrier(multiply(f"{y_dims},{x_dims}->{dims}", grad_y, x))
+        return grad_x, grad_w.transpose([dims.index(d) for d in w_dims])
     return grad_x, multiply(f"{x_dims},{y_dims}->{w_dims}", x, grad_y)
 
 
@@ -205,24 +226,48 @@ def norm(x_BLD, w, name, cfg):
 # ---- feed-forward and dropout
 
 
-def activate(h_CF, dim, cfg):
-    """Hidden units from the projections stacked along `dim`: gate and up, or only up."""
-    gate = lax.index_in_dim(h_CF, 0, dim, keepdims=False)
-    up = lax.index_in_dim(h_CF, -1, dim, keepdims=False)
-    match cfg.model.activation:
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def activate(gate, up, activation: str):
+    """Hidden units from the two projections; without a gate both are the same array.
+
+    In float32.  The backward pass computes them again from the projections: XLA on a CPU would
+    write all intermediate values to memory, in float32.
+    """
+    gate32, up32 = gate.astype(jnp.float32), up.astype(jnp.float32)
+    match activation:
         case "swiglu":  # Shazeer 2020
-            return jax.nn.silu(gate) * up
+            h = jax.nn.silu(gate32) * up32
         case "relu2":  # So et al. 2021
-            return jax.nn.relu(up) ** 2
+            h = jax.nn.relu(up32) ** 2
         case kind:  # Hendrycks and Gimpel 2016
-            return jax.nn.gelu(up, approximate=kind == "gelu_tanh")
+            h = jax.nn.gelu(up32, approximate=kind == "gelu_tanh")
+    return h.astype(up.dtype)
+
+
+def activate_backward(activation, projections, grad):
+    projections = lax.optimization_barrier(projections)  # or XLA keeps what is computed twice
+    _, backward = jax.vjp(partial(activate.fun, activation=activation), *projections)
+    return backward(grad)
+
+
+activate.defvjp(
+    lambda gate, up, activation: (activate(gate, up, activation), (gate, up)), activate_backward
+)
 
 
 def feed_forward(x_BLD, w, cfg, name=""):
-    """A feed-forward's partial output on this tp shard, which the caller sums over tp."""
-    h_BLCF = einsum("BLD,CDF->BLCF", x_BLD, w[f"{name}in_CDF"])
-    h_BLCF = add_bias(h_BLCF, w.get(f"{name}in_bias_CF"))
-    return einsum("BLF,FD->BLD", activate(h_BLCF, 2, cfg), w[f"{name}out_FD"])
+    """A feed-forward's partial output on this tp shard, which the caller sums over tp.
+
+    Gate and up are two products, because XLA on a CPU transposes the output and the gradient of a
+    joint one.
+    """
+
+    def project(c):
+        h_BLF = einsum("BLD,DF->BLF", x_BLD, w[f"{name}in_CDF"][c])
+        return add_bias(h_BLF, w[f"{name}in_bias_CF"][c]) if f"{name}in_bias_CF" in w else h_BLF
+
+    h = [project(c) for c in range(w[f"{name}in_CDF"].shape[0])]
+    return einsum("BLF,FD->BLD", activate(h[0], h[-1], cfg.model.activation), w[f"{name}out_FD"])
 
 
 def mlp(x_BLD, w, cfg):

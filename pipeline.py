@@ -274,7 +274,8 @@ def branch_policy(cfg: Config) -> Callable:
     collectives in order, except with train.remat=offload: arrays in host memory cannot leave a
     branch.
     """
-    if cfg.mesh.pp == 1 and (platform() != "cpu" or cfg.train.remat == "offload"):
+    one_device = cfg.mesh.sizes == (1, 1, 1)
+    if cfg.mesh.pp == 1 and (one_device or platform() != "cpu" or cfg.train.remat == "offload"):
         return always_work
     return work_when_due if cfg.mesh.skip_bubbles else work_in_lock_step
 

@@ -23,7 +23,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import config
-from checks import resolve
+from checks import AUTOMATIC, resolve
 from config import Config, UserError
 
 for package in ("absl", "asyncio", "gcsfs"):  # they log tracebacks of errors that they also raise
@@ -233,8 +233,10 @@ def exit_with(error: UserError | None):
 
 def start_mesh(cfg: Config, rows: int | None = None) -> Config:
     """Make cfg's mesh the ambient one, and return cfg resolved for it (see checks.resolve)."""
+    given = cfg.train
     try:
-        cfg = resolve(cfg, jax.device_count(), rows)
+        on_cpu = jax.devices()[0].platform == "cpu"
+        cfg = resolve(cfg, jax.device_count(), rows, on_cpu)
     except RuntimeError as e:
         what = f"JAX has no device: {str(e).splitlines()[0][:200]}"
         fix = "install JAX for the accelerator, or set JAX_PLATFORMS=cpu to simulate the mesh"
@@ -247,6 +249,11 @@ def start_mesh(cfg: Config, rows: int | None = None) -> Config:
         devices = f"{math.prod(cfg.mesh.sizes)} x {jax.devices()[0].device_kind}"
         processes = f"{jax.process_count()} process(es)"
         print(f"mesh: {axes} on {devices}, {processes}", file=sys.stderr, flush=True)
+        chosen = [name for name, x in AUTOMATIC.items() if getattr(given, name) == x]
+        if chosen and on_cpu and rows is None:
+            values = ", ".join(f"train.{name} {getattr(cfg.train, name)}" for name in chosen)
+            why = "arrays that fit its caches, little recomputing, few copies"
+            print(f"fast on a CPU: {values} ({why})", file=sys.stderr, flush=True)
     return cfg
 
 

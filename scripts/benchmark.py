@@ -3,9 +3,10 @@
     python scripts/benchmark.py --config gpt2_124m --train.batch_size 48 --train.grad_accum 1
 
 All flags of train.py work here too.  The script compares Trifold's step on the config's mesh and on
---meshes, a plain jit on one device, and transformers under torch.compile.  It measures them in
-alternation in one process, on the same random tokens, which stay on the device.  On a CPU, where
-other programs disturb the wall clock, it compares CPU seconds.
+--meshes, a plain jit on one device, and the models of transformers and nanoGPT under torch.compile
+(torch_peers.py).  It measures them in alternation in one process, from the same initial weights, on
+the same random tokens, which stay on the device.  On a CPU, where other programs disturb the wall
+clock, it compares CPU seconds.
 
 Dimension key (a suffix on every array's name spells its logical shape):
   A  accumulation slices   B  sequences   L  sequence length   D  d_model   F  d_ff   V  vocabulary
@@ -42,7 +43,7 @@ class Args:
     """Times that each is measured; the table has the medians."""
     steps: int = 0
     """Updates in a measurement, after some to warm up; 0 means 20, or 3 on a CPU."""
-    peers: tuple[Literal["plain", "transformers"], ...] = ("plain", "transformers")
+    peers: tuple[Literal["plain", "transformers", "nanogpt"], ...] = ("plain", "transformers")
     """What to compare with; give none to measure Trifold alone."""
     meshes: tuple[str, ...] = ()
     """More meshes for Trifold, as dp,pp,tp[,schedule[,skip_bubbles]]:
@@ -80,7 +81,8 @@ def parse() -> tuple[Args, Config, dict[str, Config]]:
     meshes = [x.mesh for x in (cfg, *others.values())]
     largest = max(meshes, key=lambda mesh: math.prod(n for n in mesh.sizes if n > 0))
     cli.simulate_devices(largest, cfg.run.num_processes)
-    if "transformers" in args.peers:  # else JAX takes most of a GPU's memory and leaves torch none
+    if {"transformers", "nanogpt"} & set(args.peers):
+        # Else JAX takes most of a GPU's memory and leaves torch none.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     return args, cfg, others
 
@@ -250,9 +252,8 @@ def make_plain(window_BL, cfg: Config) -> Contestant:
     return compile_contestant("plain jit", 1, plain_step, begin, batch, cfg)
 
 
-def make_transformers(window_BL, cfg: Config) -> Contestant:
-    """Hugging Face's model of the same config under torch.compile, from random weights in float32,
-    with autocast to the compute dtype.
+def make_torch(name: str, window_BL, cfg: Config) -> Contestant:
+    """A peer of torch_peers.py.
 
     Raises UserError: USAGE where it cannot run here, DATA where it has no such model.
     """
@@ -264,48 +265,24 @@ def make_transformers(window_BL, cfg: Config) -> Contestant:
     if cfg.optim.name != "adamw":
         raise UserError(config.USAGE, f"is not measured with optim.name={cfg.optim.name}")
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
 
-    from scripts import hf_config
+    from scripts import torch_peers
 
-    device, o = dict(cpu="cpu", gpu="cuda")[platform()], cfg.optim
-    settings = hf_config.write_config(cfg, cfg.train.dtype, None)
-    settings |= dict(vocab_size=cfg.model.vocab_rows)  # the same shapes of matmuls
-    settings |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
-    options = dict(attn_implementation="sdpa", dtype=torch.float32)
-    network = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings), **options)
-    network = network.to(device).train()
-    adam = dict(lr=o.lr, betas=(o.b1, o.b2), eps=o.eps, weight_decay=o.weight_decay)
-    adamw = torch.optim.AdamW(network.parameters(), fused=True, **adam)
-    slices = torch.tensor(window_BL, dtype=torch.long, device=device).chunk(cfg.train.grad_accum)
-
-    @torch.compile
-    def mean_loss(slice_BL):
-        logit_BLV = network(input_ids=slice_BL[:, :-1], use_cache=False).logits.float()
-        target_BL = slice_BL[:, 1:]
-        return torch.nn.functional.cross_entropy(logit_BLV.flatten(0, 1), target_BL.flatten())
-
-    def step(state):
-        total = 0
-        for slice_BL in slices:
-            with torch.autocast(device, torch.bfloat16, enabled=cfg.train.dtype == "bfloat16"):
-                loss = mean_loss(slice_BL) / len(slices)
-            loss.backward()
-            total += loss.detach()
-        torch.nn.utils.clip_grad_norm_(network.parameters(), o.clip_norm)
-        adamw.step()
-        adamw.zero_grad()
-        return state, dict(loss=total)
-
+    device = dict(cpu="cpu", gpu="cuda")[platform()]
+    training = torch_peers.Training(name, window_BL, cfg, device)
     start = time.perf_counter()
-    loss = float(step(None)[1]["loss"])
-    seconds = time.perf_counter() - start
-    float(step(None)[1]["loss"])  # the first step creates AdamW's moments
+    state, metrics = training.step(training.begin())
+    loss, seconds = float(metrics["loss"]), time.perf_counter() - start
+    float(training.step(state)[1]["loss"])  # with AdamW's moments, for the memory
     memory = torch.cuda.max_memory_allocated() if device == "cuda" else None
-    return Contestant("transformers", 1, lambda: None, step, seconds, memory, loss)
+    return Contestant(name, 1, training.begin, training.step, seconds, memory, loss)
 
 
-PEERS = dict(plain=make_plain, transformers=make_transformers)
+PEERS = dict(
+    plain=make_plain,
+    transformers=partial(make_torch, "transformers"),
+    nanogpt=partial(make_torch, "nanogpt"),
+)
 
 
 def make_peers(names, window_BL, cfg: Config) -> tuple[list[Contestant], dict[str, str]]:
@@ -473,7 +450,10 @@ def main(args: Args, others: dict[str, Config], cfg: Config):
     """Measure, and print the table and its ratios.  others: the config on each of --meshes."""
     jax.config.update("jax_enable_compilation_cache", False)  # else it loads what it should compile
     cfg = utils.start_mesh(cfg)
-    others = {name: checks.resolve(other, jax.device_count()) for name, other in others.items()}
+    on_cpu = platform() == "cpu"
+    others = {
+        name: checks.resolve(x, jax.device_count(), None, on_cpu) for name, x in others.items()
+    }
     # All meshes are made before anything is compiled, because one may be refused.
     others = {name: (other, utils.make_mesh(other)) for name, other in others.items()}
     result, t = measure(args, cfg, others), cfg.train

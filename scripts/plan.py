@@ -167,7 +167,7 @@ def print_plan(plan: dict, cfg: Config, topology: str):
 def candidates(cfg: Config, n_devices: int) -> Iterator[tuple[Config | None, str]]:
     """(config, "") for each mesh of n_devices with each number of microbatches and remat policy,
     or (None, reason) for a mesh that the config cannot have."""
-    policies = get_args(get_type_hints(config.Train)["remat"])
+    policies = [x for x in get_args(get_type_hints(config.Train)["remat"]) if x != "auto"]
     for dp in checks.divisors(n_devices):
         for pp in checks.divisors(n_devices // dp):
             sizes = dict(dp=dp, pp=pp, tp=n_devices // dp // pp)

@@ -3,6 +3,7 @@ report."""
 
 import json
 from dataclasses import replace
+from importlib.util import find_spec
 
 import jax
 import numpy as np
@@ -70,6 +71,29 @@ def test_the_plain_model_is_trained_by_any_optimizer(monkeypatch):
     want = first_losses(benchmark.make_trifold(windows(cfg), cfg, jax.sharding.get_mesh()))
     assert len({*want}) == len(want)
     np.testing.assert_allclose(got, want, rtol=2e-6)
+
+
+live = pytest.mark.skipif(
+    not (find_spec("torch") and find_spec("transformers")),
+    reason="torch and transformers not installed: run make test-interop",
+)
+
+
+@live
+@pytest.mark.parametrize("name, preset, dtype, rtol", [
+    ("transformers", LLAMA, "float32", 1e-5), ("nanogpt", GPT2, "float32", 1e-5),
+    ("transformers", GPT2, "float32", 1e-5), ("transformers", LLAMA, "bfloat16", 2e-3),
+])  # fmt: skip
+def test_a_peer_in_torch_trains_from_the_same_weights_as_trifold(name, preset, dtype, rtol):
+    """The losses of the first four updates; a decay of 9 would show in other groups of weights."""
+    train = replace(preset.train, microbatches=2, dtype=dtype)
+    model = replace(preset.model, qk_norm=False, n_heads=8, n_kv_heads=8)
+    optimizer = replace(preset.optim, weight_decay=9.0)
+    cfg = on_mesh(replace(preset, model=model, train=train, optim=optimizer))
+    got = first_losses(benchmark.make_torch(name, windows(cfg), cfg))
+    want = first_losses(benchmark.make_trifold(windows(cfg), cfg, jax.sharding.get_mesh()))
+    assert abs(want[-1] - want[0]) > 0.01
+    np.testing.assert_allclose(got, want, rtol=rtol)
 
 
 def test_a_peer_that_lacks_a_setting_of_the_config_is_left_out_with_the_reason():

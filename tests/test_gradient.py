@@ -111,7 +111,8 @@ def test_a_replicated_norm_is_one_value_on_every_device():
 
 @pytest.mark.parametrize("fields", [
     dict(grad_accum=4), dict(grad_accum=2, microbatches=8), dict(microbatches=16),
-    dict(remat="none"), dict(remat="dots"), dict(remat="attention"), dict(unroll=4),
+    dict(remat="none"), dict(remat="dots"), dict(remat="attention"), dict(remat="layer"),
+    dict(unroll=4), dict(unroll=2, remat="none"),
     dict(loss_chunk=12),
 ], ids=str)  # fmt: skip
 def test_what_only_trades_time_for_memory_does_not_change_the_gradient(fields):

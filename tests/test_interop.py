@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ROOT, on_mesh
+from conftest import ROOT
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -30,7 +30,7 @@ import layers
 import model
 import train
 import utils
-from scripts import benchmark, convert_hf, hf_config
+from scripts import convert_hf, hf_config
 
 GOLDENS = ROOT / "tests" / "goldens"
 FAMILIES = sorted(p.name for p in GOLDENS.iterdir())
@@ -293,14 +293,3 @@ def test_transformers_computes_the_same_from_our_own_model(family, imported, tmp
     tokens = golden(family)["tokens"]
     want = transformers_logits(tmp_path / "hf", tokens)
     record("our own", family, scores(params, tokens, cfg)[0], want, 1e-4)
-
-
-@live
-def test_transformers_takes_part_in_the_benchmark():
-    cfg = on_mesh(config.tiny())
-    shape = cfg.train.batch_size, cfg.train.seq_len + 1
-    row_BL = np.random.default_rng(0).integers(cfg.model.vocab_size, size=shape, dtype=np.int32)
-    (peer,), left_out = benchmark.make_peers(("transformers",), row_BL, cfg)
-    assert not left_out and peer.loss == pytest.approx(np.log(cfg.model.vocab_size), rel=0.1)
-    wall, cpu = benchmark.time_steps(peer, 2)
-    assert wall > 0 and cpu > 0

@@ -1,0 +1,146 @@
+"""The peers of benchmark.py that run in PyTorch: transformers' model, and nanoGPT's, with Trifold's
+initial weights, microbatches, optimizer and schedule.
+
+Dimension key (a suffix on every array's name spells its logical shape):
+  B  sequences   L  sequence length   D  d_model   V  vocabulary   H  heads   K  head dim
+"""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import optim
+import train
+import utils
+from config import DATA, Config, Model, UserError
+from scripts import hf_config, hf_families
+
+
+def with_padding(cfg: Config) -> Config:
+    """The config with the embedding's padding rows as words, so that matmuls have equal shapes."""
+    return replace(cfg, model=replace(cfg.model, vocab_size=cfg.model.vocab_rows))
+
+
+def initial_weights(family: str, cfg: Config) -> dict:
+    """{name: tensor} of Hugging Face's model of that family, with Trifold's initial weights."""
+    params = utils.leaf_table(train.init_state(cfg).params)
+    params = {path: np.asarray(x) for path, x in params.items()}
+    tensors = hf_families.tensor_maps(family, with_padding(cfg))
+
+    def tensor(t):
+        return torch.from_numpy(t.from_weights([params[p.weight][p.entry] for p in t.parts]))
+
+    return {t.name: tensor(t) for t in tensors}
+
+
+class TransformersModel(nn.Module):
+    """Hugging Face's model of a config: token_BL -> logit_BLV.  Raises UserError DATA where it has
+    none."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        settings = hf_config.write_config(with_padding(cfg), cfg.train.dtype, None)
+        settings |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+        options = dict(attn_implementation="sdpa", dtype=torch.float32)
+        self.model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings), **options)
+        self.model.load_state_dict(initial_weights(settings["model_type"], cfg), strict=False)
+
+    def forward(self, token_BL):
+        return self.model(input_ids=token_BL, use_cache=False).logits
+
+
+class NanoGPTLayer(nn.Module):
+    def __init__(self, m: Model):
+        super().__init__()
+        self.n_heads, D = m.n_heads, m.d_model
+        self.ln_1, self.ln_2 = (nn.LayerNorm(D, m.norm_eps) for _ in range(2))
+        self.attn = nn.ModuleDict(dict(c_attn=nn.Linear(D, 3 * D), c_proj=nn.Linear(D, D)))
+        self.mlp = nn.ModuleDict(dict(c_fc=nn.Linear(D, m.d_ff), c_proj=nn.Linear(m.d_ff, D)))
+        self.gelu = nn.GELU("tanh" if m.activation == "gelu_tanh" else "none")
+
+    def forward(self, x_BLD):
+        qkv = self.attn.c_attn(self.ln_1(x_BLD)).chunk(3, -1)
+        q, k, v = (x.unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for x in qkv)
+        y_BHLK = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x_BLD = x_BLD + self.attn.c_proj(y_BHLK.transpose(1, 2).flatten(2))
+        return x_BLD + self.mlp.c_proj(self.gelu(self.mlp.c_fc(self.ln_2(x_BLD))))
+
+
+class NanoGPT(nn.Module):
+    """A GPT-2 of the layers of nanoGPT's model.py, with transformers' names: token_BL -> logit_BLV.
+    Raises UserError DATA where the config is of another model."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        m = with_padding(cfg).model
+        name = hf_config.write_config(cfg, "float32", None)["model_type"]
+        if name != "gpt2":
+            raise UserError(DATA, f"is not measured on a {name}", "give a model of GPT-2's kind")
+        parts = dict(wte=nn.Embedding(m.vocab_size, m.d_model))
+        parts |= dict(wpe=nn.Embedding(m.max_positions, m.d_model))
+        parts |= dict(h=nn.ModuleList(NanoGPTLayer(m) for _ in range(m.n_layers)))
+        parts |= dict(ln_f=nn.LayerNorm(m.d_model, m.norm_eps))
+        self.transformer = nn.ModuleDict(parts)
+        weights = initial_weights("gpt2", cfg)
+        turned = {name: x.T if ".c_" in name and x.ndim == 2 else x for name, x in weights.items()}
+        self.load_state_dict(turned)
+
+    def forward(self, token_BL):
+        t = self.transformer
+        x_BLD = t.wte(token_BL) + t.wpe.weight[: token_BL.shape[1]]
+        for layer in t.h:
+            x_BLD = layer(x_BLD)
+        return functional.linear(t.ln_f(x_BLD), t.wte.weight)
+
+
+NETWORKS = dict(transformers=TransformersModel, nanogpt=NanoGPT)
+
+
+class Training:
+    """Training of a network on one batch, under torch.compile and with autocast to the compute
+    dtype.  AdamW decays matrices only, as optim.py's does."""
+
+    def __init__(self, name: str, window_BL, cfg: Config, device: str):
+        self.cfg, self.device = cfg, device
+        self.network = NETWORKS[name](cfg).to(device).train()
+        self.initial = {name: x.clone() for name, x in self.network.state_dict().items()}
+        windows = torch.tensor(window_BL, dtype=torch.long, device=device)
+        self.slices = windows.chunk(cfg.train.grad_accum * cfg.train.microbatches)
+        o, params = cfg.optim, list(self.network.parameters())
+        decays = [[p for p in params if p.ndim > 1], [p for p in params if p.ndim == 1]]
+        groups = zip(decays, (o.weight_decay, 0.0), strict=True)
+        groups = [dict(params=x, weight_decay=decay) for x, decay in groups]
+        self.adamw = torch.optim.AdamW(groups, betas=(o.b1, o.b2), eps=o.eps, fused=True)
+        self.learning_rate = jax.jit(lambda n: optim.learning_rate(n, cfg))
+        self.mean_loss = torch.compile(self.mean_loss)
+
+    def begin(self) -> int:
+        """Number of updates done: none."""
+        self.network.load_state_dict(self.initial)
+        self.adamw.state.clear()
+        return 0
+
+    def mean_loss(self, slice_BL):
+        logit_BLV = self.network(slice_BL[:, :-1])[..., : self.cfg.model.vocab_size].float()
+        return functional.cross_entropy(logit_BLV.flatten(0, 1), slice_BL[:, 1:].flatten())
+
+    def step(self, n: int):
+        """(n + 1, {"loss": nats a token}) after one update."""
+        total = 0
+        autocast = torch.autocast(self.device, torch.bfloat16, self.cfg.train.dtype == "bfloat16")
+        for slice_BL in self.slices:
+            with autocast:
+                loss = self.mean_loss(slice_BL) / len(self.slices)
+            loss.backward()
+            total += loss.detach()
+        torch.nn.utils.clip_grad_norm_(self.network.parameters(), self.cfg.optim.clip_norm)
+        for group in self.adamw.param_groups:
+            group["lr"] = float(self.learning_rate(n))
+        self.adamw.step()
+        self.adamw.zero_grad()
+        return n + 1, dict(loss=total)
