@@ -223,7 +223,7 @@ class Train:
     microbatches: int = 0
     """Pipeline microbatches in each slice of train.grad_accum.
     0 takes 1 if mesh.pp is 1, else the most that divide the batch, up to 4 per stage.
-    On a CPU it takes as few as have at most 1,024 tokens on a device."""
+    On a CPU it takes as few as have at most 512 tokens on a device."""
     grad_accum: int = 1
     """Number of slices that a batch is cut into and that run one after another, to save memory."""
     steps: int = 100
