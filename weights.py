@@ -125,29 +125,26 @@ def draw_normals(params: list[Param], key_W) -> list:
     def per_device(key_W):
         parts = [LocalPart(p) for p in params]
         n = min(CHUNK, max(part.n_numbers for part in parts))
-        chunks = [
-            (w, layer, first)
-            for w, part in enumerate(parts)
-            for layer in range(part.n_layers)
-            for first in range(0, part.n_numbers, n)
-        ]
-        weight_C, layer_C, first_C = np.array(chunks, np.uint32).T
-        is_stacked_C = np.array([p.is_stacked for p in params])[weight_C]
-        layer_C += jnp.stack([part.first_layer for part in parts])[weight_C]
-        layer_key_C = jax.vmap(jax.random.fold_in)(key_W[weight_C], layer_C)
-        key_C = jnp.where(is_stacked_C, layer_key_C, key_W[weight_C])
-        std_C = np.array([p.init.std for p in params], np.float32)[weight_C]
-        size_CA = jnp.stack([part.size_A for part in parts])[weight_C]
-        start_CA = jnp.stack([part.start_A for part in parts])[weight_C]
-        whole_CA = jnp.stack([part.whole_A for part in parts])[weight_C]
-        rows = jax.random.key_data(key_C), first_C, size_CA, start_CA, whole_CA, std_C
-        normal_CI = lax.map(lambda row: draw_chunk(*row, n), rows)
-        values, start = [], 0
-        for p, part in zip(params, parts, strict=True):
-            stop = start + part.n_layers * -(-part.n_numbers // n)
+        n_chunks_W = np.array([-(-part.n_numbers // n) for part in parts])  # of each layer
+        stop_W = np.cumsum(n_chunks_W * [part.n_layers for part in parts])
+        start_W = np.append(0, stop_W[:-1])
+        table_W = jax.tree.map(lambda *values: jnp.stack(values), *[part.values for part in parts])
+        table_W |= dict(key=key_W, start=jnp.uint32(start_W), n_chunks=jnp.uint32(n_chunks_W))
+
+        def draw(c):
+            weight = (c >= np.uint32(stop_W)).sum()
+            own = jax.tree.map(lambda x_W: x_W[weight], table_W)
+            layer, i = jnp.divmod(c - own["start"], own["n_chunks"])
+            layer_key = jax.random.fold_in(own["key"], own["first_layer"] + layer)
+            key = jnp.where(own["is_stacked"], layer_key, own["key"])
+            dims = own["size_A"], own["start_A"], own["whole_A"]
+            return draw_chunk(jax.random.key_data(key), i * np.uint32(n), *dims, own["std"], n)
+
+        normal_CI = lax.map(draw, jnp.arange(stop_W[-1], dtype=jnp.uint32))
+        values = []
+        for p, part, start, stop in zip(params, parts, start_W, stop_W, strict=True):
             x = normal_CI[start:stop].reshape(part.n_layers, -1)[:, : part.n_numbers]
             values.append(equal_copies(x.reshape(part.sizes), p.spec))
-            start = stop
         return values
 
     return per_device(key_W)
@@ -162,17 +159,24 @@ class LocalPart:
         self.sizes = [size // count for size, count in zip(p.shape, counts, strict=True)]
         start = [size * i for size, i in zip(self.sizes, index, strict=True)]
         self.n_layers = self.sizes[0] if p.is_stacked else 1
-        self.first_layer = jnp.uint32(start[0] if p.is_stacked else 0)
         self.n_numbers = math.prod(p.without_layers(self.sizes))
         """In each layer."""
+        assert self.n_numbers < 2**32, "draw_chunk counts them in 32 bits"
 
         def four_dims(values, missing):
             values = p.without_layers(values)
             return jnp.stack([jnp.uint32(x) for x in [missing] * (4 - len(values)) + values])
 
-        self.size_A, self.start_A = four_dims(self.sizes, 1), four_dims(start, 0)
-        self.whole_A = four_dims(p.shape, 1)
-        """The sizes of the whole weight."""
+        # What `draw_normals` looks up for each chunk: a table of chunks would be a constant of the
+        # program, of a million rows for 70 billion numbers.
+        self.values = dict(
+            std=np.float32(p.init.std),
+            is_stacked=np.bool_(p.is_stacked),
+            first_layer=jnp.uint32(start[0]),
+            size_A=four_dims(self.sizes, 1),
+            start_A=four_dims(start, 0),
+            whole_A=four_dims(p.shape, 1),
+        )
 
 
 def draw_chunk(key_2, first, size_A, start_A, whole_A, std, n: int):

@@ -9,7 +9,9 @@ from conftest import on_mesh
 from jax import lax
 from jax.extend.random import threefry_2x32
 
+import config
 import model
+import train
 import utils
 import weights
 
@@ -31,6 +33,22 @@ def test_drawn_weights_are_those_of_their_initializers(cfg, mesh, monkeypatch):
     want = jax.device_get(draw(0))
     for got in found.values():
         jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize("preset, mesh", [("llama3_70b", (2, 2, 2)), ("gpt2_1.5b", (8, 1, 1))])
+def test_no_device_needs_more_than_its_part_and_the_weights_once_more(preset, mesh):
+    """While the initial state is made: less than an update needs, whose gradients are as large."""
+    cfg = on_mesh(config.PRESETS[preset](), mesh)
+    shapes, specs = train.state_shapes(cfg), utils.shardings(train.state_specs(cfg))
+
+    def part(shapes, shardings) -> int:
+        parts = jax.tree.map(lambda x, s: 4 * np.prod(s.shard_shape(x.shape)), shapes, shardings)
+        return sum(jax.tree.leaves(parts))
+
+    program = jax.jit(train.new_state, static_argnums=0, out_shardings=specs).lower(cfg).compile()
+    found = program.memory_analysis()
+    assert found.output_size_in_bytes == pytest.approx(part(shapes, specs), rel=0.001)
+    assert found.temp_size_in_bytes < 1.05 * part(shapes.params, specs.params)
 
 
 @pytest.mark.parametrize("middle", [7 * 2**32, 3132 * 9_600_000 + 100])
