@@ -358,7 +358,7 @@ def missing_problems(m: Model, names: list[str], why: str):
 
 
 def other_problems(cfg: Config):
-    r, t, o = cfg.run, cfg.train, cfg.optim
+    r, t = cfg.run, cfg.train
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", r.name) or r.name.startswith("."):
         allowed = "1 to 64 letters, digits, '.', '_' or '-', not starting with '.'"
         what = f"run.name={r.name!r} must be {allowed}"
@@ -373,9 +373,6 @@ def other_problems(cfg: Config):
     if n_auto > 1:
         what = f"mesh: {n_auto} axes are -1, at most one may be"
         yield Problem(what, "set all but one of --mesh.dp --mesh.pp --mesh.tp")
-    if o.warmup_steps > t.steps:
-        what = f"optim.warmup_steps={o.warmup_steps} must not exceed train.steps={t.steps}"
-        yield Problem(what, f"set --optim.warmup_steps to {t.steps} or less")
     first, n = t.profile
     if t.profile != (0, 0) and not (0 < first < first + n <= t.steps + 1):
         what = f"train.profile={first} {n} must be updates between 1 and train.steps={t.steps}"

@@ -321,6 +321,9 @@ def main(cfg: Config) -> State | None:
     """Make or resume a run and train it, or only evaluate it."""
     stop = utils.Stop()
     cfg = utils.start_mesh(cfg)
+    if (warmup := cfg.optim.warmup_steps) > cfg.train.steps:
+        what = f"optim.warmup_steps={warmup} is more than train.steps={cfg.train.steps}"
+        utils.warn(f"{what}: the learning rate will not reach optim.lr={cfg.optim.lr}")
     train = Dataset(cfg, "train")
     cfg = train.cfg  # now with the data's end-of-document id
     val = Dataset(cfg, "val")

@@ -34,6 +34,15 @@ def test_learning_rate(schedule):
         assert rate[54] == pytest.approx(0.55)
 
 
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+def test_a_run_shorter_than_its_warmup_keeps_to_the_warmup(schedule):
+    """No flag is needed to try a preset for a few updates; the decay still ends at the minimum."""
+    cfg = cli.parse(["--config", "tiny", "--optim.schedule", schedule, "--train.steps", "3"])
+    rate = [float(optim.learning_rate(n, cfg)) for n in range(3)]
+    last = 3 / 5 if schedule == "cosine" else cfg.optim.min_lr_ratio
+    np.testing.assert_allclose(rate, cfg.optim.lr * np.array([1 / 5, 2 / 5, last]), rtol=1e-6)
+
+
 def test_a_new_schedule_is_one_entry_of_the_table(monkeypatch):
     """It sets the rate of the updates and of the metrics, with the warmup and the minimum."""
 

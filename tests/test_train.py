@@ -305,6 +305,15 @@ def test_a_checkpoint_of_another_run_is_refused_with_the_fields(
     assert contents(run) == before
 
 
+def test_a_warmup_longer_than_the_run_is_only_a_warning(base, capsys):
+    for steps in (4, 5):
+        data = dict(train="nowhere")  # so that the run ends before it trains
+        cfg, _ = new_run(base, "short", train=dict(steps=steps), data=data)
+        assert refusal(cfg).code == config.DATA
+        want = "warning: optim.warmup_steps=5 is more than train.steps=4: the learning rate"
+        assert (want in capsys.readouterr().err) == (steps == 4)
+
+
 def test_fewer_steps_than_the_run_has_made_are_refused(base, reference):
     cfg, run = copy_run(reference, base, "fewer", train=dict(steps=15))
     before = contents(run)
@@ -391,7 +400,7 @@ def test_a_document_mask_takes_the_end_of_documents_from_the_manifest(base, tmp_
 
     def train_two_updates(name, **data) -> tuple[list[float], int]:
         few = dict(steps=2, eval_batches=1)
-        cfg, run = new_run(base, name, mesh=SINGLE, train=few, optim=dict(warmup_steps=1))
+        cfg, run = new_run(base, name, mesh=SINGLE, train=few)
         data |= dict(train=str(out / "train"), val=str(out / "val"))
         train.main(replace(cfg, data=replace(cfg.data, **data)))
         return loss_curve(run), json.loads((run / "config.json").read_text())["data"]["end_id"]
