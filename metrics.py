@@ -210,6 +210,8 @@ class MetricsLog:
         panels = {name: metrics[name] for name in metrics if isinstance(metrics[name], dict)}
         others = [name for name in metrics if name not in SCALARS and name not in panels]
         scalars = {name: float(metrics[name]) for name in (*SCALARS, *others)}
+        if step == self.first_step + 1:
+            self.start = self.clock  # what came before it, such as compiling, does not come again
         now = time.perf_counter()
         seconds, self.clock = now - self.clock, now
         rate = self.tokens_per_step / seconds

@@ -63,6 +63,29 @@ def test_rows_are_written_one_update_late_and_nan_is_null(tmp_path, capsys):
     assert "eta" in printed.out and "warning: update 2 skipped" in printed.err
 
 
+def test_the_time_left_counts_evaluations_and_not_the_start(tmp_path, monkeypatch, capsys):
+    now = [0.0]
+
+    def wait(seconds):
+        now[0] += seconds
+
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    cfg = on_mesh(config.tiny(), (1, 1, 1), log=dict(every=1))
+    scalars = {name: jnp.float32(1) for name in ("loss", "grad_norm", "lr")}
+    log = metrics.MetricsLog(epath.Path(tmp_path), cfg, 10, flops_per_token=1.0)
+    log.run_untimed(wait, 1000)  # compiling
+    log.run_untimed(wait, 100)  # the first checkpoint
+    for step in (11, 12, 13):
+        log.add_update(step, scalars)
+        wait(2)
+        if step == 12:
+            log.run_untimed(wait, 8)
+    log.close()
+    # 9 and 8 updates of 2 s, then 7 of (2 + 2 + 8 + 2) / 3.
+    assert re.findall(r"eta (\S+)", capsys.readouterr().out) == ["18s", "16s", "32s"]
+    assert [row["step_time"] for row in read_rows(tmp_path)] == [2, 2, 2]
+
+
 def test_the_curve_is_drawn(tmp_path):
     path = epath.Path(tmp_path / "loss.png")
     metrics.draw_loss(path, {1: 3.0, 2: None, 3: 2.0}, {3: 2.5})
