@@ -125,17 +125,20 @@ def restore_or_init(run, train: Dataset, cfg: Config) -> tuple[Checkpoints, Stat
     """The run's checkpoints, and the State of the newest one, or a new State where there is none.
     Raises UserError CHECKPOINT and USAGE."""
     store = Checkpoints(run, cfg.checkpoint.keep, fixed_settings(cfg, train.source.fingerprint))
+    begin = time.monotonic()
     found = store.restore(checkpoint_items(abstract_state(cfg)))
     if found is None and cfg.eval_only:
         what = f"{store.run} has no checkpoint to evaluate"
         raise UserError(CHECKPOINT, what, "train it first, without --eval_only")
     if found is None:
-        return store, init_state(cfg)
+        with utils.say_time("initial state"):
+            return store, jax.block_until_ready(utils.wait_for(init_state(cfg)))
     if store.newest > cfg.train.steps and not cfg.eval_only:
         what = f"train.steps={cfg.train.steps}, but {run} has already made {store.newest} updates"
         fix = f"set --train.steps {store.newest} or more, or start over with --fresh"
         raise UserError(USAGE, what, fix)
-    utils.say(f"resume: update {store.newest} (verified) from {store.path}")
+    took = f"{time.monotonic() - begin:.1f} s"
+    utils.say(f"resume: update {store.newest} (verified) from {store.path} in {took}")
     return store, State(params=found["params"], **found["rest"])
 
 
@@ -294,6 +297,9 @@ def train_loop(run, store, state: State, train: Dataset, val: Dataset, stop, cfg
     log = MetricsLog(run, cfg, start, model.flops_per_token(cfg))
     # Before the first checkpoint, because compiling may fail, or show that memory is too small.
     program = log.run_untimed(compile_step, cfg) if start < cfg.train.steps else None
+    if store.newest is None:
+        with utils.say_time("first checkpoint"):
+            log.run_untimed(store.save, start, checkpoint_items(state))
     profile = Profile(run, program, cfg)
     for step in range(start, cfg.train.steps + 1):
         if is_due(step, cfg.train.eval_every, cfg) and step not in log.eval_losses:
@@ -302,7 +308,7 @@ def train_loop(run, store, state: State, train: Dataset, val: Dataset, stop, cfg
         if wants_sample and is_due(step, cfg.train.sample_every, cfg):
             log.add_sample(log.run_untimed(sample_row, state.params, step, cfg, train))
         last = step == cfg.train.steps or stop.agree_to_stop()
-        if step == 0 or last or is_due(step, cfg.checkpoint.every, cfg):
+        if last or is_due(step, cfg.checkpoint.every, cfg):
             log.run_untimed(store.save, step, checkpoint_items(state))
         if last:
             break
@@ -324,9 +330,10 @@ def main(cfg: Config) -> State | None:
     if (warmup := cfg.optim.warmup_steps) > cfg.train.steps:
         what = f"optim.warmup_steps={warmup} is more than train.steps={cfg.train.steps}"
         utils.warn(f"{what}: the learning rate will not reach optim.lr={cfg.optim.lr}")
-    train = Dataset(cfg, "train")
-    cfg = train.cfg  # now with the data's end-of-document id
-    val = Dataset(cfg, "val")
+    with utils.say_time("data"):
+        train = Dataset(cfg, "train")
+        cfg = train.cfg  # now with the data's end-of-document id
+        val = Dataset(cfg, "val")
     n_params, n_active = model.param_count(cfg), model.param_count(cfg, active=True)
     with open_run(cfg, train.source) as run:
         store, state = restore_or_init(run, train, cfg)

@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 import traceback
+from contextlib import contextmanager
 from functools import partial
 from itertools import compress
 from types import CoroutineType
@@ -30,6 +31,7 @@ for package in ("absl", "asyncio", "gcsfs"):  # they log tracebacks of errors th
     logging.getLogger(package).setLevel(logging.CRITICAL)
 
 AXES = ("dp", "pp", "tp")
+IMPORTED = time.monotonic()  # before the processes meet and JAX looks for devices
 
 
 # ---- processes
@@ -50,6 +52,14 @@ def warn(text: str):
     """Print a warning on stderr, from process 0."""
     if is_lead():
         print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def say_time(what: str):
+    """Say how long the block took."""
+    begin = time.monotonic()
+    yield
+    say(f"{what} in {time.monotonic() - begin:.1f} s")
 
 
 def run_on_lead(f, *args):
@@ -247,7 +257,7 @@ def start_mesh(cfg: Config, rows: int | None = None) -> Config:
     if is_lead():  # on stderr, because stdout is for results
         axes = " ".join(f"{axis}={n}" for axis, n in zip(AXES, cfg.mesh.sizes, strict=True))
         devices = f"{math.prod(cfg.mesh.sizes)} x {jax.devices()[0].device_kind}"
-        processes = f"{jax.process_count()} process(es)"
+        processes = f"{jax.process_count()} process(es) in {time.monotonic() - IMPORTED:.1f} s"
         print(f"mesh: {axes} on {devices}, {processes}", file=sys.stderr, flush=True)
         chosen = [name for name, x in AUTOMATIC.items() if getattr(given, name) == x]
         if chosen and on_cpu and rows is None:

@@ -218,6 +218,12 @@ def test_a_scalar_that_the_step_returns_is_in_every_report(run):
     assert [r["train/param_norm"] for r in run.sent if "train/loss" in r] == list(norms.values())
 
 
+def test_the_start_says_each_phase_with_its_time(run):
+    phases = "data", "initial state", "compiled", "first checkpoint"
+    lines = [rf"(?<=\n){phase} in \d+(\.\d )?s.*\n" for phase in phases]
+    assert re.search(".*".join([*lines, "update 1/4"]), "\n" + run.printed, re.S), run.printed
+
+
 def test_the_panel_of_the_experts_is_in_every_report(run):
     rows = {row["step"]: row for row in run.rows if row["kind"] == "moe"}
     assert list(rows) == [1, 2, 4]
