@@ -40,7 +40,8 @@ def digest_terms(bits, index) -> list:
 
 
 def digest(x):
-    """uint32 [2] that changes with any bit of x and with any move of an element.
+    """(uint32 [2] that changes with any bit of x and with any move of an element, whether every
+    float in x is finite).
 
     It is a sum over elements: integer addition is associative, so every mesh computes the same
     digest.  It detects accidents, not forgery.
@@ -51,14 +52,24 @@ def digest(x):
     for dim in reversed(range(x.ndim)):
         index += lax.broadcasted_iota(jnp.uint32, x.shape, dim) * np.uint32(stride % 2**32)
         stride *= x.shape[dim]
-    return jnp.stack([terms.sum(dtype=jnp.uint32) for terms in digest_terms(bits, index)])
+    finite = jnp.isfinite(x) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.full(x.shape, True)
+
+    def combine(some, others):
+        return some[0] + others[0], some[1] + others[1], some[2] & others[2]
+
+    # One reduction of all three at once: XLA on a CPU compiles it in a third of the time of three,
+    # runs it in an eighth, and keeps no term in memory.
+    terms = *digest_terms(bits, index), finite
+    empty = np.uint32(0), np.uint32(0), np.bool_(True)
+    *sums, finite = lax.reduce(terms, empty, combine, range(x.ndim))
+    return jnp.stack(sums), finite
 
 
 @jax.jit
 def digests(leaves: list):
     """uint32 [leaf, 2], the digest of each array, and whether every float in them is finite."""
-    finite = [jnp.isfinite(x).all() for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
-    return jnp.stack([digest(x) for x in leaves]), jnp.stack(finite).all()
+    sums, finite = zip(*map(digest, leaves), strict=True)
+    return jnp.stack(sums), jnp.stack(finite).all()
 
 
 def meta_checksum(meta: dict) -> int:
