@@ -39,6 +39,7 @@ def digest_terms(bits, index) -> list:
     return [mix_bits(bits ^ mix_bits(index + np.uint32(seed))) for seed in (0x9E3779B9, 0x7F4A7C15)]
 
 
+@jax.jit
 def digest(x):
     """(uint32 [2] that changes with any bit of x and with any move of an element, whether every
     float in x is finite).

@@ -4,6 +4,7 @@ Nothing slow is imported here, above all not jax, so that a bad command line is 
 """
 
 import argparse
+import gc
 import json
 import math
 import os
@@ -232,5 +233,8 @@ def quit_on_error(f, *args):
 def start() -> Config:
     """The Config of train.py's command line, with its fake devices prepared; exits on a mistake."""
     cfg = quit_on_error(parse, sys.argv[1:])
+    # JAX's programs are a million objects that live long, and to look through them again and again
+    # took a twentieth of the start.
+    gc.set_threshold(100_000, 50)
     simulate_devices(cfg.mesh, cfg.run.num_processes)
     return cfg

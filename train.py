@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -55,7 +56,7 @@ class State(NamedTuple):
 
 def make_state(params, cfg: Config) -> State:
     """The State before the first update, with these weights."""
-    return State(jnp.int32(0), params, optimizer(cfg).init(params))
+    return State(np.int32(0), params, optimizer(cfg).init(params))
 
 
 def new_state(cfg: Config) -> State:
@@ -256,7 +257,7 @@ def evaluate(params, data: Dataset, step: int, cfg: Config, stop=None) -> dict |
     loss, bytes_per_token = total / tokens, data.source.bytes_per_token
     result = dict(loss=utils.finite_or_none(loss), bits_per_byte=None, tokens=tokens)
     if bytes_per_token is not None:
-        bits = loss / jnp.log(2).item() / bytes_per_token
+        bits = loss / float(np.log(np.float32(2))) / bytes_per_token
         result |= dict(bits_per_byte=utils.finite_or_none(bits))
     return result
 
