@@ -13,6 +13,7 @@ import cli
 if __name__ == "__main__":
     CFG = cli.start()
 
+import math
 import sys
 import time
 from functools import partial
@@ -257,7 +258,7 @@ def evaluate(params, data: Dataset, step: int, cfg: Config, stop=None) -> dict |
     loss, bytes_per_token = total / tokens, data.source.bytes_per_token
     result = dict(loss=utils.finite_or_none(loss), bits_per_byte=None, tokens=tokens)
     if bytes_per_token is not None:
-        bits = loss / float(np.log(np.float32(2))) / bytes_per_token
+        bits = loss / math.log(2) / bytes_per_token
         result |= dict(bits_per_byte=utils.finite_or_none(bits))
     return result
 

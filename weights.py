@@ -133,12 +133,12 @@ def draw_normals(params: list[Param], key_W) -> list:
 
         def draw(c):
             weight = (c >= np.uint32(stop_W)).sum()
-            own = jax.tree.map(lambda x_W: x_W[weight], table_W)
-            layer, i = jnp.divmod(c - own["start"], own["n_chunks"])
-            layer_key = jax.random.fold_in(own["key"], own["first_layer"] + layer)
-            key = jnp.where(own["is_stacked"], layer_key, own["key"])
-            dims = own["size_A"], own["start_A"], own["whole_A"]
-            return draw_chunk(jax.random.key_data(key), i * np.uint32(n), *dims, own["std"], n)
+            row = jax.tree.map(lambda x_W: x_W[weight], table_W)
+            layer, i = jnp.divmod(c - row["start"], row["n_chunks"])
+            layer_key = jax.random.fold_in(row["key"], row["first_layer"] + layer)
+            key = jnp.where(row["is_stacked"], layer_key, row["key"])
+            dims = row["size_A"], row["start_A"], row["whole_A"]
+            return draw_chunk(jax.random.key_data(key), i * np.uint32(n), *dims, row["std"], n)
 
         normal_CI = lax.map(draw, jnp.arange(stop_W[-1], dtype=jnp.uint32))
         values = []
