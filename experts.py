@@ -165,7 +165,7 @@ def tile_shape(U: int, E: int) -> tuple[int, int]:
 def hidden_units(x_ZD, in_DCF, cfg):
     """(h_ZF, the activation's backward function: from the gradient of h_ZF to that of h_ZCF)."""
     h_ZCF = einsum("ZD,DCF->ZCF", x_ZD, in_DCF)
-    return jax.vjp(lambda h_ZCF: activate(h_ZCF[:, 0], h_ZCF[:, -1], cfg.model.activation), h_ZCF)
+    return jax.vjp(lambda h_ZCF: activate(h_ZCF[:, 0], h_ZCF[:, -1], cfg), h_ZCF)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -288,7 +288,7 @@ def dispatch_with_capacity(x_BLD, gate_BLX, expert_BLX, w, cfg):
     if cfg.mesh.experts == "alltoall":
         x_BEZD = lax.all_to_all(x_BEZD, "dp", split_axis=1, concat_axis=0, tiled=True)
     h_BEZCF = einsum("BEZD,EDCF->BEZCF", x_BEZD, w["in_EDCF"])
-    h_BEZF = activate(h_BEZCF[..., 0, :], h_BEZCF[..., -1, :], cfg.model.activation)
+    h_BEZF = activate(h_BEZCF[..., 0, :], h_BEZCF[..., -1, :], cfg)
     y_BEZD = einsum("BEZF,EFD->BEZD", h_BEZF, w["out_EFD"])
     if cfg.mesh.experts == "alltoall":
         y_BEZD = lax.all_to_all(y_BEZD, "dp", split_axis=0, concat_axis=1, tiled=True)

@@ -226,32 +226,40 @@ def norm(x_BLD, w, name, cfg):
 # ---- feed-forward and dropout
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def activate(gate, up, activation: str):
-    """Hidden units from the two projections; without a gate both are the same array.
+def activate(gate, up, cfg):
+    """Hidden units from the two projections; without a gate both are the same array."""
+    function = activate_on_cpu if platform() == "cpu" else hidden_units
+    return function(gate, up, cfg.model.activation)
 
-    In float32.  The backward pass computes them again from the projections: XLA on a CPU would
-    write all intermediate values to memory, in float32.
-    """
-    gate32, up32 = gate.astype(jnp.float32), up.astype(jnp.float32)
+
+def hidden_units(gate, up, activation: str):
     match activation:
         case "swiglu":  # Shazeer 2020
-            h = jax.nn.silu(gate32) * up32
+            return jax.nn.silu(gate) * up
         case "relu2":  # So et al. 2021
-            h = jax.nn.relu(up32) ** 2
+            return jax.nn.relu(up) ** 2
         case kind:  # Hendrycks and Gimpel 2016
-            h = jax.nn.gelu(up32, approximate=kind == "gelu_tanh")
-    return h.astype(up.dtype)
+            return jax.nn.gelu(up, approximate=kind == "gelu_tanh")
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def activate_on_cpu(gate, up, activation: str):
+    """`hidden_units` in float32, because XLA on a CPU does each operation on bfloat16 in float32
+    and rounds it.  The backward pass computes them again; otherwise XLA would write every
+    intermediate result to memory."""
+    gate32, up32 = gate.astype(jnp.float32), up.astype(jnp.float32)
+    return hidden_units(gate32, up32, activation).astype(up.dtype)
 
 
 def activate_backward(activation, projections, grad):
     projections = lax.optimization_barrier(projections)  # or XLA keeps what is computed twice
-    _, backward = jax.vjp(partial(activate.fun, activation=activation), *projections)
+    _, backward = jax.vjp(partial(activate_on_cpu.fun, activation=activation), *projections)
     return backward(grad)
 
 
-activate.defvjp(
-    lambda gate, up, activation: (activate(gate, up, activation), (gate, up)), activate_backward
+activate_on_cpu.defvjp(
+    lambda gate, up, activation: (activate_on_cpu(gate, up, activation), (gate, up)),
+    activate_backward,
 )
 
 
@@ -267,7 +275,7 @@ def feed_forward(x_BLD, w, cfg, name=""):
         return add_bias(h_BLF, w[f"{name}in_bias_CF"][c]) if f"{name}in_bias_CF" in w else h_BLF
 
     h = [project(c) for c in range(w[f"{name}in_CDF"].shape[0])]
-    return einsum("BLF,FD->BLD", activate(h[0], h[-1], cfg.model.activation), w[f"{name}out_FD"])
+    return einsum("BLF,FD->BLD", activate(h[0], h[-1], cfg), w[f"{name}out_FD"])
 
 
 def mlp(x_BLD, w, cfg):
