@@ -15,9 +15,7 @@ Inside shard_map a letter that the array's PartitionSpec maps to a mesh axis is 
 import functools
 import math
 import re
-from contextlib import contextmanager
 from functools import partial
-from types import ModuleType
 from typing import NamedTuple
 
 import jax
@@ -36,6 +34,7 @@ from layers import (
     rms_norm,
     scatter_over_tp,
     softcap,
+    typed_kernel_outputs,
 )
 from utils import warn
 from weights import Param, norm_gain, normal, zero_bias
@@ -200,29 +199,6 @@ def cudnn_attention(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int):
         implementation="cudnn",
     )
     return y_BLHK[..., :W]
-
-
-@contextmanager
-def typed_kernel_outputs(module, axis_type):
-    """Inside this context, the kernels of a Pallas module declare outputs that vary over the mesh
-    axes of axis_type.
-
-    shard_map with check_vma needs that, and splash attention (jax 0.10 to 0.12) declares its
-    outputs as jax.ShapeDtypeStruct(shape, dtype), or ShapeDtypeStruct.like(x), without axes.  So
-    `module.jax` is replaced by a copy whose ShapeDtypeStruct adds them, and put back at the end.
-    """
-
-    def typed_shape(shape, dtype):
-        return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=axis_type)
-
-    typed_shape.like = lambda x: typed_shape(x.shape, x.dtype)
-    copy = ModuleType("jax")
-    vars(copy).update(vars(jax), ShapeDtypeStruct=typed_shape)
-    original, module.jax = module.jax, copy
-    try:
-        yield
-    finally:
-        module.jax = original
 
 
 def splash_attention(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int, interpret=False):

@@ -3,7 +3,7 @@
 Dimension key (a suffix on every array's name spells its logical shape):
   B  sequences   L  sequence length   D  d_model   F  d_expert   C  gate and up, or only up
   E  experts   X  experts of a token   Q  tokens of all sequences   U  pairs of token and expert
-  Y  tiles   Z  rows of a tile, or slots of an expert   O  all slots   N  layers
+  Z  slots of an expert   O  all slots   J  columns of C times F   N  layers
   1  a dim of size 1   n  queues
 
 A pair is a token and one of the experts that it is routed to.  To be multiplied, pairs are put into
@@ -20,10 +20,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from config import Config
+from grouped import grouped, outer, padded_rows
 from layers import (
     activate,
     add_bias,
-    add_to_row,
     einsum,
     feed_forward,
     gather_rows,
@@ -130,145 +130,144 @@ def pairs_of_slots(slot_U, n_slots: int):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
-def take_rows(x, index, inverse, copies: int = 1):
-    """x[index // copies].  An index out of range gives some row, which must not be used.
+def to_slots(x_QD, pair_O, slot_U, X: int):
+    """x_OD: the token of the pair in each slot, and some token in an empty one.  A token's X pairs
+    are neighbours.
 
-    inverse[i] is where i occurs in index, or out of range where it does not.  With it the gradient
-    is a gather as well; otherwise XLA would scatter.
+    The gradient is `from_slots`, which gathers as well; otherwise XLA would scatter.
     """
-    return x.at[index // copies].get(mode="clip")
+    return x_QD.at[pair_O // X].get(mode="clip")
 
 
-def take_rows_forward(x, index, inverse, copies):
-    return take_rows(x, index, inverse, copies), inverse
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def from_slots(y_OD, pair_O, slot_U, X: int):
+    """y_QD: the sum over a token's X pairs of what is in their slots.  Empty slots are not read,
+    and a pair without a slot adds nothing.
 
-
-def take_rows_backward(copies, inverse, grad):
-    x_grad = grad.at[inverse].get(mode="fill", fill_value=0)
-    return x_grad.reshape(-1, copies, x_grad.shape[-1]).sum(1), None, None
-
-
-take_rows.defvjp(take_rows_forward, take_rows_backward)
-
-
-# ---- experts on tiles: for dropless routing
-
-
-def tile_shape(U: int, E: int) -> tuple[int, int]:
-    """(Y, Z): Y tiles of Z rows hold U pairs, in any distribution over E experts, when each tile
-    belongs to one expert.  With many pairs per expert at most a fifth of the rows is padding."""
-    Z = max(8, min(1024, U // (4 * E)))
-    Z -= Z % (128 if Z > 128 else 8)  # the sizes that matmul units take
-    return min(U // Z + E, U), Z
-
-
-def hidden_units(x_ZD, in_DCF, cfg):
-    """(h_ZF, the activation's backward function: from the gradient of h_ZF to that of h_ZCF)."""
-    h_ZCF = einsum("ZD,DCF->ZCF", x_ZD, in_DCF)
-    return jax.vjp(lambda h_ZCF: activate(h_ZCF[:, 0], h_ZCF[:, -1], cfg), h_ZCF)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(5,))
-def experts_on_tiles(x_YZD, gate_YZ, in_EDCF, out_EFD, expert_Y, cfg):
-    """y_YZD: the output of each tile's expert, times the gates.
-
-    One tile after the other, because lax.ragged_dot multiplies with all E experts on CPUs and GPUs,
-    and on TPUs for the gradients of weights (XLA's programs of jax 0.10.2).  The backward pass
-    recomputes a tile's hidden units, so that they never exist for all tiles at once.  It does not
-    recompute y: a gate's gradient, g . (h W) with g the gradient of y, is computed as (g W') . h.
-    Compiled for eight H200s, jaxformer_1b needs 7.8 GiB; with hidden units kept and y recomputed it
-    was 9.2.
+    In float32.  One gather for each of the X, because XLA adds those in half the time that it needs
+    for one gather and a sum over X (0.29 and 0.68 ms for 8 times 8,192 tokens on a v5p).
     """
-
-    def one_tile(tile):
-        x_ZD, gate_Z, expert = tile
-        h_ZF, _ = hidden_units(x_ZD, in_EDCF[expert], cfg)
-        y_ZD = gate_Z[:, None] * einsum("ZF,FD->ZD", h_ZF, out_EFD[expert], jnp.float32)
-        return y_ZD.astype(x_ZD.dtype)
-
-    return lax.map(one_tile, (x_YZD, gate_YZ, expert_Y))
+    slot_QX = slot_U.reshape(-1, X)
+    rows = (y_OD.at[slot_QX[:, n]].get(mode="fill", fill_value=0) for n in range(X))
+    return sum(x_QD.astype(jnp.float32) for x_QD in rows).astype(y_OD.dtype)
 
 
-def experts_on_tiles_backward(cfg, saved, grad_YZD):
-    x_YZD, gate_YZ, in_EDCF, out_EFD, expert_Y = saved
+def set_gradient(f, transpose):
+    """Make `transpose` the gradient of f, for the two functions above."""
 
-    def one_tile(weight_grads, tile):
-        x_ZD, gate_Z, grad_ZD, expert = tile
-        h_ZF, activation_backward = hidden_units(x_ZD, in_EDCF[expert], cfg)
-        grad_ZF = einsum("ZD,FD->ZF", grad_ZD, out_EFD[expert])
-        gate_grad_Z = (grad_ZF.astype(jnp.float32) * h_ZF).sum(-1).astype(gate_Z.dtype)
-        (grad_ZCF,) = activation_backward(gate_Z[:, None] * grad_ZF)
-        new = [
-            einsum("ZD,ZCF->DCF", x_ZD, grad_ZCF, jnp.float32),
-            einsum("ZF,ZD->FD", h_ZF, gate_Z[:, None] * grad_ZD, jnp.float32),
-        ]
-        x_grad_ZD = einsum("ZCF,DCF->ZD", grad_ZCF, in_EDCF[expert])
-        weight_grads = jax.tree.map(partial(add_to_row, row=expert), weight_grads, new)
-        return weight_grads, (x_grad_ZD, gate_grad_Z)
+    def forward(x, pair_O, slot_U, X):
+        return f(x, pair_O, slot_U, X), (pair_O, slot_U)
 
-    zeros = [jnp.zeros_like(w, jnp.float32) for w in (in_EDCF, out_EFD)]
-    weight_grads, row_grads = lax.scan(one_tile, zeros, (x_YZD, gate_YZ, grad_YZD, expert_Y))
-    return *row_grads, *(x.astype(in_EDCF.dtype) for x in weight_grads), None
+    f.defvjp(forward, lambda X, slots, grad: (transpose(grad, *slots, X), None, None))
 
 
-experts_on_tiles.defvjp(
-    lambda *args: (experts_on_tiles(*args), args[:5]), experts_on_tiles_backward
-)
+set_gradient(to_slots, from_slots)
+set_gradient(from_slots, to_slots)
+
+
+def gates_to_slots(gate_U, pair_O, slot_U):
+    """gate_O: the gate of the pair in each slot, and 0 in an empty one, which therefore has no part
+    in any gradient."""
+    gate_O1 = to_slots(gate_U[:, None], pair_O, slot_U, 1)
+    return jnp.where(pair_O < gate_U.size, gate_O1[:, 0], 0)
+
+
+# ---- experts on sorted rows: for dropless routing
+
+
+def hidden_units(x_OD, in_EDCF, size_E, Z, cfg):
+    """(h_OF, the activation's backward function: from the gradient of h_OF to that of h_OJ, which
+    is gate beside up)."""
+    E, D, C, F = in_EDCF.shape
+    h_OJ = grouped(x_OD, in_EDCF.reshape(E, D, C * F), size_E, Z)
+
+    def activation(h_OJ):
+        parts = jnp.split(h_OJ, C, axis=1)
+        return activate(parts[0], parts[-1], cfg)
+
+    return jax.vjp(activation, h_OJ)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def experts_of_rows(x_OD, gate_O, in_EDCF, out_EFD, size_E, Z, cfg):
+    """y_OD: the output of each row's expert times the row's gate; see grouped.py for size_E and Z.
+
+    The gates multiply hidden units, which are narrower than outputs.  The backward pass recomputes
+    hidden units.  It does not recompute y: a gate's gradient, g . (h W) with g the gradient of y,
+    is computed as (g W') . h.
+    """
+    h_OF, _ = hidden_units(x_OD, in_EDCF, size_E, Z, cfg)
+    return grouped(gate_O[:, None] * h_OF, out_EFD, size_E, Z)
+
+
+def experts_of_rows_backward(Z, cfg, saved, grad_OD):
+    x_OD, gate_O, in_EDCF, out_EFD, size_E = saved
+    in_EDJ = in_EDCF.reshape(*in_EDCF.shape[:2], -1)
+    h_OF, activation_backward = hidden_units(x_OD, in_EDCF, size_E, Z, cfg)
+    grad_OF = grouped(grad_OD, out_EFD, size_E, Z, transposed=True)
+    gate_grad_O = (grad_OF.astype(jnp.float32) * h_OF).sum(-1).astype(gate_O.dtype)
+    (grad_OJ,) = activation_backward(gate_O[:, None] * grad_OF)
+    in_grad_EDCF = outer(x_OD, grad_OJ, size_E, Z).reshape(in_EDCF.shape)
+    out_grad_EFD = outer(gate_O[:, None] * h_OF, grad_OD, size_E, Z)
+    x_grad_OD = grouped(grad_OJ, in_EDJ, size_E, Z, transposed=True)
+    return x_grad_OD, gate_grad_O, in_grad_EDCF, out_grad_EFD, None
+
+
+experts_of_rows.defvjp(lambda *args: (experts_of_rows(*args), args[:5]), experts_of_rows_backward)
 
 
 def run_experts(x_QD, gate_U, expert_U, w, cfg):
-    """y_UD: the output of each pair's expert times its gate; a token's U / Q pairs are neighbours.
+    """y_QD: the sum over a token's U / Q pairs, which are neighbours, of the output of their expert
+    times their gate.  A pair whose expert is E belongs to no expert here and adds nothing.
 
-    A pair whose expert is E belongs to no expert here, and its y must not be used.  Pairs are put
-    in tiles of one expert each; the last tile of an expert is padded, and so are unused tiles.
+    Pairs are sorted by expert.  For products in tiles each expert's are padded to whole tiles.
     """
-    (E, D, *_), U = w["in_EDCF"].shape, expert_U.size
-    Y, Z = tile_shape(U, E)
-    tiles_E = -(-jnp.bincount(expert_U, length=E + 1)[:E] // Z)
-    end_E = jnp.cumsum(tiles_E)
-    start = jnp.append(end_E - tiles_E, Y)  # pairs of no expert start beyond the last tile
-    slot_U = start[expert_U] * Z + queue_positions(expert_U, E + 1)
-    pair_O = pairs_of_slots(slot_U, Y * Z)
-    expert_Y = jnp.minimum(jnp.searchsorted(end_E, jnp.arange(Y), side="right"), E - 1)
-    x_YZD = take_rows(x_QD, pair_O, slot_U, U // len(x_QD)).reshape(Y, Z, D)
-    gate_YZ = take_rows(gate_U[:, None], pair_O, slot_U).reshape(Y, Z)
-    y_YZD = experts_on_tiles(x_YZD, gate_YZ, w["in_EDCF"], w["out_EFD"], expert_Y, cfg)
-    return take_rows(y_YZD.reshape(-1, D), slot_U, pair_O)
+    (E, D, *_), F, U = w["in_EDCF"].shape, w["out_EFD"].shape[1], expert_U.size
+    O, Z = padded_rows(U, E, D, F)
+    size_E = -(-jnp.bincount(expert_U, length=E + 1)[:E] // Z) * Z
+    start = jnp.append(jnp.cumsum(size_E) - size_E, O)  # pairs of no expert get no slot
+    slot_U = start[expert_U] + queue_positions(expert_U, E + 1)
+    pair_O = pairs_of_slots(slot_U, O)
+    x_OD = to_slots(x_QD, pair_O, slot_U, U // len(x_QD))
+    gate_O = gates_to_slots(gate_U, pair_O, slot_U)
+    y_OD = experts_of_rows(x_OD, gate_O, w["in_EDCF"], w["out_EFD"], size_E, Z, cfg)
+    return from_slots(y_OD, pair_O, slot_U, U // len(x_QD))
 
 
 # ---- dispatch: every token to its experts and back
 
 
 def dispatch_dropless(x_BLD, gate_BLX, expert_BLX, w, cfg):
-    """(y_BLXD, kept_BLX): every token through each of its experts, times its gate; all are kept.
+    """(y_BLD, kept_BLX): the sum over each token's experts of their outputs times the gates; all
+    pairs are kept.
 
     Where experts stay with their dp rank, each rank sends its pairs to the ranks of their experts.
-    All pairs may go to one rank, so there is room for that: dp times the even share, in memory and
-    in the matmuls.
+    All pairs may go to one rank, so there is room for that: dp times the even share in memory, and
+    in the matmuls of tiles.  Kernels multiply only the rows that came.
     """
-    (*_, D), X, expert_U = x_BLD.shape, expert_BLX.shape[-1], expert_BLX.reshape(-1)
+    D, X, expert_U = x_BLD.shape[-1], expert_BLX.shape[-1], expert_BLX.reshape(-1)
     x_QD, gate_U = x_BLD.reshape(-1, D), gate_BLX.reshape(-1)
     if cfg.mesh.experts == "gather":
-        y_UD = run_experts(x_QD, gate_U, expert_U, w, cfg)
+        y_QD = run_experts(x_QD, gate_U, expert_U, w, cfg)
     else:
         dp, E = lax.axis_size("dp"), w["in_EDCF"].shape[0]
         rank_U, room = expert_U // E, len(x_QD) * min(X, E)
         slot_U = rank_U * room + queue_positions(rank_U, dp)
         pair_O = pairs_of_slots(slot_U, dp * room)
-        x_OD = take_rows(x_QD, pair_O, slot_U, X)
-        gate_O1 = take_rows(gate_U[:, None], pair_O, slot_U)
+        x_OD = to_slots(x_QD, pair_O, slot_U, X)
+        gate_O = gates_to_slots(gate_U, pair_O, slot_U)
         expert_O = (expert_U % E).at[pair_O].get(mode="fill", fill_value=E)
         x_OD = lax.all_to_all(x_OD, "dp", 0, 0, tiled=True)
-        gate_O1 = lax.all_to_all(gate_O1, "dp", 0, 0, tiled=True)
+        gate_O = lax.all_to_all(gate_O, "dp", 0, 0, tiled=True)
         expert_O = lax.all_to_all(expert_O, "dp", 0, 0, tiled=True)
-        y_OD = run_experts(x_OD, gate_O1[:, 0], expert_O, w, cfg)
+        y_OD = run_experts(x_OD, gate_O, expert_O, w, cfg)
         y_OD = lax.all_to_all(y_OD, "dp", 0, 0, tiled=True)
-        y_UD = take_rows(y_OD, slot_U, pair_O)
-    return y_UD.reshape(*expert_BLX.shape, D), jnp.ones(expert_BLX.shape, bool)
+        y_QD = from_slots(y_OD, pair_O, slot_U, X)
+    return y_QD.reshape(x_BLD.shape), jnp.ones(expert_BLX.shape, bool)
 
 
 def dispatch_with_capacity(x_BLD, gate_BLX, expert_BLX, w, cfg):
-    """(y_BLXD, kept_BLX): as `dispatch_dropless`, but an expert has Z slots for each sequence, and
+    """(y_BLD, kept_BLX): as `dispatch_dropless`, but an expert has Z slots for each sequence, and
     drops the tokens that find them taken.
 
     The first tokens of a sequence get the slots, so that a later token never causes an earlier one
@@ -284,17 +283,18 @@ def dispatch_with_capacity(x_BLD, gate_BLX, expert_BLX, w, cfg):
     slot_BLX = sequences_to_rows(slot_BU.reshape(B, L, X))
     slot_U = slot_BLX.reshape(-1)
     pair_O = pairs_of_slots(slot_U, B * E * Z)
-    x_BEZD = take_rows(x_BLD.reshape(-1, D), pair_O, slot_U, X).reshape(B, E, Z, D)
+    x_BEZD = to_slots(x_BLD.reshape(-1, D), pair_O, slot_U, X).reshape(B, E, Z, D)
+    gate_BEZ = gates_to_slots(gate_BLX.reshape(-1), pair_O, slot_U).reshape(B, E, Z)
     if cfg.mesh.experts == "alltoall":
         x_BEZD = lax.all_to_all(x_BEZD, "dp", split_axis=1, concat_axis=0, tiled=True)
+        gate_BEZ = lax.all_to_all(gate_BEZ, "dp", split_axis=1, concat_axis=0, tiled=True)
     h_BEZCF = einsum("BEZD,EDCF->BEZCF", x_BEZD, w["in_EDCF"])
-    h_BEZF = activate(h_BEZCF[..., 0, :], h_BEZCF[..., -1, :], cfg)
+    h_BEZF = gate_BEZ[..., None] * activate(h_BEZCF[:, :, :, 0], h_BEZCF[:, :, :, -1], cfg)
     y_BEZD = einsum("BEZF,EFD->BEZD", h_BEZF, w["out_EFD"])
     if cfg.mesh.experts == "alltoall":
         y_BEZD = lax.all_to_all(y_BEZD, "dp", split_axis=0, concat_axis=1, tiled=True)
-    y_BLXD = take_rows(y_BEZD.reshape(-1, D), slot_U, pair_O).reshape(*slot_BLX.shape, D)
-    kept_BLX = slot_BLX < B * E * Z
-    return y_BLXD * jnp.where(kept_BLX, gate_BLX, 0)[..., None], kept_BLX
+    y_QD = from_slots(y_BEZD.reshape(-1, D), pair_O, slot_U, X)
+    return y_QD.reshape(x_BLD.shape), slot_BLX < B * E * Z
 
 
 def moe(x_BLD, w, cfg, training: bool):
@@ -310,8 +310,7 @@ def moe(x_BLD, w, cfg, training: bool):
     expert_BLX = gather_rows(expert_BLX)
     drops = training and cfg.train.capacity_factor > 0
     dispatch = dispatch_with_capacity if drops else dispatch_dropless
-    y_BLXD, kept_BLX = dispatch(x_BLD, gate_BLX, expert_BLX, w, cfg)
-    y_BLD = y_BLXD.sum(2)
+    y_BLD, kept_BLX = dispatch(x_BLD, gate_BLX, expert_BLX, w, cfg)
     if cfg.model.n_shared:
         y_BLD += feed_forward(x_BLD, w, cfg, "shared_")
     if training:

@@ -8,7 +8,9 @@ Inside shard_map a letter that the array's PartitionSpec maps to a mesh axis is 
 """
 
 import re
+from contextlib import contextmanager
 from functools import partial
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -71,6 +73,29 @@ def mark_varying(tree):
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(mark, tree)
+
+
+@contextmanager
+def typed_kernel_outputs(module, axis_type):
+    """Inside this context, the kernels of a Pallas module declare outputs that vary over the mesh
+    axes of axis_type.
+
+    shard_map with check_vma needs that, and splash attention (jax 0.10 to 0.12) declares its
+    outputs as jax.ShapeDtypeStruct(shape, dtype), or ShapeDtypeStruct.like(x), without axes.  So
+    `module.jax` is replaced by a copy whose ShapeDtypeStruct adds them, and put back at the end.
+    """
+
+    def typed_shape(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=axis_type)
+
+    typed_shape.like = lambda x: typed_shape(x.shape, x.dtype)
+    copy = ModuleType("jax")
+    vars(copy).update(vars(jax), ShapeDtypeStruct=typed_shape)
+    original, module.jax = module.jax, copy
+    try:
+        yield
+    finally:
+        module.jax = original
 
 
 def gather_over_dp(w: dict, table: dict) -> dict:

@@ -144,6 +144,8 @@ class Cost:
     flops: float = 0
     matmul_seconds: float = 0
     """Each matmul at the slower of its arithmetic and its memory traffic."""
+    kernel_seconds: float = 0
+    """What kernels take of this."""
     calls: Counter = field(default_factory=Counter)
     """Collectives, by (operation, axis)."""
     received: Counter = field(default_factory=Counter)
@@ -155,6 +157,7 @@ class Cost:
     def add(self, other: "Cost", times: float):
         self.flops += times * other.flops
         self.matmul_seconds += times * other.matmul_seconds
+        self.kernel_seconds += times * other.kernel_seconds
         self.calls.update(scale(other.calls, times))
         self.received.update(scale(other.received, times))
 
@@ -173,11 +176,13 @@ COLLECTIVES = {*ONE_ROUND, *TWO_ROUNDS, "ppermute"}
 
 
 def count_flops(op: Op, cfg: Config) -> float:
-    """Two for each multiplication in a matmul or an attention kernel; 0 for everything else."""
+    """Two for each multiplication in a matmul or a kernel; 0 for everything else."""
     shapes = [x.aval.shape for x in (*op.eqn.invars, *op.eqn.outvars)]
     if op.name == "dot_general":
         (contracted, _), _ = op.eqn.params["dimension_numbers"]
         return 2 * math.prod(shapes[-1]) * math.prod(shapes[0][i] for i in contracted)
+    if estimate := op.eqn.params.get("cost_estimate"):  # of a Pallas kernel; splash has none
+        return estimate.flops
     if op.name in KERNELS:
         # Two matmuls forward and five backward, each with the half of the keys that is not masked.
         inputs = (x.aval for x in op.eqn.invars)
@@ -217,8 +222,10 @@ def count_cost(jaxpr: Jaxpr, cfg: Config, chip: Chip, busy_shares=()) -> Cost:
             total.add(count_cost(body, cfg, chip, inner_shares), n)
         if flops := count_flops(op, cfg):
             traffic = sum(n_bytes(x.aval) for x in [*op.eqn.invars, *op.eqn.outvars])
+            seconds = max(flops / peak_flops(chip), traffic / chip.hbm)
             total.flops += flops
-            total.matmul_seconds += max(flops / peak_flops(chip), traffic / chip.hbm)
+            total.matmul_seconds += seconds
+            total.kernel_seconds += seconds * (op.name in KERNELS)
         elif op.name in COLLECTIVES:
             axes = op.eqn.params.get("axes") or op.eqn.params["axis_name"]
             for axis in [axes] if isinstance(axes, str) else axes:

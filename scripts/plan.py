@@ -93,6 +93,7 @@ def make_plan(cfg: Config, chip: Chip) -> dict:
         active=model.param_count(cfg, active=True),
         flops_per_token=flops_per_token,
         flops=cost.flops,
+        kernel_seconds=cost.kernel_seconds,
         bubble=idle / (1 + idle),
         memory=memory,
         memory_total=sum(memory.values()),
@@ -125,8 +126,9 @@ def xla_rows(plan: dict) -> list[tuple[str, str]]:
     error = plan["memory_total"] / xla["memory"] - 1
     rows = [("  XLA's figure", f"{gib(xla['memory'])}; the estimate is {error:+.1%}")]
     if xla["fusion_seconds"]:
-        milliseconds = 1e3 * xla["fusion_seconds"]
-        rows += [("XLA's fusions", f"{milliseconds:,.0f} ms, without collectives")]
+        fusions, kernels = 1e3 * xla["fusion_seconds"], 1e3 * plan["kernel_seconds"]
+        text = f"{fusions:,.0f} ms; kernels take {kernels:,.0f} ms by the plan, collectives more"
+        rows += [("XLA's fusions", text)]
     return rows + [("compiled in", f"{xla['compile_seconds']:.0f} s")]
 
 

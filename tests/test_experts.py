@@ -1,5 +1,6 @@
 """Mixture of experts: a layer is a loop over tokens and their experts, whatever the dispatch."""
 
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 
@@ -10,10 +11,14 @@ import pytest
 from cases import MIXED, MOE, PLAIN, batch, params_of
 from conftest import on_mesh
 from jax import lax
+from jax._src import config as jax_config
+from jax._src.pallas import hlo_interpreter
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
 
 import config
 import experts
+import grouped
 import layers
 import train
 import utils
@@ -115,9 +120,91 @@ def test_a_moe_layer_is_a_loop_over_tokens_and_their_experts(fields, capacity_fa
         assert (got * direction).sum() == pytest.approx(difference, rel=1e-3, abs=1e-2)
 
 
+@pytest.mark.parametrize("dispatch", ["gather", "alltoall"])
+def test_kernels_compute_the_same_as_tiles(monkeypatch, dispatch):
+    """Outputs and all gradients, interpreted on a CPU, where rows that no kernel has written are
+    NaN.  Two experts get no tokens, and another two, of one rank, get most of them."""
+    fields = dict(SOFTMAX, d_model=256, d_expert=384, router_bias=True, n_active=3)
+    cfg = replace(MOE, model=replace(MOE.model, **fields), mesh=config.Mesh(experts=dispatch))
+    cfg = on_mesh(cfg, (4, 1, 2))
+    table, rng = experts.moe_table(cfg), np.random.default_rng(0)
+    w = {n: rng.normal(size=p.shape, scale=p.shape[-1] ** -0.5) for n, p in table.items()}
+    w["router_bias_E"] = np.array([0, 0, -9, 0.1, -9, 0, 0.1, 0.1])
+    inputs = dict(w, x_BLD=rng.normal(size=(8, 64, 256)), grad_BLD=rng.normal(size=(8, 64, 256)))
+    specs = {name: p.spec for name, p in table.items()} | dict.fromkeys(
+        ("x_BLD", "grad_BLD"), P("dp", "tp")
+    )
+
+    def layer(x_BLD, **w):
+        return experts.moe(x_BLD, layers.gather_over_dp(w, table), cfg, training=False)[0]
+
+    def results(inputs):
+        y_BLD, backward = jax.vjp(
+            lambda w: layer(**w), {k: x for k, x in inputs.items() if k != "grad_BLD"}
+        )
+        return y_BLD, backward(inputs["grad_BLD"])[0]
+
+    def run():
+        out_specs = P("dp", "tp"), {k: specs[k] for k in specs if k != "grad_BLD"}
+        f = jax.jit(jax.shard_map(results, in_specs=(specs,), out_specs=out_specs))
+        return jax.device_get(f({k: jnp.asarray(x, jnp.float32) for k, x in inputs.items()}))
+
+    want, used = run(), Counter()
+
+    def interpreted(kernel):
+        def run_kernel(*args):
+            used[kernel.__name__] += 1
+            return kernel(*args, interpret=True)
+
+        return run_kernel
+
+    interpret = hlo_interpreter.pallas_call_hlo_interpret
+
+    def interpret_untyped(*args, **kwargs):
+        """The types of the kernels' outputs have been checked; the interpreter's own have none."""
+        untyped = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args]
+        with jax_config._check_vma(False):
+            jaxpr = jax.make_jaxpr(partial(interpret, **kwargs))(*untyped)
+            return jaxpr_as_fun(jaxpr)(*args)
+
+    monkeypatch.setattr(hlo_interpreter, "pallas_call_hlo_interpret", interpret_untyped)
+    monkeypatch.setitem(grouped.KERNELS, "cpu", [interpreted(x) for x in grouped.KERNELS["tpu"]])
+    got = run()
+    assert used == dict(grouped_on_tpu=5, outer_on_tpu=2)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), got, want)
+
+
+@pytest.mark.parametrize("form", ["tiles", "kernels"])
+def test_a_pair_of_no_expert_is_one_of_an_expert_of_zeros(monkeypatch, form):
+    """Although its token has pairs of other experts."""
+    cfg, rng, (Q, E, D, F) = on_mesh(PLAIN), np.random.default_rng(0), (128, 4, 128, 128)
+    if form == "kernels":
+        kernels = [partial(kernel, interpret=True) for kernel in grouped.KERNELS["tpu"]]
+        monkeypatch.setitem(grouped.KERNELS, "cpu", kernels)
+    shapes = dict(in_EDCF=(E + 1, D, 2, F), out_EFD=(E + 1, F, D), x_QD=(Q, D), gate_U=(2 * Q,))
+    inputs = {k: rng.normal(size=shape).astype("float32") for k, shape in shapes.items()}
+    for name in ("in_EDCF", "out_EFD"):
+        inputs[name][E] = 0
+    expert_U, grad_QD = rng.integers(E + 1, size=2 * Q), rng.normal(size=(Q, D)).astype("float32")
+
+    @partial(jax.jit, static_argnums=0)
+    def results(n_experts):
+        def y_QD(x_QD, gate_U, **w):
+            w = {name: x[:n_experts] for name, x in w.items()}
+            return experts.run_experts(x_QD, gate_U, jnp.asarray(expert_U), w, cfg)
+
+        y, backward = jax.vjp(lambda x: y_QD(**x), jax.tree.map(jnp.asarray, inputs))
+        return y, backward(grad_QD)[0]
+
+    got, want = results(E), results(E + 1)
+    for name in ("in_EDCF", "out_EFD"):
+        want[1][name] = want[1][name].at[E].set(0)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-3), got, want)
+
+
 def test_tiles_hold_any_routing():
     for U, E in [(1, 8), (7, 2), (64, 8), (4096, 16), (65536, 16), (524288, 128)]:
-        Y, Z = experts.tile_shape(U, E)
+        Y, Z = grouped.tile_shape(U, E)
         # At worst k experts have one row each in a tile of their own, and one has the others.
         assert max(k + (U - k) // Z for k in range(1, min(E, U) + 1)) <= Y
         assert U < 64 * E or (Y * Z - U) / (Y * Z) <= 0.2

@@ -21,7 +21,7 @@ from jax.interpreters import partial_eval
 
 import checks
 import config
-import experts
+import grouped
 import model
 import optim
 import profiling
@@ -189,34 +189,36 @@ MOE = replace(TINY, model=replace(TINY.model, vocab_size=512, **MOE_FIELDS))
 
 @pytest.mark.parametrize("capacity_factor", [0.0, 1.0])
 def test_tokens_go_to_their_experts_and_back_as_the_formula_says(capacity_factor):
-    """Each layer sends tokens to their experts and back, again when it is recomputed, and for the
-    gradients.  Without a capacity, each pair of token and expert takes an id and a gate along,
-    recomputed outputs are not sent back, and each rank has room for the tokens of all ranks."""
+    """Each layer sends tokens to their experts and back, to them again when it is recomputed, and
+    both ways for the gradients.  Each pair of token and expert takes a gate along, and without a
+    capacity an id; then each rank has room for the tokens of all ranks."""
     cfg = configure(
         dict(dp=4, pp=1, tp=2, experts="alltoall"), MOE, capacity_factor=capacity_factor
     )
     m, t, dp = cfg.model, cfg.train, cfg.mesh.dp
     n = t.microbatches * t.grad_accum * m.n_layers
     tokens = t.batch_size // dp // t.microbatches // t.grad_accum * t.seq_len
-    if capacity_factor:
-        times, rows, pairs = 6, tokens * m.n_active, 0
-    else:
-        times, rows = 5, dp * tokens * min(m.n_active, m.n_experts // dp)
-        pairs = rows * (2 * 4 + 3 * 2)  # ids have no gradient, gates do
-    pair_times = 5 if pairs else 0
+    rows, ids = tokens * m.n_active, 0
+    if not capacity_factor:
+        rows, ids = dp * tokens * min(m.n_active, m.n_experts // dp), 2
     cost, sent = count(cfg), 1 - 1 / dp
-    assert cost.calls["all_to_all", "dp"] == (times + pair_times) * n
-    assert cost.received["all_to_all", "dp"] == n * sent * (times * rows * 2 * m.d_model + pairs)
+    assert cost.calls["all_to_all", "dp"] == (5 + 3 + ids) * n  # ids have no gradient, gates do
+    pair_bytes = 5 * 2 * m.d_model + 3 * 2 + ids * 4
+    assert cost.received["all_to_all", "dp"] == n * sent * rows * pair_bytes
 
 
-def test_flops_of_experts_are_those_that_a_token_is_sent_to():
+@pytest.mark.parametrize("form", ["tiles", "kernels"])
+def test_flops_of_experts_are_those_that_a_token_is_sent_to(form):
     """As many as model.flops_per_token says, and the masked half of attention, its recomputed
-    scores, the padding of the experts' tiles, and the recomputed hidden units."""
-    cfg = configure((1, 1, 1), MOE, remat="none")
+    scores, the recomputed hidden units, and the padding of tiles, which kernels do not need."""
+    sizes = dict(d_model=128, d_expert=128) if form == "kernels" else {}
+    cfg = replace(MOE, model=replace(MOE.model, **sizes))
+    cfg = configure((1, 1, 1), cfg, remat="none")
     m, t = cfg.model, cfg.train
     masked = 12 * m.n_layers * m.n_heads * m.d_head * (t.seq_len - 1) / 2
     pairs = t.batch_size // t.grad_accum // t.microbatches * t.seq_len * m.n_active
-    rows_per_pair = math.prod(experts.tile_shape(pairs, m.n_experts)) / pairs
+    n_tiles, tile_rows = grouped.tile_shape(pairs, m.n_experts)
+    rows_per_pair = 1 if form == "kernels" else n_tiles * tile_rows / pairs
     extra = rows_per_pair * (6 * 3 + 2 * 2) - 6 * 3
     extra *= m.n_layers * m.n_active * m.d_model * m.d_expert
     scores = 2 * m.n_layers * m.n_heads * m.d_head * t.seq_len

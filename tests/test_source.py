@@ -100,8 +100,8 @@ COMMON = dict(
 )  # fmt: skip
 """Letters that mean the same in every file; a file may add to the words."""
 WITH_DIMS = [
-    "weights", "layers", "blockwise", "attention", "experts", "pipeline", "model", "gradient",
-    "generate", "train",
+    "weights", "layers", "blockwise", "attention", "grouped", "experts", "pipeline", "model",
+    "gradient", "generate", "train",
 ]  # fmt: skip
 
 

@@ -1,0 +1,142 @@
+"""Products of rows with the weights of their experts.
+
+Dimension key (a suffix on every array's name spells its logical shape):
+  E  experts   U  pairs of token and expert   O  rows   Y  tiles   Z  rows of a tile
+  D  d_model, or the width of other inputs   F  width of the outputs
+
+Rows are sorted by expert, and size_E says how many each has.  Rows beyond their sum belong to no
+expert: what is in them does not matter, and what comes out there is undefined and must not be used.
+
+A platform's kernels, of JAX's own libraries, take experts of any size.  Elsewhere rows are
+multiplied in tiles of one expert each, for which each size must be a multiple of Z.  To a function
+here Z=1 means kernels.
+"""
+
+import importlib
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from layers import add_to_row, multiply, platform, typed_kernel_outputs
+
+# ---- tiles
+
+
+def tile_shape(U: int, E: int) -> tuple[int, int]:
+    """(Y, Z): Y tiles of Z rows hold U pairs, in any distribution over E experts, when each tile
+    belongs to one expert.  With many pairs per expert at most a fifth of the rows is padding."""
+    Z = max(8, min(1024, U // (4 * E)))
+    Z -= Z % (128 if Z > 128 else 8)  # the sizes that matmul units take
+    return min(U // Z + E, U), Z
+
+
+def split_into_tiles(size_E, Z: int, *arrays):
+    """The expert of each tile, which is some expert for tiles of no expert, and the tiles of each
+    array."""
+    tiles = [x.reshape(-1, Z, x.shape[-1]) for x in arrays]
+    tile_Y = jnp.arange(len(tiles[0]))
+    expert_Y = jnp.searchsorted(jnp.cumsum(size_E) // Z, tile_Y, side="right")
+    return jnp.minimum(expert_Y, size_E.size - 1), *tiles
+
+
+def grouped_tiles(x_OD, w_EDF, size_E, Z: int, transposed: bool):
+    """`grouped`, one tile after the other, because lax.ragged_dot multiplies with all E experts on
+    CPUs and GPUs, and on TPUs for the gradients of weights (XLA's programs of jax 0.10.2)."""
+    sums = "ZF,DF->ZD" if transposed else "ZD,DF->ZF"
+
+    def one_tile(tile):
+        expert, x_ZD = tile
+        return multiply(sums, x_ZD, w_EDF[expert])
+
+    return lax.map(one_tile, split_into_tiles(size_E, Z, x_OD)).reshape(len(x_OD), -1)
+
+
+def outer_tiles(x_OD, y_OF, size_E, Z: int):
+    """`outer`, one tile after the other."""
+
+    def add_tile(total_EDF, tile):
+        expert, x_ZD, y_ZF = tile
+        new_DF = multiply("ZD,ZF->DF", x_ZD, y_ZF, jnp.float32)
+        return add_to_row(total_EDF, new_DF, expert), None
+
+    shape = size_E.size, x_OD.shape[1], y_OF.shape[1]
+    zeros_EDF = jnp.zeros_like(x_OD, jnp.float32, shape=shape)  # varies over mesh axes as x does
+    total_EDF, _ = lax.scan(add_tile, zeros_EDF, split_into_tiles(size_E, Z, x_OD, y_OF))
+    return total_EDF.astype(x_OD.dtype)
+
+
+# ---- kernels
+
+
+def megablox():
+    """The module of JAX's kernels for TPUs; its package exports a function of the same name."""
+    return importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
+
+
+def block_width(n: int, largest: int, cores: int = 1) -> int:
+    """The width, a multiple of 128, of the fewest blocks that cover n; the number of blocks is a
+    multiple of `cores` if n is wide enough."""
+    blocks = -(-n // (largest * cores)) * cores
+    return min(n, -(-n // (128 * blocks)) * 128)
+
+
+def block_sizes(rows: int, E: int, D: int, F: int, largest_D: int) -> tuple[int, int, int]:
+    """Rows, input width and output width of a kernel's blocks, which fit 16 MiB of on-chip memory.
+
+    A block of rows is multiplied once for each expert that has some of them.  Output blocks are
+    shared out to a chip's cores, of which TPU v4 and v5p have two.
+    """
+    fitting = (n for n in (512, 256) if rows % n == 0 and rows >= 4 * n * E)
+    return next(fitting, 128), block_width(D, largest_D), block_width(F, 768, cores=2)
+
+
+def grouped_on_tpu(x_OD, w_EDF, size_E, transposed: bool, interpret=False):
+    """`grouped`.  Blocks have the whole input width up to 2,048, so that an expert's weights are
+    read once for all its rows."""
+    (E, D, F), module = w_EDF.shape, megablox()
+    D, F = (F, D) if transposed else (D, F)
+    blocks = block_sizes(len(x_OD), E, D, F, 2048)
+    with typed_kernel_outputs(module, jax.typeof(x_OD).manual_axis_type):
+        options = dict(transpose_rhs=transposed, interpret=interpret)
+        return module.gmm(x_OD, w_EDF, size_E, x_OD.dtype, blocks, **options)
+
+
+def outer_on_tpu(x_OD, y_OF, size_E, interpret=False):
+    """`outer`."""
+    module = megablox()
+    blocks = block_sizes(len(x_OD), size_E.size, x_OD.shape[1], y_OF.shape[1], 1024)
+    with typed_kernel_outputs(module, jax.typeof(x_OD).manual_axis_type):
+        return module.tgmm(x_OD.T, y_OF, size_E, x_OD.dtype, blocks, interpret=interpret)
+
+
+KERNELS = dict(tpu=(grouped_on_tpu, outer_on_tpu))
+"""Kernels for `grouped` and `outer` by platform."""
+
+
+# ---- products
+
+
+def padded_rows(U: int, E: int, D: int, F: int) -> tuple[int, int]:
+    """(O, Z): how many rows U pairs need, and the number of which each expert's size has to be a
+    multiple.  Kernels take whole blocks of 128 rows, and widths from 128 on."""
+    if platform() in KERNELS and U % 128 == 0 and min(D, F) >= 128:
+        return U, 1
+    Y, Z = tile_shape(U, E)
+    return Y * Z, Z
+
+
+def grouped(x_OD, w_EDF, size_E, Z: int, transposed=False):
+    """y_OF: each row times its expert's weights; transposed, x_OF gives y_OD."""
+    if Z > 1:
+        return grouped_tiles(x_OD, w_EDF, size_E, Z, transposed)
+    kernel, _ = KERNELS[platform()]
+    return kernel(x_OD, w_EDF, size_E, transposed)
+
+
+def outer(x_OD, y_OF, size_E, Z: int):
+    """w_EDF: the sum over each expert's rows of x times y."""
+    if Z > 1:
+        return outer_tiles(x_OD, y_OF, size_E, Z)
+    _, kernel = KERNELS[platform()]
+    return kernel(x_OD, y_OF, size_E)
