@@ -222,8 +222,8 @@ def run_experts(x_QD, gate_U, expert_U, w, cfg):
 
     Pairs are sorted by expert.  For products in tiles each expert's are padded to whole tiles.
     """
-    (E, D, *_), F, U = w["in_EDCF"].shape, w["out_EFD"].shape[1], expert_U.size
-    O, Z = padded_rows(U, E, D, F)
+    E, U = len(w["out_EFD"]), expert_U.size
+    O, Z = padded_rows(U, w["out_EFD"])
     size_E = -(-jnp.bincount(expert_U, length=E + 1)[:E] // Z) * Z
     start = jnp.append(jnp.cumsum(size_E) - size_E, O)  # pairs of no expert get no slot
     slot_U = start[expert_U] + queue_positions(expert_U, E + 1)

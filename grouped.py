@@ -70,7 +70,7 @@ def outer_tiles(x_OD, y_OF, size_E, Z: int):
 
 
 def megablox():
-    """The module of JAX's kernels for TPUs; its package exports a function of the same name."""
+    """The module of JAX's kernels; its package exports a function of the same name."""
     return importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
 
 
@@ -81,22 +81,24 @@ def block_width(n: int, largest: int, cores: int = 1) -> int:
     return min(n, -(-n // (128 * blocks)) * 128)
 
 
-def block_sizes(rows: int, E: int, D: int, F: int, largest_D: int) -> tuple[int, int, int]:
-    """Rows, input width and output width of a kernel's blocks, which fit 16 MiB of on-chip memory.
+def block_sizes(x_OD, E: int, D: int, F: int, input_bytes: int) -> tuple[int, int, int]:
+    """Rows, input width and output width of the blocks of a kernel on a TPU, which fit its 16 MiB
+    of on-chip memory; input_bytes: of a row of inputs.
 
     A block of rows is multiplied once for each expert that has some of them.  Output blocks are
     shared out to a chip's cores, of which TPU v4 and v5p have two.
     """
-    fitting = (n for n in (512, 256) if rows % n == 0 and rows >= 4 * n * E)
-    return next(fitting, 128), block_width(D, largest_D), block_width(F, 768, cores=2)
+    O, width = len(x_OD), input_bytes // x_OD.dtype.itemsize
+    block_rows = next((n for n in (512, 256) if O % n == 0 and 4 * n * E <= O), 128)
+    return block_rows, block_width(D, width), block_width(F, 768, cores=2)
 
 
 def grouped_on_tpu(x_OD, w_EDF, size_E, transposed: bool, interpret=False):
-    """`grouped`.  Blocks have the whole input width up to 2,048, so that an expert's weights are
-    read once for all its rows."""
+    """`grouped`.  A block has the whole width of the inputs, if that is at most 2,048 in bfloat16,
+    so that an expert's weights are read once for all its rows."""
     (E, D, F), module = w_EDF.shape, megablox()
     D, F = (F, D) if transposed else (D, F)
-    blocks = block_sizes(len(x_OD), E, D, F, 2048)
+    blocks = block_sizes(x_OD, E, D, F, 4096)
     with typed_kernel_outputs(module, jax.typeof(x_OD).manual_axis_type):
         options = dict(transpose_rhs=transposed, interpret=interpret)
         return module.gmm(x_OD, w_EDF, size_E, x_OD.dtype, blocks, **options)
@@ -105,7 +107,7 @@ def grouped_on_tpu(x_OD, w_EDF, size_E, transposed: bool, interpret=False):
 def outer_on_tpu(x_OD, y_OF, size_E, interpret=False):
     """`outer`."""
     module = megablox()
-    blocks = block_sizes(len(x_OD), size_E.size, x_OD.shape[1], y_OF.shape[1], 1024)
+    blocks = block_sizes(x_OD, size_E.size, x_OD.shape[1], y_OF.shape[1], 2048)
     with typed_kernel_outputs(module, jax.typeof(x_OD).manual_axis_type):
         return module.tgmm(x_OD.T, y_OF, size_E, x_OD.dtype, blocks, interpret=interpret)
 
@@ -117,9 +119,10 @@ KERNELS = dict(tpu=(grouped_on_tpu, outer_on_tpu))
 # ---- products
 
 
-def padded_rows(U: int, E: int, D: int, F: int) -> tuple[int, int]:
+def padded_rows(U: int, w_EFD) -> tuple[int, int]:
     """(O, Z): how many rows U pairs need, and the number of which each expert's size has to be a
     multiple.  Kernels take whole blocks of 128 rows, and widths from 128 on."""
+    E, F, D = w_EFD.shape
     if platform() in KERNELS and U % 128 == 0 and min(D, F) >= 128:
         return U, 1
     Y, Z = tile_shape(U, E)
