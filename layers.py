@@ -291,15 +291,19 @@ activate_on_cpu.defvjp(
 def feed_forward(x_BLD, w, cfg, name=""):
     """A feed-forward's partial output on this tp shard, which the caller sums over tp.
 
-    Gate and up are two products, because XLA on a CPU transposes the output and the gradient of a
-    joint one.
+    Gate and up are two products.  XLA on a CPU would transpose the output and the gradient of a
+    joint one, and by its count llama_1b on v5p (remat=dots) would need 4 % more cycles.
     """
+    in_CDF, bias_CF = w[f"{name}in_CDF"], w.get(f"{name}in_bias_CF")
 
     def project(c):
-        h_BLF = einsum("BLD,DF->BLF", x_BLD, w[f"{name}in_CDF"][c])
-        return add_bias(h_BLF, w[f"{name}in_bias_CF"][c]) if f"{name}in_bias_CF" in w else h_BLF
+        if platform() == "cpu":
+            h_BLF = einsum("BLD,DF->BLF", x_BLD, in_CDF[c])
+        else:  # with C, of size 1: 3 % fewer cycles than without it
+            h_BLF = einsum("BLD,CDF->BLCF", x_BLD, in_CDF[c : c + 1])[:, :, 0]
+        return add_bias(h_BLF, None if bias_CF is None else bias_CF[c])
 
-    h = [project(c) for c in range(w[f"{name}in_CDF"].shape[0])]
+    h = [project(c) for c in range(len(in_CDF))]
     return einsum("BLF,FD->BLD", activate(h[0], h[-1], cfg), w[f"{name}out_FD"])
 
 
