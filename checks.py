@@ -86,12 +86,18 @@ def cpu_choices(cfg: Config) -> dict:
     counts = [n for n in divisors(rows) if n % pp == 0]
     fits = [n for n in counts if rows // n * t.seq_len <= CPU_TOKENS]
     microbatches = t.microbatches or (fits or counts[-1:])[0]
-    tokens, blocks = rows // microbatches * t.seq_len, n_blocks(m) // (pp * cfg.mesh.virtual_stages)
+    tokens = rows // microbatches * t.seq_len
     width = max(m.d_ff, m.n_active * m.d_expert) / cfg.mesh.tp
-    kept_bytes = 4 * tokens * m.n_layers * (16 * m.d_model + 4 * width)
+    inputs = 16 + (m.n_active if m.n_experts else 0)
+    kept_bytes = 4 * tokens * m.n_layers * (inputs * m.d_model + 4 * width)
     layer_flops = 6 * 12 * m.d_model**2 * t.batch_size * t.seq_len
-    remat = "none" if pp == 1 and kept_bytes < 2**30 else "layer"
-    unroll = blocks if blocks <= 12 and layer_flops > 5e8 else 1
+    remat = t.remat
+    if remat == "auto":
+        remat = "none" if pp == 1 and kept_bytes < 2**30 else "layer"
+    # A loop compiles sooner, which is most of the time of a tiny model, and it keeps what is
+    # recomputed from being computed early.
+    layers = n_blocks(m) * len(layer_kinds(m.pattern))
+    unroll = layers if remat == "none" and layers <= 12 and layer_flops > 5e8 else 1
     return dict(microbatches=microbatches, remat=remat, unroll=unroll)
 
 

@@ -223,7 +223,7 @@ class Train:
     microbatches: int = 0
     """Pipeline microbatches in each slice of train.grad_accum.
     0 takes 1 if mesh.pp is 1, else the most that divide the batch, up to 4 per stage.
-    On a CPU it takes as few as have at most 512 tokens on a device."""
+    On a CPU it takes the fewest that have at most 512 tokens on a dp rank, or one row."""
     grad_accum: int = 1
     """Number of slices that a batch is cut into and that run one after another, to save memory."""
     steps: int = 100
@@ -251,7 +251,8 @@ class Train:
     unroll: int = 0
     """Number of iterations of the loops over layers that are compiled as one.
     A larger number copies less and takes longer to compile.
-    0 takes 1; on a CPU it takes all of up to 12 layers, except of tiny models."""
+    0 takes 1; on a CPU that recomputes nothing it takes all of up to 12 layers, except for tiny
+    models."""
     attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"
     """Attention kernel.
     auto: cudnn on NVIDIA GPUs, splash on TPUs, xla elsewhere.

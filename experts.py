@@ -75,11 +75,11 @@ def route(x_BLD, w, cfg):
     score_BLE = jax.nn.softmax(logit_BLE, -1) if softmax else jax.nn.sigmoid(logit_BLE)
     choice_BLE = add_bias(lax.stop_gradient(score_BLE), w.get("router_bias_E"))
     if m.n_groups > 1:
-        grouped = choice_BLE.reshape(*choice_BLE.shape[:2], m.n_groups, -1)
-        group_score = lax.top_k(grouped, min(2, grouped.shape[-1]))[0].sum(-1)
+        by_group = choice_BLE.reshape(*choice_BLE.shape[:2], m.n_groups, -1)
+        group_score = lax.top_k(by_group, min(2, by_group.shape[-1]))[0].sum(-1)
         active_group = lax.top_k(group_score, m.n_active_groups)[1]
         is_active = jax.nn.one_hot(active_group, m.n_groups).sum(-2) > 0
-        choice_BLE = jnp.where(is_active[..., None], grouped, -jnp.inf).reshape(choice_BLE.shape)
+        choice_BLE = jnp.where(is_active[..., None], by_group, -jnp.inf).reshape(choice_BLE.shape)
     expert_BLX = lax.top_k(choice_BLE, m.n_active)[1]
     gate_BLX = jnp.take_along_axis(score_BLE, expert_BLX, -1)
     if m.norm_scores:
@@ -175,9 +175,9 @@ def gates_to_slots(gate_U, pair_O, slot_U):
 # ---- experts on sorted rows: for dropless routing
 
 
-def hidden_units(x_OD, in_EDCF, size_E, Z, cfg):
-    """(h_OF, the activation's backward function: from the gradient of h_OF to that of h_OJ, which
-    is gate beside up)."""
+def hidden_rows(x_OD, in_EDCF, size_E, Z, cfg):
+    """(h_OF, backward): the hidden units of each row, and the function from their gradient to that
+    of h_OJ, gate beside up."""
     E, D, C, F = in_EDCF.shape
     h_OJ = grouped(x_OD, in_EDCF.reshape(E, D, C * F), size_E, Z)
 
@@ -196,14 +196,14 @@ def experts_of_rows(x_OD, gate_O, in_EDCF, out_EFD, size_E, Z, cfg):
     hidden units.  It does not recompute y: a gate's gradient, g . (h W) with g the gradient of y,
     is computed as (g W') . h.
     """
-    h_OF, _ = hidden_units(x_OD, in_EDCF, size_E, Z, cfg)
+    h_OF, _ = hidden_rows(x_OD, in_EDCF, size_E, Z, cfg)
     return grouped(gate_O[:, None] * h_OF, out_EFD, size_E, Z)
 
 
 def experts_of_rows_backward(Z, cfg, saved, grad_OD):
     x_OD, gate_O, in_EDCF, out_EFD, size_E = saved
     in_EDJ = in_EDCF.reshape(*in_EDCF.shape[:2], -1)
-    h_OF, activation_backward = hidden_units(x_OD, in_EDCF, size_E, Z, cfg)
+    h_OF, activation_backward = hidden_rows(x_OD, in_EDCF, size_E, Z, cfg)
     grad_OF = grouped(grad_OD, out_EFD, size_E, Z, transposed=True)
     gate_grad_O = (grad_OF.astype(jnp.float32) * h_OF).sum(-1).astype(gate_O.dtype)
     (grad_OJ,) = activation_backward(gate_O[:, None] * grad_OF)

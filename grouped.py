@@ -6,6 +6,8 @@ Dimension key (a suffix on every array's name spells its logical shape):
 
 Rows are sorted by expert, and size_E says how many each has.  Rows beyond their sum belong to no
 expert: what is in them does not matter, and what comes out there is undefined and must not be used.
+For `outer` in tiles one of the two factors must be zero there, and in the rows that pad an expert's
+rows to a multiple of Z.
 
 A platform's kernels, of JAX's own libraries, take experts of any size.  Elsewhere rows are
 multiplied in tiles of one expert each, for which each size must be a multiple of Z.  To a function

@@ -80,7 +80,7 @@ def typed_kernel_outputs(module, axis_type):
     """Inside this context, the kernels of a Pallas module declare outputs that vary over the mesh
     axes of axis_type.
 
-    shard_map with check_vma needs that, and splash attention (jax 0.10 to 0.12) declares its
+    shard_map with check_vma needs that, and splash attention and megablox (jax 0.10) declare their
     outputs as jax.ShapeDtypeStruct(shape, dtype), or ShapeDtypeStruct.like(x), without axes.  So
     `module.jax` is replaced by a copy whose ShapeDtypeStruct adds them, and put back at the end.
     """
@@ -198,11 +198,11 @@ def einsum_backward(sums, dtype, xw, grad_y):
     (x, w), grad_y = xw, grad_y.astype(xw[0].dtype)
     grad_x = multiply(f"{y_dims},{w_dims}->{x_dims}", grad_y, w)
     if platform() == "cpu" and x.size > grad_y.size:
-        # XLA transposes the first array.
-        dims = "".join(d for d in y_dims if d not in x_dims) + "".join(
-            d for d in x_dims if d in w_dims
-        )
-        grad_w = lax.optimization_barrier(multiply(f"{y_dims},{x_dims}->{dims}", grad_y, x))
+        # XLA transposes the first array, so the smaller one comes first.  Without the barrier XLA
+        # would turn the product round again.
+        dims = sorted(w_dims, key=lambda d: d in x_dims)
+        grad_w = multiply(f"{y_dims},{x_dims}->{''.join(dims)}", grad_y, x)
+        grad_w = lax.optimization_barrier(grad_w)
         return grad_x, grad_w.transpose([dims.index(d) for d in w_dims])
     return grad_x, multiply(f"{x_dims},{y_dims}->{w_dims}", x, grad_y)
 
@@ -267,8 +267,7 @@ def hidden_units(gate, up, activation: str):
             return jax.nn.gelu(up, approximate=kind == "gelu_tanh")
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def activate_on_cpu(gate, up, activation: str):
+def hidden_units_32(gate, up, activation: str):
     """`hidden_units` in float32, because XLA on a CPU does each operation on bfloat16 in float32
     and rounds it.  The backward pass computes them again; otherwise XLA would write every
     intermediate result to memory."""
@@ -278,10 +277,11 @@ def activate_on_cpu(gate, up, activation: str):
 
 def activate_backward(activation, projections, grad):
     projections = lax.optimization_barrier(projections)  # or XLA keeps what is computed twice
-    _, backward = jax.vjp(partial(activate_on_cpu.fun, activation=activation), *projections)
+    _, backward = jax.vjp(partial(hidden_units_32, activation=activation), *projections)
     return backward(grad)
 
 
+activate_on_cpu = jax.custom_vjp(hidden_units_32, nondiff_argnums=(2,))
 activate_on_cpu.defvjp(
     lambda gate, up, activation: (activate_on_cpu(gate, up, activation), (gate, up)),
     activate_backward,
@@ -292,7 +292,7 @@ def feed_forward(x_BLD, w, cfg, name=""):
     """A feed-forward's partial output on this tp shard, which the caller sums over tp.
 
     Gate and up are two products, because XLA on a CPU would transpose the output and the gradient
-    of a joint one.  For TPUs it counts 1 % fewer cycles, for llama_1b and qwen3_0.6b.
+    of a joint one.  For TPUs XLA counts 1 % fewer cycles (llama_1b, qwen3_0.6b).
     """
     in_CDF, bias_CF = w[f"{name}in_CDF"], w.get(f"{name}in_bias_CF")
 

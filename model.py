@@ -340,7 +340,7 @@ def scan_layers(layer: Callable, x, kinds: list[str], inputs: dict, first_layer,
     inputs, {kind: tree of [N, ...]}: the layers' weights and other inputs of each layer.
     layer(kind, x, (input, n)) -> (x, output) runs layer number n, counted from first_layer; outputs
     are stacked in the form of inputs.  Blocks are one scan, and so is a run of equal kinds in a
-    block: the program does not grow with the number of layers.
+    block: the program does not grow with the number of layers, unless they are all unrolled.
     """
     kinds = kinds[:1] if len(set(kinds)) == 1 else kinds
     times = sum(jax.tree.leaves(tree)[0].shape[0] for tree in inputs.values()) // len(kinds)

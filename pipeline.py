@@ -270,9 +270,9 @@ def work_in_lock_step(due, f, skip, *args):
 def branch_policy(cfg: Config) -> Callable:
     """The `branch` of run_schedule that mesh.skip_bubbles chooses.
 
-    A single stage needs no branches.  On a CPU it has them all the same, because they keep
-    collectives in order, except with train.remat=offload: arrays in host memory cannot leave a
-    branch.
+    A single stage needs no branches.  On a CPU with several devices it has them all the same,
+    because they keep collectives in order, except with train.remat=offload: arrays in host memory
+    cannot leave a branch.
     """
     one_device = cfg.mesh.sizes == (1, 1, 1)
     if cfg.mesh.pp == 1 and (one_device or platform() != "cpu" or cfg.train.remat == "offload"):

@@ -183,7 +183,8 @@ def candidates(cfg: Config, n_devices: int) -> Iterator[tuple[Config | None, str
             n_rows = cfg.train.batch_size // (cfg.train.grad_accum * dp)
             for microbatches in (n for n in checks.divisors(n_rows) if n % pp == 0):
                 for remat in (x for x in policies if x != "offload" or pp == 1):
-                    train = replace(cfg.train, microbatches=microbatches, remat=remat)
+                    chosen = dict(microbatches=microbatches, remat=remat)
+                    train = replace(cfg.train, **chosen, unroll=max(1, cfg.train.unroll))
                     yield replace(on_mesh, train=train), ""
 
 

@@ -6,6 +6,7 @@ Dimension key (a suffix on every array's name spells its logical shape):
 """
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import numpy as np
@@ -14,8 +15,8 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import model
 import optim
-import train
 import utils
 from config import DATA, Config, Model, UserError
 from scripts import hf_config, hf_families
@@ -28,7 +29,7 @@ def with_padding(cfg: Config) -> Config:
 
 def initial_weights(family: str, cfg: Config) -> dict:
     """{name: tensor} of Hugging Face's model of that family, with Trifold's initial weights."""
-    params = utils.leaf_table(train.init_state(cfg).params)
+    params = utils.leaf_table(jax.jit(model.init_params, static_argnums=0)(cfg))
     params = {path: np.asarray(x) for path, x in params.items()}
     tensors = hf_families.tensor_maps(family, with_padding(cfg))
 
@@ -48,7 +49,9 @@ class TransformersModel(nn.Module):
         settings |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
         options = dict(attn_implementation="sdpa", dtype=torch.float32)
         self.model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings), **options)
-        self.model.load_state_dict(initial_weights(settings["model_type"], cfg), strict=False)
+        weights = initial_weights(settings["model_type"], cfg)
+        missing, unknown = self.model.load_state_dict(weights, strict=False)
+        assert not unknown and set(missing) <= {"lm_head.weight"}, (unknown, missing)  # may be tied
 
     def forward(self, token_BL):
         return self.model(input_ids=token_BL, use_cache=False).logits
@@ -116,7 +119,8 @@ class Training:
         groups = zip(decays, (o.weight_decay, 0.0), strict=True)
         groups = [dict(params=x, weight_decay=decay) for x, decay in groups]
         self.adamw = torch.optim.AdamW(groups, betas=(o.b1, o.b2), eps=o.eps, fused=True)
-        self.learning_rate = jax.jit(lambda n: optim.learning_rate(n, cfg))
+        steps = np.arange(cfg.train.steps)
+        self.rates = np.asarray(jax.vmap(partial(optim.learning_rate, cfg=cfg))(steps)).tolist()
         self.mean_loss = torch.compile(self.mean_loss)
 
     def begin(self) -> int:
@@ -140,7 +144,7 @@ class Training:
             total += loss.detach()
         torch.nn.utils.clip_grad_norm_(self.network.parameters(), self.cfg.optim.clip_norm)
         for group in self.adamw.param_groups:
-            group["lr"] = float(self.learning_rate(n))
+            group["lr"] = self.rates[min(n, len(self.rates) - 1)]
         self.adamw.step()
         self.adamw.zero_grad()
         return n + 1, dict(loss=total)

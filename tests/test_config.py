@@ -364,12 +364,15 @@ def test_a_cpu_chooses_few_tokens_at_a_time_no_recomputing_and_unrolled_layers()
         return t.microbatches, t.remat, t.unroll
 
     assert choose(demo) == (4, "none", 4)  # 4 rows of 128 tokens, 4 layers
-    assert choose(demo, mesh=(2, 2, 2)) == (2, "layer", 2)  # one microbatch for each stage
+    assert choose(demo, mesh=(2, 2, 2)) == (2, "layer", 1)  # one microbatch for each stage
     assert choose(demo, batch_size=12) == (3, "none", 4)
     assert choose(demo, seq_len=4096) == (16, "none", 4)  # a row is more than 512 tokens
-    assert choose(demo, seq_len=2**16) == (16, "layer", 4)  # several GiB of activations
+    assert choose(demo, seq_len=2**16) == (16, "layer", 1)  # several GiB of activations
     assert choose(demo, microbatches=4, remat="dots", unroll=2) == (4, "dots", 2)
     assert choose(tiny) == (2, "none", 1)  # compiling takes longer than training
+    assert choose(demo, remat="dots")[2] == 1
+    deep = replace(demo.model, n_layers=24, pattern="dense*6")
+    assert choose(replace(demo, model=deep))[2] == 1  # 24 layers in 4 blocks
     t = checks.resolve(replace(demo, mesh=config.Mesh(1, 1, 1)), 8).train
     assert (t.microbatches, t.remat, t.unroll) == (1, "layer", 1)  # elsewhere
 
