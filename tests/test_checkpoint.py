@@ -115,7 +115,7 @@ def flip_bit(path, at: int, bit: int = 0):
 def test_a_state_is_restored_on_other_meshes(copy):
     cfg, run, states = copy
     for mesh in [(1, 1, 1), (8, 1, 1), (1, 8, 1)]:
-        step, found = restore(run, on_mesh(cfg, mesh))
+        step, found = restore(run, on_mesh(cfg, mesh, train=dict(microbatches=0)))
         assert step == 20
         assert_restored(found, states[20])
 
