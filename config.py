@@ -251,8 +251,7 @@ class Train:
     unroll: int = 0
     """Number of iterations of the loops over layers that are compiled as one.
     A larger number copies less and takes longer to compile.
-    0 takes 1; on a CPU that recomputes nothing it takes all of up to 12 layers, except for tiny
-    models."""
+    0 takes 1; a CPU that recomputes nothing takes all of up to 12 layers of larger models."""
     attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"
     """Attention kernel.
     auto: cudnn on NVIDIA GPUs, splash on TPUs, xla elsewhere.
