@@ -225,47 +225,15 @@ def logits(x_BLD, ends, cfg):
 def cross_entropy(x_BLD, target_BL, ends, cfg):
     """(nll_BL, z_BL): negative log likelihood and log-partition of each token, in nats, for the
     normed x of all tp shards.  No device holds a full row of logits."""
-    return score_logits(logits(x_BLD, ends, cfg), target_BL)
-
-
-@jax.custom_vjp
-def score_logits(logit_BLV, target_BL):
-    """`cross_entropy` for logits.
-
-    Its own backward pass, because that of a gather is a scatter into another array of this size.
-    """
-    max_BL = lax.pmax(logit_BLV.max(-1), "tp")
+    logit_BLV = logits(x_BLD, ends, cfg)
+    max_BL = lax.pmax(lax.stop_gradient(logit_BLV).max(-1), "tp")
     z_BL = jnp.log(lax.psum(jnp.exp(logit_BLV - max_BL[..., None]).sum(-1), "tp")) + max_BL
-    col_BL, is_here_BL = target_columns(logit_BLV, target_BL)
-    target_logit_BL = jnp.take_along_axis(logit_BLV, col_BL[..., None], -1)[..., 0]
-    return z_BL - lax.psum(jnp.where(is_here_BL, target_logit_BL, 0), "tp"), z_BL
 
-
-def target_columns(logit_BLV, target_BL):
-    """(col_BL, is_here_BL): the columns of the targets, and whether this tp shard has them."""
     V = logit_BLV.shape[-1]
-    col_BL = target_BL - lax.axis_index("tp") * V
-    is_here_BL = (col_BL >= 0) & (col_BL < V)
-    return jnp.where(is_here_BL, col_BL, 0), is_here_BL
-
-
-def score_logits_forward(logit_BLV, target_BL):
-    nll_BL, z_BL = score_logits(logit_BLV, target_BL)
-    return (nll_BL, z_BL), (logit_BLV, target_BL, z_BL)
-
-
-def score_logits_backward(saved, grads):
-    logit_BLV, target_BL, z_BL = saved
-    nll_grad_BL, z_grad_BL = grads
-    col_BL, is_here_BL = target_columns(logit_BLV, target_BL)
-    is_target_BLV = col_BL[..., None] == jnp.arange(logit_BLV.shape[-1])
-    prob_BLV = jnp.exp(logit_BLV - z_BL[..., None])
-    target_grad_BL = jnp.where(is_here_BL, nll_grad_BL, 0)
-    grad_BLV = (nll_grad_BL + z_grad_BL)[..., None] * prob_BLV
-    return grad_BLV - jnp.where(is_target_BLV, target_grad_BL[..., None], 0), None
-
-
-score_logits.defvjp(score_logits_forward, score_logits_backward)
+    col_BL = target_BL - lax.axis_index("tp") * V  # outside of 0 .. V-1 on the other tp shards
+    # Not take_along_axis: its gradient is a scatter into another array of this size.
+    target_logit_BL = jnp.where(col_BL[..., None] == jnp.arange(V), logit_BLV, 0).sum(-1)
+    return z_BL - lax.psum(target_logit_BL, "tp"), z_BL
 
 
 # ---- one layer
