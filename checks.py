@@ -61,7 +61,7 @@ def resolve(cfg: Config, n_devices: int, rows: int | None = None, on_cpu: bool =
 
 
 def accelerator_choices(cfg: Config) -> dict:
-    """The automatic settings of section train."""
+    """The automatic settings of section train for anything but a CPU."""
     pp, rows = cfg.mesh.pp, cfg.train.batch_size // (cfg.train.grad_accum * cfg.mesh.dp)
     counts = range(pp, 4 * pp + 1, pp) if pp > 1 else [1]
     return dict(microbatches=max(n for n in counts if rows % n == 0), remat="layer", unroll=1)
@@ -83,9 +83,11 @@ def cpu_choices(cfg: Config) -> dict:
     """
     m, t, pp = cfg.model, cfg.train, cfg.mesh.pp
     rows = t.batch_size // (t.grad_accum * cfg.mesh.dp)
-    counts = [n for n in divisors(rows) if n % pp == 0]
-    fits = [n for n in counts if rows // n * t.seq_len <= CPU_TOKENS]
-    microbatches = t.microbatches or (fits or counts[-1:])[0]
+    microbatches = t.microbatches
+    if not microbatches:
+        counts = [n for n in divisors(rows) if n % pp == 0]
+        small = [n for n in counts if rows // n * t.seq_len <= CPU_TOKENS]
+        microbatches = min(small) if small else max(counts)
     tokens = rows // microbatches * t.seq_len
     width = max(m.d_ff, m.n_active * m.d_expert) / cfg.mesh.tp
     inputs = 16 + (m.n_active if m.n_experts else 0)
@@ -94,8 +96,8 @@ def cpu_choices(cfg: Config) -> dict:
     remat = t.remat
     if remat == "auto":
         remat = "none" if pp == 1 and kept_bytes < 2**30 else "layer"
-    # A loop compiles sooner, which is most of the time of a tiny model, and it keeps what is
-    # recomputed from being computed early.
+    # A loop compiles in less time, which is most of a tiny model's.  Without one XLA recomputes
+    # layers early: with remat=layer and 4 layers it then needs twice the memory.
     layers = n_blocks(m) * len(layer_kinds(m.pattern))
     unroll = layers if remat == "none" and layers <= 12 and layer_flops > 5e8 else 1
     return dict(microbatches=microbatches, remat=remat, unroll=unroll)

@@ -198,8 +198,8 @@ def einsum_backward(sums, dtype, xw, grad_y):
     (x, w), grad_y = xw, grad_y.astype(xw[0].dtype)
     grad_x = multiply(f"{y_dims},{w_dims}->{x_dims}", grad_y, w)
     if platform() == "cpu" and x.size > grad_y.size:
-        # XLA transposes the first array, so the smaller one comes first.  Without the barrier XLA
-        # would turn the product round again.
+        # XLA transposes the first array, so the smaller one comes first: 2 % of an update.  Without
+        # the barrier XLA would swap them again.
         dims = sorted(w_dims, key=lambda d: d in x_dims)
         grad_w = multiply(f"{y_dims},{x_dims}->{''.join(dims)}", grad_y, x)
         grad_w = lax.optimization_barrier(grad_w)
@@ -258,6 +258,7 @@ def activate(gate, up, cfg):
 
 
 def hidden_units(gate, up, activation: str):
+    """The activation model.activation, in the dtype of its arguments."""
     match activation:
         case "swiglu":  # Shazeer 2020
             return jax.nn.silu(gate) * up
@@ -269,14 +270,15 @@ def hidden_units(gate, up, activation: str):
 
 def hidden_units_32(gate, up, activation: str):
     """`hidden_units` in float32, because XLA on a CPU does each operation on bfloat16 in float32
-    and rounds it.  The backward pass computes them again; otherwise XLA would write every
-    intermediate result to memory."""
+    and rounds it."""
     gate32, up32 = gate.astype(jnp.float32), up.astype(jnp.float32)
     return hidden_units(gate32, up32, activation).astype(up.dtype)
 
 
 def activate_backward(activation, projections, grad):
-    projections = lax.optimization_barrier(projections)  # or XLA keeps what is computed twice
+    """Computes the hidden units again; otherwise XLA would write every intermediate result to
+    memory.  Without the barrier it would find them computed twice, and keep them all the same."""
+    projections = lax.optimization_barrier(projections)
     _, backward = jax.vjp(partial(hidden_units_32, activation=activation), *projections)
     return backward(grad)
 

@@ -23,7 +23,8 @@ from scripts import hf_config, hf_families
 
 
 def with_padding(cfg: Config) -> Config:
-    """The config with the embedding's padding rows as words, so that matmuls have equal shapes."""
+    """The config with the embedding's padding rows as tokens, so that matmuls have the shapes of
+    Trifold's."""
     return replace(cfg, model=replace(cfg.model, vocab_size=cfg.model.vocab_rows))
 
 
@@ -51,13 +52,16 @@ class TransformersModel(nn.Module):
         self.model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings), **options)
         weights = initial_weights(settings["model_type"], cfg)
         missing, unknown = self.model.load_state_dict(weights, strict=False)
-        assert not unknown and set(missing) <= {"lm_head.weight"}, (unknown, missing)  # may be tied
+        tied = {"lm_head.weight"}  # a second name of the embedding
+        assert not unknown and set(missing) <= tied, (unknown, missing)
 
     def forward(self, token_BL):
         return self.model(input_ids=token_BL, use_cache=False).logits
 
 
 class NanoGPTLayer(nn.Module):
+    """A layer of GPT-2: x_BLD -> x_BLD."""
+
     def __init__(self, m: Model):
         super().__init__()
         self.n_heads, D = m.n_heads, m.d_model
@@ -75,8 +79,8 @@ class NanoGPTLayer(nn.Module):
 
 
 class NanoGPT(nn.Module):
-    """A GPT-2 of the layers of nanoGPT's model.py, with transformers' names: token_BL -> logit_BLV.
-    Raises UserError DATA where the config is of another model."""
+    """GPT-2 in the operations of nanoGPT's model.py, with transformers' names of tensors:
+    token_BL -> logit_BLV.  Raises UserError DATA where the config is of another model."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -90,8 +94,10 @@ class NanoGPT(nn.Module):
         parts |= dict(ln_f=nn.LayerNorm(m.d_model, m.norm_eps))
         self.transformer = nn.ModuleDict(parts)
         weights = initial_weights("gpt2", cfg)
-        turned = {name: x.T if ".c_" in name and x.ndim == 2 else x for name, x in weights.items()}
-        self.load_state_dict(turned)
+        # transformers stores these matrices as [inputs, outputs], nn.Linear as [outputs, inputs].
+        is_matrix = {name: ".c_" in name and x.ndim == 2 for name, x in weights.items()}
+        weights = {name: x.T if is_matrix[name] else x for name, x in weights.items()}
+        self.load_state_dict(weights)
 
     def forward(self, token_BL):
         t = self.transformer
