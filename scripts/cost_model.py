@@ -380,7 +380,12 @@ def peak_memory(jaxpr: Jaxpr, weight_shapes: set, preallocated=(), overwritable=
     through values computed from it that are not stored.
     """
     ops, arguments, results, avals = flatten(jaxpr)
-    last_read = {x: i for i, op in enumerate(ops) for x in op.inputs}
+    updated = {op.outputs[0]: op.inputs[0] for op in ops if op.name in IN_PLACE}
+    last_read = {}
+    for at, op in enumerate(ops):
+        # A select between an array and its update is part of the update, which is still in place.
+        old = {updated.get(x) for x in op.inputs} if op.name == "select_n" else ()
+        last_read |= {x: at for x in op.inputs if x not in old}
     last_read |= dict.fromkeys(results, len(ops))
     readers = count_readers(ops)
     sources = dict.fromkeys([None, *arguments], frozenset())  # value: indices of its arrays
