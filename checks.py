@@ -78,8 +78,9 @@ def cpu_choices(cfg: Config) -> dict:
     copies than an accelerator's.
 
     With 1,024 tokens a microbatch, a model of 5 million parameters took 1.2 times as long with
-    remat=layer, and 1.08 times with a loop over layers.  In a pipeline the arrays that wait between
-    forward and backward pass are copied, so that recomputing is faster: 1.4 times for the demo.
+    remat=layer, and 1.08 times with a loop over layers.  In a pipeline arrays wait between forward
+    and backward pass, outside of the caches, so that recomputing is faster: 1.08 times for the
+    demo.
     """
     m, t, pp = cfg.model, cfg.train, cfg.mesh.pp
     rows = t.batch_size // (t.grad_accum * cfg.mesh.dp)

@@ -11,15 +11,17 @@ import stat
 import subprocess
 import sys
 from dataclasses import fields
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, on_mesh
 
 import cli
 import config
+import train
 
 README = ROOT / "README.md"
 DOCS = [README, *sorted((ROOT / "docs").glob("*.md"))]
@@ -157,6 +159,17 @@ def test_the_table_of_files_has_every_file_and_the_size_is_right():
     for folder, n_lines in sizes:
         counted = sum(len(p.read_text().splitlines()) for p in ROOT.glob(folder))
         assert abs(int(n_lines.replace(",", "")) / counted - 1) < 0.1, (folder, counted)
+
+
+def test_sizes_in_the_tour_are_those_of_the_demo():
+    """A size of several dims in docs/tour.md is that of an array in the demo's update."""
+    cfg = config.PRESETS["demo"]()
+    cfg = on_mesh(cfg, cfg.mesh.sizes)
+    jaxpr = jax.make_jaxpr(partial(train.train_step, cfg=cfg))(*train.step_shapes(cfg))
+    traced = set(re.findall(r"[a-z]\d+\[([\d,]+)\]", str(jaxpr)))
+    sizes = re.findall(r"\[(\d+(?:, \d+)+)\]", (ROOT / "docs" / "tour.md").read_text())
+    assert len(sizes) > 6
+    assert {size.replace(" ", "") for size in sizes} <= traced
 
 
 # ---- commands
