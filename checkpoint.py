@@ -2,10 +2,11 @@
 a state holds, and which settings must not change between starts, is decided in train.py."""
 
 import json
-import os
 import re
+import stat
 import zlib
 from contextlib import contextmanager
+from pathlib import Path
 from types import MappingProxyType
 
 import jax
@@ -94,6 +95,17 @@ UNREACHABLE = (
 )
 
 
+def check_files(folder: Path):
+    """Raise Damaged if a folder of this machine is a link, or holds anything but files and folders:
+    orbax would follow links out of the run directory, and wait for ever for what a pipe holds."""
+    for path in [folder, *folder.rglob("*")]:
+        mode = path.lstat().st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            kind = "a symbolic link" if stat.S_ISLNK(mode) else "not a file"
+            name = "it" if path == folder else path.relative_to(folder)
+            raise Damaged(f"{name} is {kind}")
+
+
 class Checkpoints:
     """The checkpoints of a run, saved in the background and verified when they are restored.
 
@@ -150,7 +162,7 @@ class Checkpoints:
             fix = "restore one from a copy, or start over with --fresh; they are in damaged/"
             raise UserError(config.CHECKPOINT, what, fix)
         metrics = self.run / "metrics.jsonl"
-        if metrics.exists() and metrics.read_text().strip():
+        if metrics.exists() and metrics.read_bytes().strip():
             what = f"{self.run} has trained, but {self.path} holds no checkpoint"
             fix = "restore the checkpoints from a copy, or start over with --fresh"
             raise UserError(config.CHECKPOINT, what, fix)
@@ -171,9 +183,8 @@ class Checkpoints:
     def load(self, step: int, abstract: dict):
         """Return the items of checkpoint `step`, with every array verified.  Raises what read_meta
         raises."""
-        # Orbax would follow a link out of the run directory.
-        if not is_remote(self.path) and os.path.islink(self.path / str(step)):
-            raise Damaged("it is a symbolic link")
+        if not is_remote(self.path):
+            check_files(Path(self.path / str(step)))
         meta = self.read_meta(step, abstract)
         items = {name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()}
         found = self.read(step, **items)
@@ -191,6 +202,8 @@ class Checkpoints:
         meta = self.read(step, meta=ocp.args.JsonRestore())["meta"]
         if not isinstance(meta, dict) or meta.get("checksum") != meta_checksum(meta):
             raise Damaged("its meta does not match its checksum")
+        if meta["step"] != step:
+            raise Damaged(f"it is checkpoint {meta['step']} under another name")
         self.check_same_run(step, meta, abstract)
         return meta
 

@@ -203,6 +203,31 @@ def test_junk_beside_the_checkpoints_is_not_restored(copy, junk):
     assert_restored(found, states[20])
 
 
+@pytest.mark.parametrize("change", ["rename", "copy", "swap", "pipe"])
+def test_a_checkpoint_under_another_name_is_damaged(copy, change):
+    """A folder that was renamed, copied or swapped, or that holds a pipe, is moved away; the newest
+    that is left is restored."""
+    cfg, run, states = copy
+    where = run / "checkpoints"
+    if change == "rename":
+        (where / "20").rename(where / "60")
+    elif change == "copy":
+        shutil.copytree(where / "20", where / "60")
+    elif change == "swap":
+        for old, new in [("20", "x"), ("10", "20"), ("x", "10")]:
+            (where / old).rename(where / new)
+    else:
+        os.mkfifo(where / "20" / "params" / "pipe")
+    if change == "swap":
+        with pytest.raises(UserError, match="20 .it is checkpoint 10 under another name"):
+            restore(run, cfg)
+        return
+    step, found = restore(run, cfg)
+    assert step == (20 if change == "copy" else 10)
+    assert_restored(found, states[step])
+    assert (run / "damaged" / ("20" if change == "pipe" else "60")).exists()
+
+
 def test_a_run_without_a_usable_checkpoint_does_not_start_over(copy):
     cfg, run, _ = copy
     for step in (10, 20):
