@@ -58,11 +58,11 @@ class RowFile:
 def read_lines(path: epath.Path, step: int) -> list[str]:
     """The lines of a .jsonl file up to update `step`, without those a crash left incomplete."""
     lines = []
-    for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
+    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
         try:
-            if line.endswith("\n") and json.loads(line)["step"] <= step:
-                lines.append(line)
-        except (ValueError, TypeError, KeyError):
+            if line.endswith(b"\n") and json.loads(line)["step"] <= step:
+                lines.append(line.decode())
+        except (ValueError, TypeError, KeyError, RecursionError):
             warn(f"{path}: dropped a line that is not a row: {line[:60]!r}")
     return lines
 
