@@ -11,7 +11,9 @@ import hashlib
 import json
 import os
 import re
+import stat
 import tempfile
+import tokenize
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -51,6 +53,10 @@ class Shard:
 DTYPES = ("uint16", "uint32", "int32", "int64")
 
 
+# What numpy raises for headers with errors, since it parses them as Python.
+NPY_ERRORS = ValueError, OSError, SyntaxError, TypeError, tokenize.TokenError
+
+
 def npy_shard(path: epath.Path) -> Shard:
     """A .npy file of one dimension.
 
@@ -72,7 +78,9 @@ def npy_shard(path: epath.Path) -> Shard:
     except FileNotFoundError:
         what = f"shard {path.name!r} is missing from {path.parent}"
         raise data_error(what, "copy it there, or make the data set again") from None
-    except (ValueError, OSError) as e:
+    except PermissionError:
+        raise
+    except NPY_ERRORS as e:
         raise error(str(e)[:200]) from None
     if dtype.hasobject or dtype.name not in DTYPES or dtype.byteorder == ">":
         raise error(f"dtype {dtype} is not one of {', '.join(DTYPES)}")
@@ -93,6 +101,13 @@ def bin_shard(path: epath.Path) -> Shard:
     return Shard(path, size // 2, "uint16", 0)
 
 
+def check_is_file(path: epath.Path):
+    """Raise UserError for a folder, pipe or device of this machine; to read a pipe would wait for
+    ever."""
+    if not is_remote(path) and path.exists() and not stat.S_ISREG(os.stat(path).st_mode):
+        raise data_error(f"{path} is not a file", "put the file there, or name another")
+
+
 # {suffix: the function that describes such a file as a Shard}, in the order in which folders are
 # searched for them.
 READERS = {".npy": npy_shard, ".bin": bin_shard}
@@ -100,6 +115,7 @@ READERS = {".npy": npy_shard, ".bin": bin_shard}
 
 def read_shard(path: epath.Path) -> Shard:
     """The file as the reader of its suffix describes it; a file with another suffix is a .npy."""
+    check_is_file(path)
     return READERS.get(path.suffix, npy_shard)(path)
 
 
@@ -127,6 +143,7 @@ def read_manifest(folder: epath.Path) -> tuple[list[Shard], dict]:
             if dtype not in ("uint16", "uint32") or not is_count or not is_checksum:
                 facts = f"dtype {dtype!r}, {n_tokens!r} tokens, sha256 {sha256!r}"
                 raise ValueError(f"shard {name!r} has {facts}")
+            check_is_file(folder / name)
             shard = npy_shard(folder / name)
             if (shard.dtype, shard.n_tokens) != (dtype, n_tokens):
                 holds = f"{shard.n_tokens} {shard.dtype} tokens"
@@ -158,6 +175,7 @@ def find_shards(path: epath.Path, split: str) -> tuple[list[Shard], dict]:
     if not path.is_dir():
         return [read_shard(path)], {}
     if (path / "manifest.json").exists():
+        check_is_file(path / "manifest.json")
         return read_manifest(path)
     if (path / SPLIT_FILES[split]).exists():
         return [read_shard(path / SPLIT_FILES[split])], {}

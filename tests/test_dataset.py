@@ -1,6 +1,7 @@
 """Data: what is read and in which order, what is refused, and the seams for formats and sources."""
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import on_mesh
+from etils import epath
 
 import dataset
 import train
@@ -266,6 +268,12 @@ def truncate_shard(folder):
     first_shard(folder).write_bytes(first_shard(folder).read_bytes()[:-7])
 
 
+def make_pipe(folder):
+    path = first_shard(folder)
+    path.unlink()
+    os.mkfifo(path)
+
+
 def append_byte(folder):
     first_shard(folder).write_bytes(first_shard(folder).read_bytes() + b"x")
 
@@ -305,6 +313,7 @@ FAULTS = {
     "a missing shard": (remove_shard, "missing"),
     "a truncated shard": (truncate_shard, "promises"),
     "trailing bytes": (append_byte, "promises"),
+    "a pipe": (make_pipe, "is not a file"),
     "an empty folder": (remove_all_files, "no shards"),
     "no folder": (shutil.rmtree, "does not exist"),
     "a name above the folder": (shard_entry(name="../val/shard_00000.npy"), "plain file name"),
@@ -324,6 +333,23 @@ def test_a_fault_in_the_data_is_named(cfg, corpus, tmp_path, fault):
     damage, word = FAULTS[fault]
     damage(folder)
     assert word in problem_of(cfg, folder, read=True)
+
+
+def test_no_flipped_bit_in_a_header_is_a_traceback(tmp_path):
+    """The file is refused with a UserError, or is read as tokens: some bits are only spaces."""
+    path = epath.Path(tmp_path / "shard.npy")
+    np.save(path, np.arange(100, dtype=np.uint16))
+    whole, n_refused = path.read_bytes(), 0
+    for bit in range(8 * 128):
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(bytes(flipped))
+        try:
+            assert dataset.read_shard(path).n_tokens == 100
+        except UserError as error:
+            assert error.code == DATA
+            n_refused += 1
+    assert n_refused > 900
 
 
 def test_a_document_mask_needs_the_end_of_documents(cfg, corpus, tmp_path):
