@@ -168,8 +168,12 @@ def range_problems(cfg: Config):
 
 
 def pattern_problems(cfg: Config):
-    """Patterns that do not parse, or whose layers do not add up to model.n_layers."""
+    """Patterns that do not parse, or whose layers do not add up to model.n_layers, and too many
+    layers, which other checks list."""
     m, fix = cfg.model, "give kinds with counts, such as dense or dense*5,moe"
+    if m.n_layers > 10_000:
+        what = f"model.n_layers={m.n_layers} must be at most 10000"
+        yield Problem(what, "set --model.n_layers to a value in this range")
     kinds = {}
     for name in ("prefix", "pattern"):
         try:
@@ -190,7 +194,9 @@ def pattern_problems(cfg: Config):
 
 
 def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+    """All divisors, in order."""
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
 
 
 def sizes_to_divide(cfg: Config) -> dict[str, dict[str, int]]:

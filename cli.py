@@ -26,7 +26,6 @@ from config import (
     Config,
     Mesh,
     UserError,
-    field_value,
     or_list,
 )
 
@@ -43,12 +42,22 @@ def to_json(cfg: Config, **record) -> str:
 
 
 def read_file(path: str) -> str:
-    """The text of a config file, local or in a bucket."""
+    """The text of a config file, local or in a bucket.  Raises ValueError for what is none."""
     if "://" in path:
+        if not path.startswith("gs://"):
+            raise ValueError("only gs:// is read over the network")
         from files import absolute_path  # its imports take 0.3 s
 
-        return absolute_path(path).read_text()
-    return Path(path).read_text(encoding="utf-8")
+        file = absolute_path(path)
+        size = file.stat().length
+    else:
+        file = Path(path)
+        size = file.stat().st_size
+        if not file.is_file():
+            raise ValueError("it is not a file")
+    if size > 1_000_000:
+        raise ValueError(f"{size} bytes are too many for a config")
+    return file.read_text()
 
 
 def dict_without_duplicates(pairs) -> dict:
@@ -59,16 +68,16 @@ def dict_without_duplicates(pairs) -> dict:
     return dict(pairs)
 
 
-def value_flags(name: str, value) -> list[str]:
-    """The words of a command line that set a field ("section.name") to a value from a file.
-
-    Raises ValueError, or AttributeError if a list is given for a field that does not exist.
-    """
-    if isinstance(value, list) and isinstance(field_value(Config(), name), tuple):
+def value_flags(section: str, field: str, value) -> list[str]:
+    """The words of a command line that set a field to a value from a file.  Raises ValueError."""
+    name = f"{section}.{field}"
+    default = getattr(getattr(Config(), section), field, value)  # tyro refuses unknown fields
+    if isinstance(value, list) and isinstance(default, tuple):
         return [f"--{name}", *(str(int(str(x))) for x in value)]  # int(1.5) would round
-    if isinstance(value, (str, int, float, bool)):
+    same_kind = isinstance(value, str) == isinstance(default, str)
+    if isinstance(value, (str, int, float, bool)) and same_kind:
         return [f"--{name}={value}"]
-    raise ValueError(f"{name} is {value!r}")
+    raise ValueError(f"{name} is {value!r}, not of type {type(default).__name__}")
 
 
 def file_flags(path: str) -> list[str]:
@@ -77,10 +86,7 @@ def file_flags(path: str) -> list[str]:
     Raises UserError USAGE.
     """
     try:
-        text = read_file(path)
-        if len(text) > 1_000_000:
-            raise ValueError(f"{len(text)} characters are too many for a config")
-        record = json.loads(text, object_pairs_hook=dict_without_duplicates)
+        record = json.loads(read_file(path), object_pairs_hook=dict_without_duplicates)
         if not isinstance(record, dict):
             raise ValueError(f"it holds a {type(record).__name__}, not an object with sections")
         if unknown := set(record) - set(SECTIONS) - set(RECORD):
@@ -90,14 +96,14 @@ def file_flags(path: str) -> list[str]:
             values = record.get(section, {})
             if not isinstance(values, dict):
                 raise ValueError(f"{section} is {values!r}, not an object with fields")
-            for name, value in values.items():
-                flags += value_flags(f"{section}.{name}", value)
+            for field, value in values.items():
+                flags += value_flags(section, field, value)
         return flags
     except FileNotFoundError:
         what = f"--config {path}: no such preset or file"
         fix = f"use {or_list(PRESETS)}, or the config.json of a run"
         raise UserError(USAGE, what, fix) from None
-    except (OSError, ValueError, AttributeError, RecursionError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         what = f"--config {path!r} cannot be read: {str(e)[:200]}"
         fix = "give the config.json of a run, or JSON of the same form"
         raise UserError(USAGE, what, fix) from None
@@ -154,9 +160,12 @@ def parse(words: list[str]) -> Config:
     Raises UserError; on unknown flags and wrong types, tyro itself exits with 2.
     """
     config_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    config_parser.add_argument("--config")
+    config_parser.add_argument("--config", action="append", default=[])
     given, rest = config_parser.parse_known_args(words)
-    name, flags = given.config, []
+    if len(given.config) > 1:
+        what = f"--config is given {len(given.config)} times: {', '.join(given.config)}"
+        raise UserError(USAGE, what, "give one, and change its settings with flags")
+    name, flags = given.config[0] if given.config else None, []
     if name is None and not {"-h", "--help"} & set(rest):
         fix = f"add --config and one of {or_list(PRESETS)}, or a config.json"
         raise UserError(USAGE, "no --config given", fix)

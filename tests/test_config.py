@@ -70,6 +70,7 @@ MOE = ["--model.pattern", "moe", "--model.n_experts", "4", "--model.d_expert", "
     (["--run.process_id", "1"], ["must go together"]),
     (["--checkpoint.keep", "1", "--train.steps", "0"],
      ["train.steps=0", "checkpoint.keep=1"]),
+    (["--model.n_layers", "2147483647"], ["model.n_layers=2147483647 must be at most 10000"]),
     (["--model.pattern", "dense*2,mo", "--optim.lr=-1"],
      ["optim.lr=-1.0", "model.pattern='dense*2,mo': 'mo' is not one of dense, moe"]),
     (["--model.pattern", "dense*3", "--model.prefix", "dense*0"],
@@ -139,8 +140,9 @@ def test_a_config_reads_back_from_its_json(preset, tmp_path):
     "", "[]", "{", '{"modle": {}}', '{"model": {"d_model": [1]}}',
     '{"model": {"d_model": 64}, "model": {}}', '{"model": 3}', '{"model": {"d_model": {"a": 1}}}',
     "[" * 100_000, '{"model": {"d_model": null}}', "\xff\x00", '{"model": {"nonesuch": [1]}}',
-    '{"train": {"profile": [1.5, 2]}}',
-], ids=range(13))  # fmt: skip
+    '{"train": {"profile": [1.5, 2]}}', '{"optim": {"lr": "1e-4"}}', '{"run": {"name": 3}}',
+    '{"model": {"nonesuch": [1]}}',
+], ids=range(16))  # fmt: skip
 def test_a_malformed_config_file_is_an_error_not_a_traceback(text, tmp_path):
     path = tmp_path / "config.json"
     path.write_bytes(text.encode("latin-1"))
@@ -149,8 +151,35 @@ def test_a_malformed_config_file_is_an_error_not_a_traceback(text, tmp_path):
     assert error.value.code == USAGE
 
 
+@pytest.mark.parametrize("path", [
+    "/dev/zero", "pipe", "large", ".", "http://127.0.0.1:9/x", "foo://x",
+])  # fmt: skip
+def test_what_is_no_config_file_is_refused_without_reading_it(path, tmp_path, monkeypatch):
+    """A device without an end, a pipe that is never written, 3 GB, a folder, unknown schemes."""
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    with open("large", "wb") as file:
+        file.truncate(3 * 2**30)
+    start = time.perf_counter()
+    with pytest.raises(UserError) as error:
+        cli.parse(["--config", path])
+    assert error.value.code == USAGE and time.perf_counter() - start < 1
+
+
+def test_divisors_of_a_large_number_take_no_time():
+    for n in range(1, 200):
+        assert checks.divisors(n) == [d for d in range(1, n + 1) if n % d == 0]
+    start = time.perf_counter()
+    assert checks.divisors(2**31)[-2:] == [2**30, 2**31] and time.perf_counter() - start < 1
+
+
+def test_two_configs_are_an_error_that_names_both():
+    with pytest.raises(UserError, match="--config is given 2 times: demo, tiny"):
+        cli.parse(["--config", "demo", "--config=tiny"])
+
+
 def test_a_config_file_goes_through_the_checks_of_the_command_line(tmp_path, capsys):
-    (tmp_path / "a.json").write_text('{"model": {"d_model": "wide"}}')
+    (tmp_path / "a.json").write_text('{"model": {"d_model": 64.5}}')
     (tmp_path / "b.json").write_text('{"train": {"stepz": 3}}')
     for name in "ab":
         with pytest.raises(SystemExit) as error:
