@@ -95,15 +95,19 @@ UNREACHABLE = (
 )
 
 
-def check_files(folder: Path):
-    """Raise Damaged if a folder of this machine is a link, or holds anything but files and folders:
-    orbax would follow links out of the run directory, and wait for ever for what a pipe holds."""
-    for path in [folder, *folder.rglob("*")]:
-        mode = path.lstat().st_mode
-        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-            kind = "a symbolic link" if stat.S_ISLNK(mode) else "not a file"
-            name = "it" if path == folder else path.relative_to(folder)
-            raise Damaged(f"{name} is {kind}")
+def find_oddity(folder: Path) -> str:
+    """What is wrong with a folder of this machine that is a link, or holds anything but files and
+    folders; else "".  Orbax would follow links out of the run directory, and wait for ever for what
+    a pipe holds."""
+    try:
+        for path in [folder, *folder.rglob("*")]:
+            mode = path.lstat().st_mode
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                kind = "a symbolic link" if stat.S_ISLNK(mode) else "a pipe or device"
+                return f"{'it' if path == folder else path.relative_to(folder)} is {kind}"
+    except FileNotFoundError:
+        return "it was removed while it was looked at"
+    return ""
 
 
 class Checkpoints:
@@ -183,8 +187,6 @@ class Checkpoints:
     def load(self, step: int, abstract: dict):
         """Return the items of checkpoint `step`, with every array verified.  Raises what read_meta
         raises."""
-        if not is_remote(self.path):
-            check_files(Path(self.path / str(step)))
         meta = self.read_meta(step, abstract)
         items = {name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()}
         found = self.read(step, **items)
@@ -197,8 +199,12 @@ class Checkpoints:
         return tree
 
     def read_meta(self, step: int, abstract: dict) -> dict:
-        """Return the meta of checkpoint `step`, after comparing it with its checksum and with this
-        run.  Raises Damaged, UserError CHECKPOINT for another run's, and what `read` raises."""
+        """Return the meta of checkpoint `step`, after comparing it with its checksum, its step and
+        this run.  Raises Damaged, UserError CHECKPOINT for another run's, and what `read`
+        raises."""
+        oddity = "" if is_remote(self.path) else find_oddity(Path(self.path / str(step)))
+        if not all_agree(oddity == ""):
+            raise Damaged(oddity or "another process failed")
         meta = self.read(step, meta=ocp.args.JsonRestore())["meta"]
         if not isinstance(meta, dict) or meta.get("checksum") != meta_checksum(meta):
             raise Damaged("its meta does not match its checksum")

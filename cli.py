@@ -57,7 +57,7 @@ def read_file(path: str) -> str:
             raise ValueError("it is not a file")
     if size > 1_000_000:
         raise ValueError(f"{size} bytes are too many for a config")
-    return file.read_text()
+    return file.read_text(encoding="utf-8")
 
 
 def dict_without_duplicates(pairs) -> dict:
@@ -71,13 +71,16 @@ def dict_without_duplicates(pairs) -> dict:
 def value_flags(section: str, field: str, value) -> list[str]:
     """The words of a command line that set a field to a value from a file.  Raises ValueError."""
     name = f"{section}.{field}"
-    default = getattr(getattr(Config(), section), field, value)  # tyro refuses unknown fields
+    default = getattr(getattr(Config(), section), field, None)
+    is_text = isinstance(value, str)
     if isinstance(value, list) and isinstance(default, tuple):
         return [f"--{name}", *(str(int(str(x))) for x in value)]  # int(1.5) would round
-    same_kind = isinstance(value, str) == isinstance(default, str)
-    if isinstance(value, (str, int, float, bool)) and same_kind:
+    # tyro refuses unknown fields, and suggests known ones.
+    fits = default is None or is_text == isinstance(default, str)
+    if isinstance(value, (str, int, float, bool)) and fits:
         return [f"--{name}={value}"]
-    raise ValueError(f"{name} is {value!r}, not of type {type(default).__name__}")
+    expected = "a setting" if default is None else f"of type {type(default).__name__}"
+    raise ValueError(f"{name}={json.dumps(value)} is not {expected}")
 
 
 def file_flags(path: str) -> list[str]:

@@ -53,8 +53,12 @@ class Shard:
 DTYPES = ("uint16", "uint32", "int32", "int64")
 
 
-# What numpy raises for headers with errors, since it parses them as Python.
-NPY_ERRORS = ValueError, OSError, SyntaxError, TypeError, tokenize.TokenError
+# What numpy raises for a header that is damaged, since it evaluates it as a Python literal, and for
+# a file that cannot be read.
+NPY_ERRORS = (
+    *(ValueError, OSError, SyntaxError, TypeError, IndexError, MemoryError, RecursionError),
+    tokenize.TokenError,
+)
 
 
 def npy_shard(path: epath.Path) -> Shard:
@@ -105,7 +109,8 @@ def check_is_file(path: epath.Path):
     """Raise UserError for a folder, pipe or device of this machine; to read a pipe would wait for
     ever."""
     if not is_remote(path) and path.exists() and not stat.S_ISREG(os.stat(path).st_mode):
-        raise data_error(f"{path} is not a file", "put the file there, or name another")
+        fix = "put a file there, or set --data.train or --data.val to another data set"
+        raise data_error(f"{path} is not a file but a folder, pipe or device", fix)
 
 
 # {suffix: the function that describes such a file as a Shard}, in the order in which folders are
@@ -181,8 +186,10 @@ def find_shards(path: epath.Path, split: str) -> tuple[list[Shard], dict]:
         return [read_shard(path / SPLIT_FILES[split])], {}
     names = sorted(p.name for p in path.iterdir() if p.name not in SPLIT_FILES.values())
     for suffix, read in READERS.items():
-        if found := [read(path / name) for name in names if name.endswith(suffix)]:
-            return found, {}
+        if found := [path / name for name in names if name.endswith(suffix)]:
+            for file in found:
+                check_is_file(file)
+            return [read(file) for file in found], {}
     wanted = or_list(["manifest.json", *(f"*{suffix}" for suffix in READERS)])
     what = f"no shards in data.{split}={path}: no {wanted} among {len(names)} other files"
     raise data_error(what, "make them with scripts/prepare_data.py")
@@ -263,6 +270,7 @@ class TokenFiles(Source):
         self.end_id = manifest.get("eot_id", -1)
         self.bytes_per_token = manifest["bytes"] / self.n_tokens if manifest else None
         tokenizer = path / "tokenizer.json"
+        check_is_file(tokenizer)
         self.tokenizer = tokenizer if path.is_dir() and tokenizer.exists() else None
 
     def __str__(self):

@@ -60,8 +60,9 @@ def read_lines(path: epath.Path, step: int) -> list[str]:
     lines = []
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
         try:
-            if line.endswith(b"\n") and json.loads(line)["step"] <= step:
-                lines.append(line.decode())
+            text = line.decode()
+            if text.endswith("\n") and json.loads(text)["step"] <= step:
+                lines.append(text)
         except (ValueError, TypeError, KeyError, RecursionError):
             warn(f"{path}: dropped a line that is not a row: {line[:60]!r}")
     return lines

@@ -217,6 +217,7 @@ def run_schedule(schedule: Schedule, work: Work, x_BLD, saved, total, branch: Ca
         due = partial(schedule.does_begin, t)
         x_BLD, total = branch(due, work.begin, lambda x, m, total: (x, total), x_BLD, m, total)
         due = partial(schedule.does_forward, t)
+        # A buffer of size 1 is used up within a tick, so the loop does not carry it.
         buffer = buffer if size > 1 else empty
         y_BLD, buffer, total = branch(due, forward, skip_forward, x_BLD, m, r, buffer, total)
 

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -57,6 +58,20 @@ def few_programs():
     if maps.exists() and len(maps.read_text().splitlines()) > 40_000:
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture
+def time_limit():
+    """Ends the test with an error after 20 seconds, for tests of what might wait for ever."""
+
+    def stop(*_):
+        pytest.fail("no answer within 20 seconds")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture(scope="session")

@@ -203,6 +203,7 @@ def test_junk_beside_the_checkpoints_is_not_restored(copy, junk):
     assert_restored(found, states[20])
 
 
+@pytest.mark.usefixtures("time_limit")
 @pytest.mark.parametrize("change", ["rename", "copy", "swap", "pipe"])
 def test_a_checkpoint_under_another_name_is_damaged(copy, change):
     """A folder that was renamed, copied or swapped, or that holds a pipe, is moved away; the newest

@@ -136,41 +136,52 @@ def test_a_config_reads_back_from_its_json(preset, tmp_path):
     assert cli.parse(["--config", str(path), "--run.seed", "6"]).run.seed == 6
 
 
-@pytest.mark.parametrize("text", [
-    "", "[]", "{", '{"modle": {}}', '{"model": {"d_model": [1]}}',
-    '{"model": {"d_model": 64}, "model": {}}', '{"model": 3}', '{"model": {"d_model": {"a": 1}}}',
-    "[" * 100_000, '{"model": {"d_model": null}}', "\xff\x00", '{"model": {"nonesuch": [1]}}',
-    '{"train": {"profile": [1.5, 2]}}', '{"optim": {"lr": "1e-4"}}', '{"run": {"name": 3}}',
-    '{"model": {"nonesuch": [1]}}',
+@pytest.mark.parametrize("text, words", [
+    ("", "Expecting value"),
+    ("[]", "it holds a list"),
+    ("{", "Expecting property name"),
+    ('{"modle": {}}', "unknown keys ['modle']"),
+    ('{"model": {"d_model": 64}, "model": {}}', "'model' appears twice"),
+    ('{"model": 3}', "model is 3"),
+    ('{"model": {"d_model": [1]}}', "model.d_model=[1] is not of type int"),
+    ('{"model": {"d_model": {"a": 1}}}', 'model.d_model={"a": 1} is not of type int'),
+    ('{"model": {"d_model": null}}', "model.d_model=null is not of type int"),
+    ('{"optim": {"lr": "1e-4"}}', 'optim.lr="1e-4" is not of type float'),
+    ('{"run": {"name": 3}}', "run.name=3 is not of type str"),
+    ('{"model": {"nonesuch": [1]}}', "model.nonesuch=[1] is not a setting"),
+    ('{"model": {"nonesuch": null}}', "model.nonesuch=null is not a setting"),
+    ('{"train": {"profile": [1.5, 2]}}', "1.5"),
+    ("[" * 100_000, "recursion"),
+    ("\xff\x00", "can't decode"),
 ], ids=range(16))  # fmt: skip
-def test_a_malformed_config_file_is_an_error_not_a_traceback(text, tmp_path):
+def test_a_malformed_config_file_is_an_error_not_a_traceback(text, words, tmp_path):
     path = tmp_path / "config.json"
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(UserError) as error:
         cli.parse(["--config", str(path)])
-    assert error.value.code == USAGE
+    assert error.value.code == USAGE and words in str(error.value)
 
 
 @pytest.mark.parametrize("path", [
     "/dev/zero", "pipe", "large", ".", "http://127.0.0.1:9/x", "foo://x",
 ])  # fmt: skip
+@pytest.mark.usefixtures("time_limit")
 def test_what_is_no_config_file_is_refused_without_reading_it(path, tmp_path, monkeypatch):
     """A device without an end, a pipe that is never written, 3 GB, a folder, unknown schemes."""
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
     with open("large", "wb") as file:
         file.truncate(3 * 2**30)
-    start = time.perf_counter()
     with pytest.raises(UserError) as error:
         cli.parse(["--config", path])
-    assert error.value.code == USAGE and time.perf_counter() - start < 1
+    assert error.value.code == USAGE
 
 
+@pytest.mark.usefixtures("time_limit")
 def test_divisors_of_a_large_number_take_no_time():
     for n in range(1, 200):
         assert checks.divisors(n) == [d for d in range(1, n + 1) if n % d == 0]
-    start = time.perf_counter()
-    assert checks.divisors(2**31)[-2:] == [2**30, 2**31] and time.perf_counter() - start < 1
+    assert checks.divisors(2**31)[-2:] == [2**30, 2**31]
 
 
 def test_two_configs_are_an_error_that_names_both():

@@ -274,6 +274,16 @@ def make_pipe(folder):
     os.mkfifo(path)
 
 
+def make_pipe_among_bare_shards(folder):
+    (folder / "manifest.json").unlink()
+    make_pipe(folder)
+
+
+def make_pipe_of_tokenizer(folder):
+    (folder / "tokenizer.json").unlink()
+    os.mkfifo(folder / "tokenizer.json")
+
+
 def append_byte(folder):
     first_shard(folder).write_bytes(first_shard(folder).read_bytes() + b"x")
 
@@ -314,6 +324,8 @@ FAULTS = {
     "a truncated shard": (truncate_shard, "promises"),
     "trailing bytes": (append_byte, "promises"),
     "a pipe": (make_pipe, "is not a file"),
+    "a pipe among bare shards": (make_pipe_among_bare_shards, "is not a file"),
+    "a tokenizer that is a pipe": (make_pipe_of_tokenizer, "tokenizer.json is not a file"),
     "an empty folder": (remove_all_files, "no shards"),
     "no folder": (shutil.rmtree, "does not exist"),
     "a name above the folder": (shard_entry(name="../val/shard_00000.npy"), "plain file name"),
@@ -327,6 +339,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.usefixtures("time_limit")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_the_data_is_named(cfg, corpus, tmp_path, fault):
     folder = copy_set(corpus / "train", tmp_path)

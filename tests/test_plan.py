@@ -248,9 +248,16 @@ def test_an_array_is_in_memory_from_its_matmul_to_its_last_reader_and_is_then_ov
     def one(x):
         return jax.lax.scan(lambda x, _: (x.at[0].set(1.0), None), x @ x, length=3)[0]
 
+    def lock_step(x):
+        def update(x, i):
+            return jnp.where(i < 2, x.at[i].set(jnp.sin(x[i + 1])), x), None
+
+        return jax.lax.scan(update, x @ x, jnp.arange(3))[0]
+
     assert peak(three)["workspace"] == 3 * 4096
     assert peak(lambda x: three(x) @ x)["workspace"] == 3 * 4096
     assert peak(one).total() == 4096
+    assert peak(lock_step).total() == 4096 + 12  # and the numbers that it loops over
 
 
 def test_arrays_that_a_loop_stacks_for_its_gradient_are_activations():
