@@ -275,8 +275,10 @@ def test_memory_follows_the_config():
     assert kept == sorted(kept, reverse=True)
     for dtype in ("float32", "bfloat16"):  # the sum of the gradients grows in place
         replicated = memory(configure(dict(dp=1, pp=2, tp=1, fsdp="none"), dtype=dtype))
-        # With attention in blocks there are 128 bytes more; the cause is not known.
-        assert replicated["gradients"] == pytest.approx(replicated["moments"] / 2, rel=1e-3)
+        # Most is in use in attention's backward pass.  Until a layer ends, the gradient of the gain
+        # of its second norm waits there to be added to the sum.
+        gain = 4 * TINY.model.d_model
+        assert replicated["gradients"] == replicated["moments"] / 2 + gain
     kept = {}
     for schedule, microbatches in product(("gpipe", "1f1b"), (8, 32)):
         cfg = configure(dict(dp=1, pp=4, tp=1, schedule=schedule), microbatches=microbatches)
