@@ -7,6 +7,20 @@ Dimension key (a suffix on every array's name spells its logical shape):
   A  accumulation slices   M  microbatches   B  sequences   L  sequence length
 """
 
+import os
+import signal
+
+
+def quit_early(number, frame):
+    """What SIGTERM and Ctrl-C do before utils.Stop takes over: until then nothing can be lost."""
+    os.write(2, b"\ninterrupted while starting: nothing is lost, run the same command again\n")
+    os._exit(75)  # config.INTERRUPTED, which is not imported yet
+
+
+if __name__ == "__main__":  # before the imports, which take seconds
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, quit_early)
+
 import cli
 
 # Before jax is imported: a bad command line is answered at once, and XLA reads its flags once.

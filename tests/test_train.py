@@ -200,6 +200,20 @@ def test_a_stopped_run_saves_exits_75_and_resumes(base, reference, number):
     assert losses(run) == losses(reference)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_starting_is_exit_75(base, number):
+    """While modules are imported, JAX starts, and programs are compiled."""
+    cfg, _ = new_run(base, f"started{number}", train=dict(steps=100_000))
+    for seconds in (0.3, 0.5, 1, 1.5, 2.5):
+        process = start(cfg)
+        time.sleep(seconds)
+        process.send_signal(number)
+        code, _, err = finish(process)
+        assert code == INTERRUPTED and "Traceback" not in err, (seconds, code, err)
+        assert "nothing is lost" in err or "stopping after this update" in err
+
+
 class StopAt:
     """A utils.Stop that says to stop at its n-th poll."""
 
