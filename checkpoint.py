@@ -1,7 +1,9 @@
 """Checkpoints: digests of arrays, saving a state with its digests, and restoring it verified.  What
 a state holds, and which settings must not change between starts, is decided in train.py."""
 
+import errno
 import json
+import os
 import re
 import stat
 import zlib
@@ -98,13 +100,15 @@ UNREACHABLE = (
 def find_oddity(folder: Path) -> str:
     """What is wrong with a folder of this machine that is a link, or holds anything but files and
     folders; else "".  Orbax would follow links out of the run directory, and wait for ever for what
-    a pipe holds."""
+    a pipe holds.  Raises PermissionError for what cannot be read, which is no damage."""
     try:
         for path in [folder, *folder.rglob("*")]:
             mode = path.lstat().st_mode
             if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
                 kind = "a symbolic link" if stat.S_ISLNK(mode) else "a pipe or device"
                 return f"{'it' if path == folder else path.relative_to(folder)} is {kind}"
+            if not os.access(path, os.R_OK | (os.X_OK if stat.S_ISDIR(mode) else 0)):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
     except FileNotFoundError:
         return "it was removed while it was looked at"
     return ""

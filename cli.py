@@ -106,6 +106,8 @@ def file_flags(path: str) -> list[str]:
         what = f"--config {path}: no such preset or file"
         fix = f"use {or_list(PRESETS)}, or the config.json of a run"
         raise UserError(USAGE, what, fix) from None
+    except PermissionError:
+        raise  # exit code 5
     except (OSError, ValueError, RecursionError) as e:
         what = f"--config {path!r} cannot be read: {str(e)[:200]}"
         fix = "give the config.json of a run, or JSON of the same form"

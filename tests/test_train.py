@@ -1,6 +1,7 @@
 """Training runs: they are equal on every mesh and through every interruption, they refuse what
 would spoil a run directory, and they end with a sound checkpoint."""
 
+import ctypes
 import json
 import os
 import re
@@ -26,7 +27,16 @@ import config
 import files
 import train
 import utils
-from config import BUSY, CHECKPOINT, DISTRIBUTED, DIVERGED, INTERRUPTED, Config, UserError
+from config import (
+    BUSY,
+    CHECKPOINT,
+    DISTRIBUTED,
+    DIVERGED,
+    INTERRUPTED,
+    STORAGE,
+    Config,
+    UserError,
+)
 
 SLOW = pytest.mark.slow
 STEPS = 20
@@ -212,6 +222,24 @@ def test_a_signal_while_starting_is_exit_75(base, number):
         code, _, err = finish(process)
         assert code == INTERRUPTED and "Traceback" not in err, (seconds, code, err)
         assert "nothing is lost" in err or "stopping after this update" in err
+
+
+def obey_permissions():
+    """In a new process, so that root may not read everything: drop two capabilities for good."""
+    for capability in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+        ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sealed", ["checkpoints/20/params", "checkpoints/20/meta/metadata"])
+def test_a_checkpoint_without_permission_is_exit_5_and_stays(base, reference, sealed):
+    cfg, run = copy_run(reference, base, f"sealed{len(sealed)}")
+    mode = (run / sealed).stat().st_mode
+    (run / sealed).chmod(0)
+    code, _, err = finish(start(cfg, preexec_fn=obey_permissions))
+    (run / sealed).chmod(mode)
+    assert code == STORAGE and "Permission denied" in err and "Traceback" not in err
+    assert not (run / "damaged").exists() and (run / "checkpoints" / "20").exists()
 
 
 class StopAt:
