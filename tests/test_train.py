@@ -1,7 +1,6 @@
 """Training runs: they are equal on every mesh and through every interruption, they refuse what
 would spoil a run directory, and they end with a sound checkpoint."""
 
-import ctypes
 import json
 import os
 import re
@@ -224,10 +223,14 @@ def test_a_signal_while_starting_is_exit_75(base, number):
         assert "nothing is lost" in err or "stopping after this update" in err
 
 
-def obey_permissions():
-    """In a new process, so that root may not read everything: drop two capabilities for good."""
-    for capability in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
-        ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
+# Runs its arguments as a command that obeys permissions even if root runs it: without the
+# capabilities CAP_DAC_OVERRIDE (1) and CAP_DAC_READ_SEARCH (2), dropped by PR_CAPBSET_DROP (24).
+OBEY_PERMISSIONS = """
+import ctypes, os, sys
+for capability in (1, 2):
+    ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
 
 
 @pytest.mark.slow
@@ -236,9 +239,12 @@ def test_a_checkpoint_without_permission_is_exit_5_and_stays(base, reference, se
     cfg, run = copy_run(reference, base, f"sealed{len(sealed)}")
     mode = (run / sealed).stat().st_mode
     (run / sealed).chmod(0)
-    code, _, err = finish(start(cfg, preexec_fn=obey_permissions))
+    command = [sys.executable, ROOT / "train.py", "--config", "tiny", *flags(cfg)]
+    command = [sys.executable, "-c", OBEY_PERMISSIONS, *command]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     (run / sealed).chmod(mode)
-    assert code == STORAGE and "Permission denied" in err and "Traceback" not in err
+    assert done.returncode == STORAGE and "Traceback" not in done.stderr
+    assert "Permission denied" in done.stderr
     assert not (run / "damaged").exists() and (run / "checkpoints" / "20").exists()
 
 
