@@ -97,10 +97,13 @@ UNREACHABLE = (
 )
 
 
-def find_oddity(folder: Path) -> str:
-    """What is wrong with a folder of this machine that is a link, or holds anything but files and
-    folders; else "".  Orbax would follow links out of the run directory, and wait for ever for what
-    a pipe holds.  Raises PermissionError for what cannot be read, which is no damage."""
+def find_fault(folder: Path) -> str:
+    """What is wrong with a checkpoint's folder on this machine: a link, pipe or device.  "" if
+    nothing is.
+
+    Orbax would follow a link out of the run directory, and wait for a pipe for ever.  Raises
+    PermissionError for a file that may not be read: that is no damage.
+    """
     try:
         for path in [folder, *folder.rglob("*")]:
             mode = path.lstat().st_mode
@@ -110,7 +113,7 @@ def find_oddity(folder: Path) -> str:
             if not os.access(path, os.R_OK | (os.X_OK if stat.S_ISDIR(mode) else 0)):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
     except FileNotFoundError:
-        return "it was removed while it was looked at"
+        return "it was removed while this process looked at it"
     return ""
 
 
@@ -206,9 +209,9 @@ class Checkpoints:
         """Return the meta of checkpoint `step`, after comparing it with its checksum, its step and
         this run.  Raises Damaged, UserError CHECKPOINT for another run's, and what `read`
         raises."""
-        oddity = "" if is_remote(self.path) else find_oddity(Path(self.path / str(step)))
-        if not all_agree(oddity == ""):
-            raise Damaged(oddity or "another process failed")
+        fault = "" if is_remote(self.path) else find_fault(Path(self.path / str(step)))
+        if not all_agree(fault == ""):
+            raise Damaged(fault or "another process found a fault")
         meta = self.read(step, meta=ocp.args.JsonRestore())["meta"]
         if not isinstance(meta, dict) or meta.get("checksum") != meta_checksum(meta):
             raise Damaged("its meta does not match its checksum")

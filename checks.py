@@ -168,10 +168,10 @@ def range_problems(cfg: Config):
 
 
 def pattern_problems(cfg: Config):
-    """Patterns that do not parse, or whose layers do not add up to model.n_layers, or so many
-    layers that the checks that follow, which make lists of them, would take minutes."""
+    """Patterns that do not parse, or whose layers do not add up to model.n_layers; and too many
+    layers, because the checks after this one make a list of all layers."""
     m, fix = cfg.model, "give kinds with counts, such as dense or dense*5,moe"
-    if 10_000 < m.n_layers <= BIG:
+    if 10_000 < m.n_layers <= BIG:  # above BIG, range_problems has reported it
         what = f"model.n_layers={m.n_layers} must be at most 10000"
         yield Problem(what, "set --model.n_layers to 10000 or less")
     kinds = {}

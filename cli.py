@@ -42,7 +42,10 @@ def to_json(cfg: Config, **record) -> str:
 
 
 def read_file(path: str) -> str:
-    """The text of a config file, local or in a bucket.  Raises ValueError for what is none."""
+    """The text of a config file, local or in a bucket.
+
+    Its kind and size are looked at first, because some files have no end.  Raises ValueError.
+    """
     if "://" in path:
         if not path.startswith("gs://"):
             raise ValueError("only gs:// is read over the network")
@@ -107,7 +110,7 @@ def file_flags(path: str) -> list[str]:
         fix = f"use {or_list(PRESETS)}, or the config.json of a run"
         raise UserError(USAGE, what, fix) from None
     except PermissionError:
-        raise  # exit code 5
+        raise  # quit_on_error turns it into STORAGE, as everywhere
     except (OSError, ValueError, RecursionError) as e:
         what = f"--config {path!r} cannot be read: {str(e)[:200]}"
         fix = "give the config.json of a run, or JSON of the same form"

@@ -83,7 +83,7 @@ def npy_shard(path: epath.Path) -> Shard:
         what = f"shard {path.name!r} is missing from {path.parent}"
         raise data_error(what, "copy it there, or make the data set again") from None
     except PermissionError:
-        raise
+        raise  # becomes STORAGE: the data may be sound
     except NPY_ERRORS as e:
         raise error(str(e)[:200]) from None
     if dtype.hasobject or dtype.name not in DTYPES or dtype.byteorder == ">":
@@ -106,8 +106,7 @@ def bin_shard(path: epath.Path) -> Shard:
 
 
 def check_is_file(path: epath.Path):
-    """Raise UserError for a folder, pipe or device of this machine; to read a pipe would wait for
-    ever."""
+    """Raise UserError for a folder, pipe or device of this machine; a pipe may never end."""
     if not is_remote(path) and path.exists() and not stat.S_ISREG(os.stat(path).st_mode):
         fix = "put a file there, or set --data.train or --data.val to another data set"
         raise data_error(f"{path} is not a file but a folder, pipe or device", fix)

@@ -181,10 +181,6 @@ def run_schedule(schedule: Schedule, work: Work, x_BLD, saved, total, branch: Ca
     due(s) says whether stage s has that work.  Each kind of work is a branch of its own, and total
     chains one to the next, because XLA on a CPU runs independent collectives at once and mixes up
     those of one group.
-
-    What backward needs is written to the buffer and read from it inside the branches.  Outside,
-    XLA copies it: gpt2_1.5b with pp 4 and remat=attention on v6e then needs 1.7 GiB more and, by
-    XLA's count, 1.9 times the time.
     """
     pp, s, size = schedule.pp, lax.axis_index("pp"), schedule.buffer_size()
     to_next, to_previous = neighbours()
@@ -195,15 +191,10 @@ def run_schedule(schedule: Schedule, work: Work, x_BLD, saved, total, branch: Ca
         (saved, x_BLD if y_waits else None),
     )
 
-    def forward(x_BLD, m, r, buffer, total):
-        y_BLD, new, total = work.forward(x_BLD, m, r, total)
-        return y_BLD, put_in_buffer(buffer, (new, y_BLD if y_waits else None), m, r, size), total
+    forward, backward = with_buffer(work, size, y_waits)
 
     def skip_forward(x_BLD, m, r, buffer, total):
         return x_BLD, buffer, total
-
-    def backward(grad_BLD, m, r, buffer, total):
-        return work.backward(grad_BLD, take_from_buffer(buffer, m, r, size)[0], m, r, total)
 
     def skip_backward(grad_BLD, m, r, buffer, total):
         return grad_BLD, total
@@ -239,6 +230,26 @@ def run_schedule(schedule: Schedule, work: Work, x_BLD, saved, total, branch: Ca
     zero_BLD = jnp.zeros_like(x_BLD)
     start = zero_BLD, zero_BLD, empty if size > 1 else (), total
     return lax.scan(tick, start, jnp.arange(schedule.ticks))[0][-1]
+
+
+def with_buffer(work: Work, size: int, y_waits: bool):
+    """(forward, backward): those of the work, but what backward needs, and if y_waits the output,
+    is written to a buffer and read from it.
+
+    They are parts of branches.  Outside of the branches XLA would copy what they write and read:
+    gpt2_1.5b with pp 4 and remat=attention on v6e then needs 1.7 GiB more and, by XLA's count, 1.9
+    times the time.
+    """
+
+    def forward(x_BLD, m, r, buffer, total):
+        y_BLD, saved, total = work.forward(x_BLD, m, r, total)
+        return y_BLD, put_in_buffer(buffer, (saved, y_BLD if y_waits else None), m, r, size), total
+
+    def backward(grad_BLD, m, r, buffer, total):
+        saved, _ = take_from_buffer(buffer, m, r, size)
+        return work.backward(grad_BLD, saved, m, r, total)
+
+    return forward, backward
 
 
 def put_in_buffer(buffer, new, m, r, size: int):

@@ -12,7 +12,7 @@ import signal
 
 
 def quit_early(number, frame):
-    """What SIGTERM and Ctrl-C do before utils.Stop takes over: until then nothing can be lost."""
+    """What SIGTERM and Ctrl-C do until main has made utils.Stop; nothing can be lost before."""
     os.write(2, b"\ninterrupted while starting: nothing is lost, run the same command again\n")
     os._exit(75)  # config.INTERRUPTED, which is not imported yet
 

@@ -383,7 +383,8 @@ def peak_memory(jaxpr: Jaxpr, weight_shapes: set, preallocated=(), overwritable=
     updated = {op.outputs[0]: op.inputs[0] for op in ops if op.name in IN_PLACE}
     last_read = {}
     for at, op in enumerate(ops):
-        # A select between an array and its update is part of the update, which is still in place.
+        # XLA makes a select between an array and its update part of the update, so that the update
+        # is in place although the select reads the old array after it.
         old = {updated.get(x) for x in op.inputs} if op.name == "select_n" else ()
         last_read |= {x: at for x in op.inputs if x not in old}
     last_read |= dict.fromkeys(results, len(ops))

@@ -214,7 +214,7 @@ def test_a_stopped_run_saves_exits_75_and_resumes(base, reference, number):
 def test_a_signal_while_starting_is_exit_75(base, number):
     """While modules are imported, JAX starts, and programs are compiled."""
     cfg, _ = new_run(base, f"started{number}", train=dict(steps=100_000))
-    for seconds in (0.3, 0.5, 1, 1.5, 2.5):
+    for seconds in (0.5, 0.8, 1.2, 1.8, 2.5):
         process = start(cfg)
         time.sleep(seconds)
         process.send_signal(number)
