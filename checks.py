@@ -132,6 +132,8 @@ RANGES = {  # field: (lowest, highest) allowed value
     **{f"train.{name}": (0, BIG) for name in (
         "microbatches", "eval_every", "sample_every", "unroll")},
     "run.seed": (0, 2**32 - 1),
+    "run.start_timeout": (1, BIG),
+    "run.hang_timeout": (0, BIG),
     "model.rope_theta": (1.0, 1e12),
     "model.norm_eps": (1e-12, 0.1),
     "train.dropout": (0.0, 0.99),

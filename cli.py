@@ -10,6 +10,7 @@ import math
 import os
 import re
 import sys
+import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -34,6 +35,9 @@ from config import (
 # Facts about a run that its config.json holds in addition to the sections of Config.
 RECORD = ("argv", "versions", "git_commit", "data_fingerprint", "run_id")
 
+REMOTE_SECONDS = 10
+"""How long each request for a config file in a bucket may take."""
+
 
 def to_json(cfg: Config, **record) -> str:
     """The text of config.json: the sections of cfg, and some of the facts in RECORD."""
@@ -52,7 +56,7 @@ def read_file(path: str) -> str:
         from files import absolute_path  # its imports take 0.3 s
 
         file = absolute_path(path)
-        size = file.stat().length
+        size = call_within(REMOTE_SECONDS, lambda: file.stat().length)
     else:
         file = Path(path)
         size = file.stat().st_size
@@ -60,7 +64,28 @@ def read_file(path: str) -> str:
             raise ValueError("it is not a file")
     if size > 1_000_000:
         raise ValueError(f"{size} bytes are too many for a config")
-    return file.read_text(encoding="utf-8")
+    return call_within(REMOTE_SECONDS, lambda: file.read_text(encoding="utf-8"))
+
+
+def call_within(seconds: float, f):
+    """f(), or TimeoutError after so many seconds: without a network gcsfs tries for minutes."""
+    answers = []
+
+    def call():
+        try:
+            answers.append((f(), None))
+        except Exception as e:  # raised below, in the thread that waits
+            answers.append((None, e))
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not answers:
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    result, error = answers[0]
+    if error is not None:
+        raise error
+    return result
 
 
 def dict_without_duplicates(pairs) -> dict:

@@ -32,6 +32,13 @@ class Run:
     """Number of processes, together with run.coordinator; 0 leaves it to JAX."""
     process_id: int = -1
     """Number of this process, from 0, together with run.coordinator; -1 leaves it to JAX."""
+    start_timeout: int = 120
+    """Seconds in which all processes have to come; after them the run ends with exit code 7."""
+    hang_timeout: int = 0
+    """Seconds without an update, save or evaluation batch that end the run with exit code 9.
+    The stacks of all threads are then in crash/ in the run directory.
+    0 takes 20 times the slowest recent update, and at least 300.
+    The start, and whatever compiles, may take 12 times as long."""
 
 
 @dataclass(frozen=True)
@@ -559,6 +566,7 @@ STORAGE = 5  # storage failed, after retries
 DIVERGED = 6  # the numbers are no longer finite
 DISTRIBUTED = 7  # another process was lost or cannot be reached
 BUSY = 8  # another live run uses the run directory
+HUNG = 9  # nothing moved for run.hang_timeout
 INTERRUPTED = 75  # stopped by SIGTERM or Ctrl-C; the same command resumes
 
 

@@ -15,9 +15,10 @@ import stat
 import tempfile
 import tokenize
 import uuid
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
+import fsspec
 import jax
 import numpy as np
 from etils import epath
@@ -194,23 +195,38 @@ def find_shards(path: epath.Path, split: str) -> tuple[list[Shard], dict]:
     raise data_error(what, "make them with scripts/prepare_data.py")
 
 
+def file_state(file: str | int) -> list[int]:
+    """What changes when a file is written or replaced; file: a path or an open file's number."""
+    facts = os.stat(file)
+    return [facts.st_size, facts.st_mtime_ns, facts.st_ino]
+
+
 def file_sha256(path: str) -> str:
     with open(path, "rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
+PAGES, PAGE_SIZE = 64, 16 * 1024
+"""Of a shard without a checksum, that its fingerprint covers."""
+
+
+def sample_pages(shard: Shard) -> bytes:
+    """All tokens of a small shard, or pages spread evenly from its first token to its last."""
+    fs, path = fsspec.url_to_fs(os.fspath(shard.path))
+    begin, size = shard.offset, shard.n_tokens * np.dtype(shard.dtype).itemsize
+    if size <= PAGES * PAGE_SIZE:
+        return fs.cat_file(path, begin, begin + size)
+    starts = [begin + i * (size - PAGE_SIZE) // (PAGES - 1) for i in range(PAGES)]
+    ends = [start + PAGE_SIZE for start in starts]
+    return b"".join(fs.cat_ranges([path] * PAGES, starts, ends))
+
+
 def fingerprint(shards: list[Shard]) -> str:
     """A hash that changes with the tokens: of the manifest's checksums, or else of each file's size
-    and its first and last 64 KiB."""
+    and of pages of it, 1 MiB in all, so that the start of a run does not wait for all data."""
     facts = []
     for shard in shards:
-        checksum = shard.sha256
-        if not checksum:
-            with shard.path.open("rb") as f:
-                start = f.read(65536)
-                size = shard.n_tokens * np.dtype(shard.dtype).itemsize
-                f.seek(max(0, shard.offset + size - 65536))
-                checksum = hashlib.sha256(start + f.read()).hexdigest()
+        checksum = shard.sha256 or hashlib.sha256(sample_pages(shard)).hexdigest()
         facts.append([shard.n_tokens, shard.dtype, checksum])
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
@@ -262,7 +278,7 @@ class TokenFiles(Source):
         path = absolute_path(getattr(cfg.data, split))
         self.shards, manifest = find_shards(path, split)
         self.cfg, self.fingerprint = cfg, fingerprint(self.shards)
-        self.arrays = {}  # {number of a shard: its memory map}
+        self.opened = {}  # {number of a shard: (its local path, its file_state)}
         self.ends = np.cumsum([shard.n_tokens for shard in self.shards])
         self.n_tokens = int(self.ends[-1])
         self.vocab_size = manifest.get("vocab_size", 0)
@@ -289,7 +305,7 @@ class TokenFiles(Source):
         while start < stop:
             n = int(np.searchsorted(self.ends, start, side="right"))
             first = int(self.ends[n]) - self.shards[n].n_tokens
-            piece = self.array(n)[start - first : stop - first]
+            piece = self.read_shard(n, start - first, stop - first)
             if piece.max() >= self.cfg.model.vocab_size or piece.min() < 0:
                 raise self.token_error(piece, n, start - first)
             pieces.append(piece.astype(np.int32))
@@ -307,16 +323,38 @@ class TokenFiles(Source):
             fix += f", or set --model.vocab_size {int(piece.max()) + 1} or more"
         return data_error(f"shard {self.shards[n].path.name!r}: {what}", fix)
 
-    def array(self, n: int) -> np.ndarray:
-        """The memory map of shard n."""
-        if n not in self.arrays:
-            shard = self.shards[n]
-            local = self.fetch(shard) if is_remote(shard.path) else os.fspath(shard.path)
-            if shard.sha256 and file_sha256(local) != shard.sha256:
-                what = f"shard {shard.path.name!r}: its checksum is not the manifest's"
-                raise data_error(what, "copy it again, or make the data set again")
-            self.arrays[n] = np.memmap(local, shard.dtype, "r", shard.offset, (shard.n_tokens,))
-        return self.arrays[n]
+    def read_shard(self, n: int, start: int, stop: int) -> np.ndarray:
+        """Tokens start to stop - 1 of shard n, fewer at its end.  Raises UserError if the file is
+        not the one that was verified.
+
+        It is opened for each piece and not mapped: a file that is cut while it is mapped ends the
+        process by a signal.
+        """
+        shard = self.shards[n]
+        try:
+            if n not in self.opened:
+                self.opened[n] = self.open_shard(shard)
+            local, state = self.opened[n]
+            with open(local, "rb") as f:
+                if file_state(f.fileno()) == state:
+                    itemsize = np.dtype(shard.dtype).itemsize
+                    count = min(stop, shard.n_tokens) - start
+                    data = os.pread(f.fileno(), count * itemsize, shard.offset + start * itemsize)
+                    return np.frombuffer(data, shard.dtype)
+        except FileNotFoundError:
+            what = f"shard {shard.path.name!r} is missing from {shard.path.parent}"
+            raise data_error(what, "copy it there again") from None
+        what = f"shard {shard.path.name!r} was changed while the run used it"
+        raise data_error(what, "do not change data that a run uses; copy the shard again")
+
+    def open_shard(self, shard: Shard) -> tuple[str, list[int]]:
+        """The shard's local path and its file_state, once its checksum is verified."""
+        local = self.fetch(shard) if is_remote(shard.path) else os.fspath(shard.path)
+        state = file_state(local)
+        if shard.sha256 and file_sha256(local) != shard.sha256:
+            what = f"shard {shard.path.name!r}: its checksum is not the manifest's"
+            raise data_error(what, "copy it again, or make the data set again")
+        return local, state
 
     def fetch(self, shard: Shard) -> str:
         """The path of a remote shard's local copy, which later runs use too if the shard has a
@@ -388,12 +426,17 @@ def with_end_id(cfg: Config, source: Source) -> Config:
     return replace(cfg, data=replace(cfg.data, end_id=source.end_id))
 
 
+READ_AHEAD = 4
+"""Batches that are being read or wait for their update.  With several processes, one that cannot
+read a batch has to say so three updates before: see processes.Stop."""
+
+
 class Dataset:
     """Batches of a source's windows: sequences of tokens and their next-token targets.
 
     batch(step) and eval_batch(i) return (tokens, targets), both int32 AMBL and sharded as
     model.TOKEN_SPEC; a target of -1 is not scored.  Each process reads only the rows that its
-    devices hold, and reads the next batch while the step runs.  `cfg` is the one given, completed
+    devices hold, and reads the next batches while the step runs.  `cfg` is the one given, completed
     by with_end_id.  Raises UserError DATA with every reason why cfg cannot use the data.
     """
 
@@ -405,7 +448,7 @@ class Dataset:
         self.n_eval_windows = -(-n_targets // L)
         self.n_eval_batches = -(-self.n_eval_windows // cfg.train.batch_size)
         self.sharding = NamedSharding(jax.sharding.get_mesh(), TOKEN_SPEC)
-        self.worker, self.read_ahead = ThreadPoolExecutor(1), {}
+        self.worker, self.reading = ThreadPoolExecutor(1), {}
         if found := list(self.problems()):
             raise UserError(DATA, problems=found)
 
@@ -495,21 +538,38 @@ class Dataset:
         tokens = put(lambda index: np.maximum(read(index)[..., :-1], 0))
         return tokens, put(lambda index: read(index)[..., 1:])
 
-    def take_batch(self, rows: np.ndarray, next_rows: np.ndarray | None):
-        """The batch of rows, from the read-ahead if it is there, and start reading next_rows."""
-        future = self.read_ahead.pop(rows.tobytes(), None)
-        batch = future.result() if future is not None else self.make_batch(rows)
-        self.read_ahead = {}
-        if next_rows is not None:
-            future = self.worker.submit(self.make_batch, next_rows)
-            self.read_ahead = {next_rows.tobytes(): future}
-        return batch
+    def read_ahead(self, rows_of, numbers) -> Future:
+        """The batch of rows_of(numbers[0]), after starting to read those of all numbers."""
+        keys = [(rows_of.__name__, n) for n in numbers]
+        for key in set(self.reading) - set(keys):
+            del self.reading[key]
+        for key in keys:
+            if key not in self.reading:
+                self.reading[key] = self.worker.submit(self.make_batch, rows_of(key[1]))
+        return self.reading[keys[0]]
+
+    def read_train(self, step: int) -> Future:
+        last = min(step + READ_AHEAD, self.cfg.train.steps)
+        return self.read_ahead(self.train_rows, range(step, max(last, step + 1)))
+
+    def read_eval(self, i: int) -> Future:
+        n = self.n_eval_batches
+        return self.read_ahead(self.eval_rows, [(i + k) % n for k in range(min(READ_AHEAD, n))])
 
     def batch(self, step: int):
         """The batch that update step + 1 trains on."""
-        last = step + 1 >= self.cfg.train.steps
-        return self.take_batch(self.train_rows(step), None if last else self.train_rows(step + 1))
+        return self.read_train(step).result()
 
     def eval_batch(self, i: int):
-        following = (i + 1) % self.n_eval_batches
-        return self.take_batch(self.eval_rows(i), self.eval_rows(following))
+        return self.read_eval(i).result()
+
+    def batch_error(self, step: int) -> BaseException | None:
+        """What prevented the reading of `batch(step)`, which this waits for, or of a later one."""
+        return self.first_error(self.read_train(step))
+
+    def eval_error(self, i: int) -> BaseException | None:
+        return self.first_error(self.read_eval(i))
+
+    def first_error(self, next_batch: Future) -> BaseException | None:
+        futures = [x for x in self.reading.values() if x is next_batch or x.done()]
+        return next((x.exception() for x in futures if x.exception() is not None), None)

@@ -4,19 +4,33 @@ This module does not import jax, so that scripts that only prepare files start a
 """
 
 import io
+import logging
 import os
 
 import fsspec
 import numpy as np
 from etils import epath
 
+from config import Config
+
 # Without this, gcsfs answers from its first listing of a folder, file sizes included, and does not
 # see what other processes write there.
 fsspec.config.conf.setdefault("gs", {}).setdefault("use_listings_cache", False)
+logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs errors that it also raises
 
 
 def is_remote(path) -> bool:
     return "://" in os.fspath(path)
+
+
+def run_path(cfg: Config) -> epath.Path:
+    """The run directory."""
+    return absolute_path(cfg.run.dir) / cfg.run.name
+
+
+def is_writable(path: epath.Path) -> bool:
+    """Whether files can be made in a folder; of a bucket only a try can tell."""
+    return is_remote(path) or os.access(path, os.W_OK)
 
 
 def absolute_path(path: str) -> epath.Path:

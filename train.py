@@ -12,7 +12,7 @@ import signal
 
 
 def quit_early(number, frame):
-    """What SIGTERM and Ctrl-C do until main has made utils.Stop; nothing can be lost before."""
+    """What SIGTERM and Ctrl-C do until main has made its Stop; nothing can be lost before."""
     os.write(2, b"\ninterrupted while starting: nothing is lost, run the same command again\n")
     os._exit(75)  # config.INTERRUPTED, which is not imported yet
 
@@ -23,9 +23,13 @@ if __name__ == "__main__":  # before the imports, which take seconds
 
 import cli
 
-# Before jax is imported: a bad command line is answered at once, and XLA reads its flags once.
+# Before jax is imported: a bad command line and a run that is live are answered at once, and XLA
+# reads its flags once.
 if __name__ == "__main__":
     CFG = cli.start()
+    import lock  # takes 0.3 s
+
+    LOCK = cli.quit_on_error(lock.take_early, CFG)
 
 import math
 import sys
@@ -42,11 +46,13 @@ from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 import model
+import processes
 import utils
 from checkpoint import Checkpoints
 from config import CHECKPOINT, INTERRUPTED, USAGE, Config, UserError
 from dataset import Dataset
 from experts import moe_metrics, update_router_biases
+from files import is_writable, run_path
 from generate import generate
 from gradient import add_slice_gradient, prepare_parts, reduce_total, zero_total
 from layers import BATCH
@@ -140,7 +146,8 @@ def abstract_state(cfg: Config) -> State:
 def restore_or_init(run, train: Dataset, cfg: Config) -> tuple[Checkpoints, State]:
     """The run's checkpoints, and the State of the newest one, or a new State where there is none.
     Raises UserError CHECKPOINT and USAGE."""
-    store = Checkpoints(run, cfg.checkpoint.keep, fixed_settings(cfg, train.source.fingerprint))
+    keep = cfg.checkpoint.keep if is_writable(run) else 0  # --eval_only may not need to write
+    store = Checkpoints(run, keep, fixed_settings(cfg, train.source.fingerprint))
     begin = time.monotonic()
     found = store.restore(checkpoint_items(abstract_state(cfg)))
     if found is None and cfg.eval_only:
@@ -260,12 +267,12 @@ def eval_step(params, tokens_AMBL, targets_AMBL, cfg: Config):
 
 def evaluate(params, data: Dataset, step: int, cfg: Config, stop=None) -> dict | None:
     """The loss (nats a token), bits per byte and number of tokens of the evaluation after `step`
-    updates; every token has the same weight.  None if `stop` (a utils.Stop) cuts it short."""
+    updates; every token has the same weight.  None if `stop` (a processes.Stop) cuts it short."""
     total = tokens = 0
     no_bar = None if utils.is_lead() else True  # None: no bar where stderr is not a terminal
     bar = dict(desc="evaluate", unit="batch", leave=False, disable=no_bar)
     for i in tqdm(data.eval_indices(step), **bar):
-        if stop is not None and stop.agree_to_stop():
+        if stop is not None and stop.agree_to_stop(data.eval_error(i)):
             return None
         nll, n, _ = utils.wait_for(eval_step(params, *data.eval_batch(i), cfg))
         total, tokens = total + float(nll), tokens + int(n)
@@ -323,7 +330,7 @@ def train_loop(run, store, state: State, train: Dataset, val: Dataset, stop, cfg
         wants_sample = cfg.train.sample_every > 0 and step not in log.sampled_steps
         if wants_sample and is_due(step, cfg.train.sample_every, cfg):
             log.add_sample(log.run_untimed(sample_row, state.params, step, cfg, train))
-        last = step == cfg.train.steps or stop.agree_to_stop()
+        last = step == cfg.train.steps or stop.agree_to_stop(train.batch_error(step))
         if last or is_due(step, cfg.checkpoint.every, cfg):
             log.run_untimed(store.save, step, checkpoint_items(state))
         if last:
@@ -339,34 +346,62 @@ def train_loop(run, store, state: State, train: Dataset, val: Dataset, stop, cfg
     return state, log
 
 
-def main(cfg: Config) -> State | None:
-    """Make or resume a run and train it, or only evaluate it."""
-    stop = utils.Stop()
-    cfg = utils.start_mesh(cfg)
-    if (warmup := cfg.optim.warmup_steps) > cfg.train.steps:
-        what = f"optim.warmup_steps={warmup} is more than train.steps={cfg.train.steps}"
-        utils.warn(f"{what}: the learning rate will not reach optim.lr={cfg.optim.lr}")
-    with utils.say_time("data"):
-        train = Dataset(cfg, "train")
+def main(cfg: Config, held=None) -> State | None:
+    """Make or resume a run and train it, or only evaluate it.  held: its lock, if taken."""
+    stop = processes.Stop()
+    if held is not None and not utils.is_lead():
+        held.release()
+        held = None
+    with processes.Watchdog(stop, run_path(cfg), cfg):
+        processes.compare_settings(cfg)
+        cfg = utils.start_mesh(cfg)
+        warn_of_warmup(cfg)
+        train, val = open_data(cfg)
         cfg = train.cfg  # now with the data's end-of-document id
-        val = Dataset(cfg, "val")
-    n_params, n_active = model.param_count(cfg), model.param_count(cfg, active=True)
-    with open_run(cfg, train.source) as run:
-        store, state = restore_or_init(run, train, cfg)
-        if cfg.eval_only:
-            step = int(state.step)
-            result = evaluate(state.params, val, step, cfg, stop)
-            if result is None:
-                sys.exit(INTERRUPTED)
-            return print_eval(step, result)
-        active = f", {n_active:,} active" if n_active < n_params else ""
-        utils.say(f"train: {train}\nval: {val}\nmodel: {n_params:,} parameters{active}")
-        state, log = train_loop(run, store, state, train, val, stop, cfg)
+        with open_run(cfg, train.source, held) as run:
+            store, state = restore_or_init(run, train, cfg)
+            if cfg.eval_only:
+                return evaluate_once(state, val, stop, cfg)
+            print_sizes(train, val, cfg)
+            state, log = train_loop(run, store, state, train, val, stop, cfg)
+        utils.together(stop.raise_error)
     print_end(log, int(state.step))
     if not log.is_finished():
         sys.exit(INTERRUPTED)
     return state
 
 
+def warn_of_warmup(cfg: Config):
+    if (warmup := cfg.optim.warmup_steps) > cfg.train.steps:
+        what = f"optim.warmup_steps={warmup} is more than train.steps={cfg.train.steps}"
+        utils.warn(f"{what}: the learning rate will not reach optim.lr={cfg.optim.lr}")
+
+
+def open_data(cfg: Config) -> tuple[Dataset, Dataset]:
+    """The training set and the validation set, the same in every process."""
+    with utils.say_time("data"):
+        train = utils.together(Dataset, cfg, "train")
+        val = utils.together(Dataset, train.cfg, "val")
+        seen = {f"data.{data.split}": data.source.fingerprint for data in (train, val)}
+        processes.compare_data(seen)
+    return train, val
+
+
+def print_sizes(train: Dataset, val: Dataset, cfg: Config):
+    n_params, n_active = model.param_count(cfg), model.param_count(cfg, active=True)
+    active = f", {n_active:,} active" if n_active < n_params else ""
+    utils.say(f"train: {train}\nval: {val}\nmodel: {n_params:,} parameters{active}")
+
+
+def evaluate_once(state: State, val: Dataset, stop, cfg: Config):
+    """What --eval_only does."""
+    step = int(state.step)
+    result = evaluate(state.params, val, step, cfg, stop)
+    utils.together(stop.raise_error)
+    if result is None:
+        sys.exit(INTERRUPTED)
+    print_eval(step, result)
+
+
 if __name__ == "__main__":
-    utils.run_main(main, CFG)
+    processes.run_main(partial(main, held=LOCK), CFG)

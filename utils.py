@@ -1,25 +1,24 @@
-"""What every run needs from the machine: processes, signals, the mesh, compiling, and peak speeds.
+"""What every run needs from the machine: what its processes tell each other, the mesh, compiling,
+and peak speeds.
 
-No maths of the model is here.  Files and folders are in files.py.
+No maths of the model is here.  How processes start, stop and fail is in processes.py, files and
+folders are in files.py.
 """
 
+import json
 import logging
 import math
 import os
-import re
-import signal
-import socket
 import sys
 import time
-import traceback
 from contextlib import contextmanager
 from functools import partial
-from itertools import compress
-from types import CoroutineType
+from itertools import compress, count
 
 import jax
 import numpy as np
-from jax.experimental import mesh_utils, multihost_utils
+from jax._src import distributed
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -27,7 +26,7 @@ import config
 from checks import AUTOMATIC, resolve
 from config import Config, UserError
 
-for package in ("absl", "asyncio", "gcsfs"):  # they log tracebacks of errors that they also raise
+for package in ("absl", "asyncio"):  # they log tracebacks of errors that they also raise
     logging.getLogger(package).setLevel(logging.CRITICAL)
 
 AXES = ("dp", "pp", "tp")
@@ -37,9 +36,19 @@ IMPORTED = time.monotonic()  # before the processes meet and JAX looks for devic
 # ---- processes
 
 
+def process_id() -> int:
+    """The id of this process; unlike jax.process_index it does not look for devices."""
+    return distributed.global_state.process_id
+
+
+def process_ids() -> range:
+    """The ids of all processes."""
+    return range(distributed.global_state.num_processes or 1)
+
+
 def is_lead() -> bool:
     """Whether this is process 0, the one that prints and writes files."""
-    return jax.process_index() == 0
+    return process_id() == 0
 
 
 def say(*words):
@@ -62,29 +71,60 @@ def say_time(what: str):
     say(f"{what} in {time.monotonic() - begin:.1f} s")
 
 
-def run_on_lead(f, *args):
-    """f(*args) on process 0, None on the others.  A UserError on process 0 is raised in all."""
-    result, error = None, None
-    if is_lead():
-        try:
-            result = f(*args)
-        except UserError as e:
-            error = e
-    if jax.process_count() > 1:
-        code = 0 if error is None else error.code
-        code = int(multihost_utils.broadcast_one_to_all(np.int32(code)))
-        if code != 0 and error is None:
-            error = UserError(code, "process 0 stopped", "see the error that process 0 printed")
+EXCHANGES = count()
+"""Numbers of the exchanges of this process; the others count the same ones."""
+
+
+def shared_store():
+    """JAX's key-value store, which all processes share.  jax has no public name for it."""
+    return distributed.global_state.client
+
+
+def exchange(text: str) -> list[str]:
+    """The texts of all processes, by their ids; every process calls this at the same point.
+
+    They go through the key-value store and not over the mesh, which can be used only once the
+    processes are known to agree about it.
+    """
+    if len(process_ids()) == 1:
+        return [text]
+    name = f"trifold/exchange/{next(EXCHANGES)}"
+    shared_store().key_value_set(f"{name}/{process_id()}", text)
+    shared_store().wait_at_barrier(name, 24 * 3600 * 1000)  # ms; a Watchdog gives up sooner
+    answers = shared_store().key_value_dir_get(name)
+    found = {int(key.rsplit("/", 1)[1]): value for key, value in answers}
+    return [found[n] for n in process_ids()]
+
+
+def together(f, *args):
+    """f(*args), called in every process.  An error in one of them is raised in all."""
+    result = error = None
+    answer = ""
+    try:
+        result = f(*args)
+    except UserError as e:
+        error, answer = e, json.dumps([e.code, e.problems[0].what])
+    except Exception as e:  # raised again below
+        code = config.STORAGE if isinstance(e, OSError) else 1
+        error, answer = e, json.dumps([code, f"{type(e).__name__}: {e}"])
+    answers = exchange(answer)
     if error is not None:
         raise error
+    for n, answer in enumerate(answers):
+        if answer:
+            code, what = json.loads(answer)
+            raise UserError(code, f"process {n} stopped: {what}", "see what it has printed")
     return result
+
+
+def run_on_lead(f, *args):
+    """f(*args) on process 0, None on the others.  An error on process 0 is raised in all."""
+    return together(f if is_lead() else lambda *_: None, *args)
 
 
 def all_agree(ok: bool) -> bool:
     """Whether ok is true in every process."""
-    if jax.process_count() == 1:
-        return ok
-    return bool(multihost_utils.process_allgather(np.int32(ok)).all())
+    return all(exchange("yes" if ok else ""))
 
 
 def wait_for(tree):
@@ -107,135 +147,6 @@ def wait_for(tree):
             if pending:
                 time.sleep(0.001)
     return tree
-
-
-def start_processes(cfg: Config):
-    """Join the run's other processes, named by run.coordinator or by a cluster that JAX detects.
-
-    Where there is neither, this process is the only one.  Raises UserError DISTRIBUTED.
-    """
-    r = cfg.run
-    if r.coordinator:
-        if r.process_id > 0:
-            wait_for_port(r.coordinator)
-        try:
-            jax.distributed.initialize(r.coordinator, r.num_processes, r.process_id)
-        except RuntimeError as e:
-            what = f"run.coordinator={r.coordinator}: {str(e).splitlines()[0][:200]}"
-            fix = "choose a free port on process 0's host, the same in every process's flags"
-            raise UserError(config.DISTRIBUTED, what, fix) from None
-        return
-    try:
-        jax.distributed.initialize()
-    except ValueError as e:
-        if "coordinator_address should be defined" not in str(e):  # this says: no cluster found
-            raise
-
-
-def wait_for_port(address: str, seconds: float = 60):
-    """Return once HOST:PORT accepts connections.  Raises UserError DISTRIBUTED after `seconds`.
-
-    Without this, jax.distributed.initialize would abort the process instead of raising.
-    """
-    host, port = address.rsplit(":", 1)
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            return socket.create_connection((host, int(port)), timeout=5).close()
-        except OSError as e:
-            if time.monotonic() > deadline:
-                what = f"no process 0 at run.coordinator={address} after {seconds:.0f} s: {e}"
-                fix = "start process 0, and check the address and the firewall"
-                raise UserError(config.DISTRIBUTED, what, fix) from None
-            time.sleep(0.5)
-
-
-class Stop:
-    """Notices SIGTERM and Ctrl-C, which ask the run to save and exit; a second one exits at once.
-
-    With jax.distributed, JAX's preemption service handles SIGTERM and tells the other processes.  A
-    Python handler for SIGTERM would disable it.
-    """
-
-    def __init__(self):
-        self.asked = self.agreed = False
-        self.polls = 0
-        signal.signal(signal.SIGINT, self.handle)
-        if not jax.distributed.is_initialized():
-            signal.signal(signal.SIGTERM, self.handle)
-
-    def handle(self, number, frame):
-        if self.asked:
-            os.write(2, b"\ninterrupted before all was saved; run the same command again\n")
-            os._exit(config.INTERRUPTED)
-        self.asked = True
-        os.write(2, b"\nstopping after this update; once more stops at once\n")
-        if jax.distributed.is_initialized():
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    def agree_to_stop(self) -> bool:
-        """Whether to stop now: the same answer in every process.
-
-        With several processes all must make the same calls: after a SIGTERM to any of them, JAX's
-        preemption service picks a call by its number, and from it on the answer is True in all.
-        """
-        if not jax.distributed.is_initialized():
-            return self.asked
-        self.polls += 1
-        self.agreed = self.agreed or multihost_utils.reached_preemption_sync_point(self.polls)
-        return self.agreed
-
-
-def hide_late_errors(unraisable):
-    """A sys.unraisablehook that hides the hundreds of lines that follow a failed read in orbax."""
-    late = "Event loop is closed" in str(unraisable.exc_value)
-    if not late and not isinstance(unraisable.object, CoroutineType):
-        sys.__unraisablehook__(unraisable)
-
-
-# What the messages of errors contain after another process of the run is lost.
-LOST_PEER = r"Gloo|[Cc]onnection closed by peer|coordination service|heartbeat"
-# Packages that raise only when storage still fails after their retries.
-STORAGE_PACKAGES = {"gcsfs", "aiohttp", "google", "requests"}
-
-
-def run_main(main, cfg: Config):
-    """Join the other processes and return main(cfg); exit with config.py's codes, 1 for a bug."""
-    sys.unraisablehook = hide_late_errors
-    again = "run the same command again to resume"
-    try:
-        start_processes(cfg)
-        return main(cfg)
-    except UserError as e:
-        exit_with(e)
-    except KeyboardInterrupt:  # before Stop has replaced the signal's handler
-        exit_with(UserError(config.INTERRUPTED, "interrupted", again))
-    except Exception as e:  # every error ends the process here: a normal exit could hang
-        reason = f"{type(e).__name__}: {str(e).splitlines()[0][:200] if str(e) else ''}"
-        if jax.distributed.is_initialized() and re.search(LOST_PEER, str(e)):
-            fix = f"look at that process's log, then {again}, in every process"
-            exit_with(UserError(config.DISTRIBUTED, f"a peer process was lost: {reason}", fix))
-        if isinstance(e, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(e):
-            rows = "fewer rows at a time (in training, train.microbatches or train.grad_accum)"
-            fix = f"use more devices, {rows}, or train.remat=layer; scripts/plan.py says what fits"
-            exit_with(UserError(config.USAGE, f"a device's memory is too small: {reason}", fix))
-        if isinstance(e, OSError) or type(e).__module__.split(".")[0] in STORAGE_PACKAGES:
-            fix = f"free some space, or fix the storage or the permissions, then {again}"
-            exit_with(UserError(config.STORAGE, f"storage failed: {reason}", fix))
-        traceback.print_exc()
-        exit_with(None)
-
-
-def exit_with(error: UserError | None):
-    """Print the error, if any, and end the process with its code, or with 1.
-
-    At once, because a normal exit waits for lost peers and for failed saves.
-    """
-    if error is not None:
-        print(error, file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1 if error is None else error.code)
 
 
 # ---- the mesh

@@ -100,6 +100,7 @@ from tqdm import tqdm
 
 import model
 import optim
+import processes
 import rundir
 import train
 import utils
@@ -472,4 +473,4 @@ def main(args: Args, others: dict[str, Config], cfg: Config):
 
 
 if __name__ == "__main__":
-    utils.run_main(partial(main, ARGS, OTHERS), CFG)
+    processes.run_main(partial(main, ARGS, OTHERS), CFG)

@@ -85,6 +85,7 @@ from tqdm import tqdm
 
 import checkpoint
 import model
+import processes
 import rundir
 import train
 import utils
@@ -485,7 +486,7 @@ def round_to(x, dtype: str, name: str):
 
 
 def main(args: Import | Export, cfg: config.Config):
-    """cfg, which utils.run_main passes on, is not used: nothing here needs a mesh."""
+    """cfg, which processes.run_main passes on, is not used: nothing here needs a mesh."""
     if isinstance(args, Import):
         import_hf(args.hf, args.run)
     else:
@@ -493,4 +494,4 @@ def main(args: Import | Export, cfg: config.Config):
 
 
 if __name__ == "__main__":
-    utils.run_main(partial(main, ARGS), config.Config())
+    processes.run_main(partial(main, ARGS), config.Config())

@@ -53,6 +53,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from tqdm import tqdm
 
+import processes
 import train
 import utils
 from dataset import Dataset
@@ -84,4 +85,4 @@ def main(args: Args, cfg: config.Config):
 
 
 if __name__ == "__main__":
-    utils.run_main(partial(main, ARGS), CFG)
+    processes.run_main(partial(main, ARGS), CFG)

@@ -69,6 +69,7 @@ if __name__ == "__main__":  # before jax is imported, see train.py
 from tokenizers import Tokenizer
 
 import generate
+import processes
 import train
 import utils
 
@@ -133,4 +134,4 @@ def main(args: Args, cfg: config.Config):
 
 
 if __name__ == "__main__":
-    utils.run_main(partial(main, ARGS), CFG)
+    processes.run_main(partial(main, ARGS), CFG)

@@ -102,3 +102,32 @@ def cfg(corpus, tmp_path) -> config.Config:
     tiny = config.tiny()
     data = config.Data(train=str(corpus / "train"), val=str(corpus / "val"))
     return replace(tiny, data=data, run=replace(tiny.run, dir=str(tmp_path / "runs")))
+
+
+STEPS = 20
+
+
+@pytest.fixture(scope="session")  # with module, a worker that takes tests of others makes it twice
+def base(corpus, tmp_path_factory) -> config.Config:
+    """20 updates on (2, 2, 2), with checkpoints after 10 and 20."""
+    tiny = config.tiny()
+    return replace(
+        tiny,
+        run=replace(tiny.run, dir=str(tmp_path_factory.mktemp("runs")), name="reference"),
+        mesh=config.Mesh(2, 2, 2),
+        model=replace(tiny.model, n_layers=4),
+        data=config.Data(train=str(corpus / "train"), val=str(corpus / "val")),
+        train=replace(
+            tiny.train, batch_size=32, steps=STEPS, eval_batches=2, dropout=0.1, microbatches=2
+        ),
+    )
+
+
+@pytest.fixture(scope="session")
+def reference(base) -> Path:
+    """The directory of that run, trained without interruption."""
+    import runs  # it imports this file
+
+    code, _, err = runs.finish(runs.start(base))
+    assert code == 0, err
+    return Path(base.run.dir) / base.run.name

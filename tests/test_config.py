@@ -20,8 +20,8 @@ from config import USAGE, UserError
 
 # A module imports only modules that stand before it here.
 MODULES = """
-    config checks files cli utils weights layers blockwise attention grouped experts pipeline model
-    gradient generate optim dataset rundir metrics checkpoint profiling train
+    config checks files cli lock utils processes weights layers blockwise attention grouped experts
+    pipeline model gradient generate optim dataset rundir metrics checkpoint profiling train
 """.split()  # noqa: SIM905
 
 
@@ -175,6 +175,16 @@ def test_what_is_no_config_file_is_refused_without_reading_it(path, tmp_path, mo
     with pytest.raises(UserError) as error:
         cli.parse(["--config", path])
     assert error.value.code == USAGE
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("time_limit")
+def test_a_config_file_in_a_bucket_that_does_not_answer_is_refused_in_time():
+    env = os.environ | {"STORAGE_EMULATOR_HOST": "http://127.0.0.1:9"}  # nothing listens there
+    begin = time.monotonic()
+    done = run("train.py", "--config", "gs://no-such-bucket/config.json", env=env)
+    assert done.returncode == USAGE and time.monotonic() - begin < 15
+    assert done.stderr.count("\n") == 2 and "no answer within 10 s" in done.stderr
 
 
 @pytest.mark.usefixtures("time_limit")

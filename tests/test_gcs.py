@@ -266,6 +266,46 @@ def test_a_second_run_is_refused_while_the_first_is_live(bucket, flags, live_run
     assert bucket.has(f"runs/live/checkpoints/{len(steps)}/commit_success.txt")
 
 
+RACE = """
+import sys
+import threading
+import files, lock
+
+leases, barrier = [], threading.Barrier(8)
+
+def start(path):
+    barrier.wait()
+    try:
+        leases.append(lock.take_lock(path))
+    except lock.UserError as e:
+        assert e.code == 8 and "belongs to another live run" in str(e), e
+
+for name in sys.argv[1:]:
+    path = files.absolute_path(name)
+    threads = [threading.Thread(target=start, args=[path]) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    print(len(leases), flush=True)
+    if leases:
+        leases.pop().release()
+"""
+
+
+def test_of_runs_that_start_at_once_in_a_bucket_one_gets_the_lease(bucket):
+    """Eight at a time: where there is no lease, and where one has expired."""
+    for n in range(5):
+        bucket.write(f"runs/race{2 * n}/lock", b'{"id": "an earlier run"}')
+    names = [f"gs://bucket/runs/race{n}" for n in range(10)]
+    command = [sys.executable, "-c", RACE, *names]
+    env = bucket.env | {"TRIFOLD_LEASE_BEAT": "0.5"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT)
+    counts = [line for line in done.stdout.split("\n") if line.isdigit()]
+    assert counts == ["1"] * 10 and not done.stderr, done
+    assert not bucket.names("runs/race")
+
+
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(bucket, run_a, flags):
     bucket.copy(run_a, "runs/damaged/")
     newest = "runs/damaged/checkpoints/6/"

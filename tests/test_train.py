@@ -2,11 +2,9 @@
 would spoil a run directory, and they end with a sound checkpoint."""
 
 import json
-import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,19 +15,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ROOT, on_mesh, prepare
+from conftest import ROOT, STEPS, on_mesh, prepare
+from runs import (
+    copy_run,
+    final_weights,
+    finish,
+    flags,
+    loss_curve,
+    losses,
+    new_run,
+    rows,
+    start,
+    wait_for_step,
+)
 
 import checkpoint
 import checks
 import cli
 import config
 import files
+import processes
 import train
-import utils
 from config import (
     BUSY,
     CHECKPOINT,
-    DISTRIBUTED,
     DIVERGED,
     INTERRUPTED,
     STORAGE,
@@ -38,103 +47,7 @@ from config import (
 )
 
 SLOW = pytest.mark.slow
-STEPS = 20
 SINGLE = dict(dp=1, pp=1, tp=1)  # the mesh of one device
-
-
-def rows(run: Path, kind="train") -> dict:
-    """{step: row} of metrics.jsonl, which must have one row a step and miss none."""
-    table = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    table = [row for row in table if row["kind"] == kind]
-    steps = [row["step"] for row in table]
-    assert len(set(steps)) == len(steps) and steps == sorted(steps)
-    assert kind != "train" or steps == list(range(1, len(steps) + 1))
-    return {row["step"]: row for row in table}
-
-
-def losses(run: Path) -> list[str]:
-    """The loss and gradient norm of every update, in hexadecimal, so that every bit counts."""
-    return [f"{row['loss'].hex()} {row['grad_norm'].hex()}" for row in rows(run).values()]
-
-
-def loss_curve(run: Path) -> list[float]:
-    return [row["loss"] for row in rows(run).values()]
-
-
-def final_weights(run: Path) -> dict:
-    cfg = utils.start_mesh(replace(cli.config_of_run(str(run), config.Mesh(1, 1, 1))), rows=1)
-    return utils.leaf_table(jax.device_get(train.load_params(files.absolute_path(str(run)), cfg)))
-
-
-def flags(cfg: Config, *more) -> list[str]:
-    """cfg as command line flags."""
-    words = []
-    for section, fields in json.loads(cli.to_json(cfg)).items():
-        for name, value in fields.items():
-            flag = f"--{section}.{name}"
-            words += [flag, *map(str, value)] if isinstance(value, list) else [f"{flag}={value}"]
-    return [*words, *map(str, more)]
-
-
-def start(cfg: Config, *more, **kwargs) -> subprocess.Popen:
-    """train.py in a process, with cfg and more flags."""
-    command = [sys.executable, str(ROOT / "train.py"), "--config", "tiny", *flags(cfg, *more)]
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    return subprocess.Popen(command, **pipes, **kwargs)
-
-
-def finish(process: subprocess.Popen) -> tuple[int, str, str]:
-    """The exit code, stdout and stderr of a process."""
-    out, err = process.communicate(timeout=300)
-    return process.returncode, out, err
-
-
-def wait_for_step(process: subprocess.Popen, run: Path, step: int):
-    """Return once metrics.jsonl has the row of update `step`."""
-    path, row = run / "metrics.jsonl", f'"step": {step}, "loss"'
-    deadline = time.monotonic() + 120
-    while not (path.exists() and row in path.read_text()):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-@pytest.fixture(scope="session")  # with module, a worker that takes tests of others makes it twice
-def base(corpus, tmp_path_factory) -> Config:
-    """20 updates on (2, 2, 2), with checkpoints after 10 and 20."""
-    tiny = config.tiny()
-    return replace(
-        tiny,
-        run=replace(tiny.run, dir=str(tmp_path_factory.mktemp("runs")), name="reference"),
-        mesh=config.Mesh(2, 2, 2),
-        model=replace(tiny.model, n_layers=4),
-        data=config.Data(train=str(corpus / "train"), val=str(corpus / "val")),
-        train=replace(
-            tiny.train, batch_size=32, steps=STEPS, eval_batches=2, dropout=0.1, microbatches=2
-        ),
-    )
-
-
-@pytest.fixture(scope="session")
-def reference(base) -> Path:
-    """The directory of that run, trained without interruption."""
-    code, _, err = finish(start(base))
-    assert code == 0, err
-    return Path(base.run.dir) / base.run.name
-
-
-def new_run(base: Config, name: str, **sections) -> tuple[Config, Path]:
-    """base under another name and with fields replaced, and its run directory."""
-    cfg = replace(base, run=replace(base.run, name=name))
-    cfg = replace(cfg, **{s: replace(getattr(cfg, s), **fields) for s, fields in sections.items()})
-    return cfg, Path(cfg.run.dir) / name
-
-
-def copy_run(reference: Path, base: Config, name: str, **sections) -> tuple[Config, Path]:
-    """new_run, in whose directory the reference run is already finished."""
-    cfg, run = new_run(base, name, **sections)
-    shutil.copytree(reference, run)
-    return cfg, run
 
 
 def contents(run: Path) -> dict:
@@ -249,12 +162,15 @@ def test_a_checkpoint_without_permission_is_exit_5_and_stays(base, reference, se
 
 
 class StopAt:
-    """A utils.Stop that says to stop at its n-th poll."""
+    """A processes.Stop that says to stop at its n-th poll."""
 
     def __init__(self, n: int):
-        self.polls, self.n = 0, n
+        self.polls, self.n, self.seconds, self.last_poll = 0, n, [], time.monotonic()
 
-    def agree_to_stop(self) -> bool:
+    def raise_error(self):
+        pass
+
+    def agree_to_stop(self, error=None) -> bool:
         self.polls += 1
         return self.polls >= self.n
 
@@ -266,7 +182,7 @@ def test_an_interrupted_evaluation_is_repeated_on_resume(base, reference, monkey
     """The run is stopped between the two batches of an evaluation."""
     cfg, run = new_run(base, f"interrupted{step}")
     with monkeypatch.context() as m:
-        m.setattr(utils, "Stop", lambda: StopAt(n))
+        m.setattr(processes, "Stop", lambda: StopAt(n))
         with pytest.raises(SystemExit) as stopped:
             train.main(cfg)
     assert stopped.value.code == INTERRUPTED
@@ -324,6 +240,37 @@ def test_a_run_directory_has_at_most_one_live_run(base):
     finish(first)
     assert code == BUSY and "belongs to another live run" in err and f'"pid": {first.pid}' in err
     assert time.monotonic() - began < 20 and "Traceback" not in err
+
+
+@pytest.mark.slow
+def test_a_live_run_is_noticed_before_jax_is_imported(base):
+    cfg, run = new_run(base, "busy_early", train=dict(steps=100_000))
+    first = start(cfg)
+    wait_for_step(first, run, 1)
+    seconds = []
+    for _ in range(3):  # the fastest of three, because the machine is busy
+        began = time.monotonic()
+        code, _, err = finish(start(cfg))
+        seconds.append(time.monotonic() - began)
+        assert code == BUSY and err.count("\n") == 2, err
+    first.kill()
+    finish(first)
+    assert min(seconds) < 2
+
+
+@pytest.mark.slow
+def test_of_four_runs_that_start_at_once_one_trains(base):
+    """In an empty directory, and in one that a killed run has left."""
+    cfg, run = new_run(base, "four", train=dict(steps=100_000), mesh=SINGLE)
+    for _ in range(2):
+        starts = [start(cfg) for _ in range(4)]
+        while sum(process.poll() is None for process in starts) > 1:
+            time.sleep(0.1)
+        (winner,) = [process for process in starts if process.poll() is None]
+        wait_for_step(winner, run, 1)
+        winner.kill()
+        codes = sorted(finish(process)[0] for process in starts)
+        assert codes == [-signal.SIGKILL, BUSY, BUSY, BUSY]
 
 
 def test_fresh_moves_the_old_run_aside(base, reference):
@@ -399,6 +346,22 @@ def test_eval_only_evaluates_and_changes_no_file(base, reference, capsys):
     assert f"validation loss {loss:.4f}" in capsys.readouterr().out
     assert contents(run) == before
     assert refusal(replace(new_run(base, "nowhere")[0], eval_only=True)).code == CHECKPOINT
+
+
+@pytest.mark.slow
+def test_eval_only_evaluates_a_directory_that_can_only_be_read(base, reference):
+    cfg, run = copy_run(reference, base, "readable")
+    folders = [run, *(path for path in run.rglob("*") if path.is_dir())]
+    for folder in folders:
+        folder.chmod(0o555)
+    (run / "lock").chmod(0o444)
+    command = [sys.executable, ROOT / "train.py", "--config", "tiny", *flags(cfg), "--eval_only"]
+    command = [sys.executable, "-c", OBEY_PERMISSIONS, *command]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    for folder in folders:
+        folder.chmod(0o755)
+    loss = rows(reference, "eval")[20]["loss"]
+    assert done.returncode == 0 and f"validation loss {loss:.4f}" in done.stdout, done.stderr
 
 
 def test_a_run_keeps_the_tokenizer_of_its_weights(reference, base, tmp_path):
@@ -527,46 +490,3 @@ def test_a_state_with_a_nan_is_not_saved(base, tmp_path):
     with pytest.raises(UserError) as error:
         store.save(5, train.checkpoint_items(state))
     assert error.value.code == DIVERGED and store.manager.latest_step() is None
-
-
-# ---- several processes
-
-
-def start_two(cfg: Config) -> list[subprocess.Popen]:
-    """train.py in two processes, each with half of the mesh."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    shared = replace(cfg.run, coordinator=f"127.0.0.1:{port}", num_processes=2)
-    both = [replace(cfg, run=replace(shared, process_id=n)) for n in (0, 1)]
-    env = {k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"}
-    return [start(c, env=env) for c in both]
-
-
-@pytest.mark.slow
-def test_two_processes_train_like_one_stop_together_and_resume_as_one(base, reference):
-    cfg, run = new_run(base, "two", checkpoint=dict(every=1000))
-    both = start_two(cfg)
-    wait_for_step(both[0], run, 12)
-    both[1].send_signal(signal.SIGTERM)
-    for process in both:
-        code, _, err = finish(process)
-        assert code == INTERRUPTED, err
-    np.testing.assert_allclose(loss_curve(run)[:10], loss_curve(reference)[:10], rtol=1e-6)
-    assert rows(run, "eval")[10]["tokens"] == rows(reference, "eval")[10]["tokens"]
-    # Scripts run in one process.
-    assert cli.config_of_run(str(run), config.Mesh(1, 1, 1)).run.coordinator == ""
-    train.main(cfg)
-    np.testing.assert_allclose(loss_curve(run), loss_curve(reference), rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_a_lost_peer_is_an_error_and_not_a_hang(base):
-    cfg, run = new_run(base, "peer", train=dict(steps=100_000))
-    both = start_two(cfg)
-    wait_for_step(both[0], run, 3)
-    both[1].kill()
-    code, _, err = finish(both[0])
-    finish(both[1])
-    assert code == DISTRIBUTED and "error: a peer process was lost" in err
-    assert "Traceback" not in err

@@ -1,19 +1,15 @@
 """The mesh, signals, XLA's options, peaks and small helpers."""
 
-import os
-import signal
-import subprocess
-import sys
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import pytest
-from conftest import ROOT, on_mesh
+from conftest import on_mesh
 
 import config
 import utils
-from config import USAGE, UserError
+from config import UserError
 
 
 def test_a_mesh_too_large_or_too_small_names_both_numbers():
@@ -49,14 +45,6 @@ def test_xla_still_knows_the_options_for_gpus(monkeypatch):
     assert utils.xla_options(jax.sharding.get_mesh()) == options
 
 
-def test_too_little_memory_is_two_lines_and_exit_2():
-    main = "lambda cfg: jax.numpy.zeros(1 << 45).block_until_ready()"
-    code = f"import config, jax, utils; utils.run_main({main}, config.tiny())"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == USAGE and done.stderr.count("\n") == 2, done.stderr
-    assert "memory is too small" in done.stderr and "140737488355328 bytes" in done.stderr
-
-
 def test_a_peak_is_known_or_none(monkeypatch):
     cfg = on_mesh(config.PRESETS["gpt2_124m"](), (1, 1, 1))
     assert utils.peak_flops(cfg) is None
@@ -67,19 +55,6 @@ def test_a_peak_is_known_or_none(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: [Device])
     assert utils.peak_flops(cfg) == 989e12
     assert utils.peak_flops(replace(cfg, train=replace(cfg.train, dtype="float32"))) is None
-
-
-def test_stop_answers_when_asked_and_only_then():
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        for number in handlers:
-            stop = utils.Stop()
-            assert not stop.agree_to_stop()
-            os.kill(os.getpid(), number)
-            assert stop.agree_to_stop() and stop.agree_to_stop()
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
 
 def test_durations_are_short():

@@ -1,0 +1,180 @@
+"""The lock of a run directory: one live run at a time.
+
+jax is not imported here, so that a second run is refused before its imports, which take seconds.
+"""
+
+import fcntl
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import uuid
+
+import fsspec
+from etils import epath
+
+import config
+from config import Config, UserError
+from files import is_remote, run_path
+
+
+def say(text: str):
+    print(text, flush=True)
+
+
+def warn(text: str):
+    print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+def busy_error(path: epath.Path, owner: str) -> UserError:
+    what = f"run directory {path.parent} belongs to another live run: {owner[:200]}"
+    fix = "wait for that run or stop it, or choose another --run.name"
+    return UserError(config.BUSY, what, fix)
+
+
+def new_owner() -> dict:
+    return dict(host=socket.gethostname(), pid=os.getpid(), id=uuid.uuid4().hex)
+
+
+class FileLock:
+    """An flock on a local file, which the kernel drops when the process ends.  The file names the
+    owner.  Raises UserError BUSY."""
+
+    def __init__(self, path: epath.Path):
+        self.file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self.file)
+            raise busy_error(path, path.read_text()) from None
+        os.ftruncate(self.file, 0)
+        os.write(self.file, json.dumps(new_owner()).encode())
+
+    def release(self):
+        os.close(self.file)
+
+
+class BucketFile:
+    """An object of a bucket, which is written only if its generation, the number that GCS gives
+    each version, is the expected one; 0 where there is no object."""
+
+    def __init__(self, path: epath.Path):
+        self.fs, name = fsspec.url_to_fs(os.fspath(path))
+        self.bucket, _, self.name = name.partition("/")
+
+    def read(self) -> tuple[str, str]:
+        """(generation, text), ("0", "") where there is none."""
+        try:
+            headers, data = self.fs.call("GET", "b/{}/o/{}", self.bucket, self.name, alt="media")
+        except FileNotFoundError:
+            return "0", ""
+        return headers["x-goog-generation"], data.decode(errors="replace")
+
+    def write(self, text: str, generation: str) -> str | None:
+        """The new generation; None where the object is no longer of `generation`."""
+        url = self.fs.base.replace("/storage/", "/upload/storage/", 1) + "b/{}/o"
+        query = dict(uploadType="media", name=self.name, ifGenerationMatch=generation)
+        try:
+            about = self.fs.call(
+                "POST", url, self.bucket, data=text.encode(), json_out=True, **query
+            )
+            return about["generation"]
+        except FileExistsError:  # what gcsfs makes of 412, Precondition Failed
+            pass
+        found, there = self.read()  # an answer that was lost has been asked for again
+        return found if there == text else None
+
+    def remove(self, generation: str):
+        self.fs.call("DELETE", "b/{}/o/{}", self.bucket, self.name, ifGenerationMatch=generation)
+
+
+class Lease:
+    """The lock of a run in a bucket: an object that its owner writes again every `renew_every`
+    seconds.  Another run takes it over when it has not changed for three times as long.  Raises
+    UserError BUSY."""
+
+    def __init__(self, path: epath.Path):
+        self.path, self.file, self.released = path, BucketFile(path), threading.Event()
+        self.renew_every = float(os.environ.get("TRIFOLD_LEASE_BEAT", 15))  # shorter in tests
+        self.owner = new_owner()
+        free = self.wait_until_free()
+        self.generation = self.write(0, free)
+        if self.generation is None:  # another run that started at the same time was faster
+            raise busy_error(path, self.file.read()[1])
+        self.thread = threading.Thread(target=self.renew_until_released, daemon=True)
+        self.thread.start()
+
+    def wait_until_free(self) -> str:
+        """The generation of an expired lease, "0" where there is none."""
+        patience, (before, owner) = 3 * self.renew_every, self.file.read()
+        if before == "0":
+            return before
+        say(f"waiting {patience:.0f} s for the lease of an earlier run to expire: {owner}")
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline:
+            time.sleep(self.renew_every / 5)
+            now = self.file.read()[0]
+            if now == "0":  # the earlier run has released it
+                return now
+            if now != before:
+                raise busy_error(self.path, owner)
+        return before
+
+    def write(self, beat: int, generation: str) -> str | None:
+        return self.file.write(json.dumps(self.owner | dict(beat=beat)), generation)
+
+    def renew_until_released(self):
+        """The lease's thread; ends the whole process when another run has taken the lease."""
+        beat = 0
+        while not self.released.wait(self.renew_every):
+            beat += 1
+            try:
+                generation = self.write(beat, self.generation)
+                if generation is None:
+                    error = busy_error(self.path, self.file.read()[1] or "the lease is gone")
+                    os.write(2, f"{error}\n".encode())
+                    os._exit(config.BUSY)
+                self.generation = generation
+            except Exception as e:  # the next turn tries again, and sees whether it is still ours
+                warn(f"{self.path} was not renewed ({type(e).__name__}: {str(e)[:200]})")
+
+    def release(self):
+        self.released.set()
+        self.thread.join()  # otherwise it might write the lease again after the removal
+        try:
+            self.file.remove(self.generation)
+        except Exception as e:  # must not hide why the run ends; the lease expires by itself
+            warn(f"{self.path} was not removed ({type(e).__name__}: {str(e)[:200]})")
+
+
+def take_lock(run: epath.Path) -> FileLock | Lease:
+    """The lock of a run directory.  Raises UserError BUSY, and OSError."""
+    return Lease(run / "lock") if is_remote(run) else FileLock(run / "lock")
+
+
+# Set by launchers that start several processes of one run on a host.
+RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+
+
+def take_early(cfg: Config) -> FileLock | None:
+    """The lock of a local run that exists, taken before jax is imported; None where only
+    rundir.open_run can tell.
+
+    Which process is process 0, and may have the lock, is known only after JAX has started.  So on a
+    cluster a lock that another host holds may be that of this run's process 0.  Raises UserError
+    BUSY if a process of this host holds it.
+    """
+    run = run_path(cfg)
+    is_rank = cfg.run.process_id > 0 or any(name in os.environ for name in RANKS)
+    if is_rank or cfg.eval_only or is_remote(run) or not (run / "lock").exists():
+        return None
+    try:
+        return FileLock(run / "lock")
+    except OSError:  # open_run says why
+        return None
+    except UserError as e:
+        if cfg.run.coordinator or f'"host": "{socket.gethostname()}"' in str(e):
+            raise
+        return None

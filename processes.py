@@ -1,0 +1,435 @@
+"""The processes of a run: how they meet, agree, stop, hang and fail."""
+
+import ctypes
+import faulthandler
+import hashlib
+import json
+import os
+import platform
+import re
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections import deque
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from types import CoroutineType
+
+import jax
+import jaxlib
+from etils import epath
+from jax.experimental import multihost_utils
+
+import config
+from config import Config, Problem, Run, UserError
+from files import write_whole
+from utils import exchange, process_id, process_ids, shared_store, warn
+
+# ---- meeting
+
+
+def start_processes(cfg: Config):
+    """Join the run's other processes, named by run.coordinator or by a cluster that JAX detects.
+
+    Where there is neither, this process is the only one.  Raises UserError DISTRIBUTED and USAGE.
+    """
+    r = cfg.run
+    patience = dict(initialization_timeout=r.start_timeout)
+    if r.coordinator:
+        meet(r)
+        exit_on_abort()
+        address = r.coordinator
+        try:
+            jax.distributed.initialize(
+                address, r.num_processes, r.process_id, coordinator_bind_address=address, **patience
+            )
+        except RuntimeError as e:
+            what = f"run.coordinator={address}: {str(e).splitlines()[0][:200]}"
+            fix = "choose a free port on process 0's host, the same in every process's flags"
+            raise UserError(config.DISTRIBUTED, what, fix) from None
+        return
+    exit_on_abort()
+    try:
+        jax.distributed.initialize(**patience)
+    except ValueError as e:
+        if "coordinator_address should be defined" not in str(e):  # this says: no cluster found
+            raise
+        signal.signal(signal.SIGABRT, signal.SIG_DFL)
+
+
+def meet(r: Run):
+    """Return once all processes of run.coordinator have come; process 0 listens at that address.
+
+    JAX's own meeting follows at the same address.  It does not say who is missing, and aborts the
+    process instead of raising.  Raises UserError: DISTRIBUTED if one has not come after
+    run.start_timeout, USAGE if their flags contradict each other.
+    """
+    host, port = r.coordinator.rsplit(":", 1)
+    deadline = time.monotonic() + r.start_timeout
+    if r.process_id > 0:
+        return greet_process_0(r, (host, int(port)), deadline)
+    greeted, error = {}, None
+    try:
+        server = socket.create_server((host, int(port)))
+    except OSError as e:
+        fix = "choose a free port of this host, the same in every process's flags"
+        raise UserError(config.DISTRIBUTED, f"run.coordinator={r.coordinator}: {e}", fix) from None
+    try:
+        with server:
+            while len(greeted) < r.num_processes - 1:
+                wait_for_greeting(server, r, greeted, deadline)
+    except UserError as e:
+        error = e
+    answer = "" if error is None else json.dumps([error.code, *error.problems[0]])
+    for connection in greeted.values():
+        with connection, suppress(OSError):  # one that is gone again greets again, in vain
+            connection.sendall(f"{answer}\n".encode())
+    if error is not None:
+        raise error
+
+
+def wait_for_greeting(server: socket.socket, r: Run, greeted: dict, deadline: float):
+    """Add the connection of one more process to greeted.  Whatever else connects is ignored."""
+    server.settimeout(max(0.01, deadline - time.monotonic()))
+    try:
+        connection, _ = server.accept()
+    except TimeoutError:
+        missing = name_ids(set(range(1, r.num_processes)) - set(greeted))
+        what = f"{missing} of {r.num_processes} did not come to run.coordinator={r.coordinator}"
+        fix = "start every process within run.start_timeout, and look at their logs"
+        what += f" within {r.start_timeout} s"
+        raise UserError(config.DISTRIBUTED, what, fix) from None
+    connection.settimeout(5)
+    try:
+        word, n, count = connection.makefile().readline(100).split()
+        n, count = int(n), int(count)
+    except (OSError, ValueError):
+        word = ""
+    if word != "trifold":
+        connection.close()
+        return
+    came_twice = n in greeted and not has_hung_up(greeted[n])
+    if count != r.num_processes or not 0 < n < count or came_twice:
+        what = f"a process came with run.process_id={n} and run.num_processes={count}"
+        what += f", and process 0 has run.num_processes={r.num_processes}"
+        greeted[-1] = connection
+        fix = "give each process the same number of processes and an id of its own"
+        raise UserError(config.USAGE, what, fix)
+    greeted[n] = connection
+
+
+def has_hung_up(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def greet_process_0(r: Run, address: tuple[str, int], deadline: float):
+    """The part of `meet` of the other processes."""
+    while True:
+        try:
+            with socket.create_connection(address, timeout=5) as connection:
+                connection.sendall(f"trifold {r.process_id} {r.num_processes}\n".encode())
+                connection.settimeout(max(1, deadline + 5 - time.monotonic()))
+                answer = connection.makefile().readline()
+            if answer == "\n":
+                return
+            if answer:
+                code, what, fix = json.loads(answer)
+                raise UserError(code, what, fix)
+            reason = "it hung up"
+        except (OSError, ValueError) as e:  # not there yet, or an earlier run's process 0
+            reason = e
+        if time.monotonic() > deadline:
+            what = f"no process 0 at run.coordinator={r.coordinator} after {r.start_timeout} s"
+            fix = "start process 0, and check the address and the firewall"
+            raise UserError(config.DISTRIBUTED, f"{what}: {reason}", fix)
+        time.sleep(0.5)
+
+
+def name_ids(ids) -> str:
+    """process 1, or processes 1, 2 and 3, with at most ten numbers."""
+    *head, last = [str(n) for n in sorted(ids)][:10]
+    more = len(ids) - 10
+    last = f"{last} and {more} more" if more > 0 else last
+    return f"processes {', '.join(head)} and {last}" if head else f"process {last}"
+
+
+# ---- agreeing
+
+# Flags that processes of one run may give differently.
+OWN_FLAGS = {"run.process_id", "run.coordinator", "data.cache"}
+
+
+def differences(facts: dict[str, str]) -> dict[str, str]:
+    """{name: what it is in which process} of the facts that differ between processes."""
+    text = json.dumps(facts, sort_keys=True)
+    if len(set(exchange(hashlib.sha256(text.encode()).hexdigest()))) == 1:
+        return {}
+    found = [json.loads(answer) for answer in exchange(text)]
+    differ = {}
+    for name in sorted(set().union(*found)):
+        ids = {}
+        for n, facts in enumerate(found):
+            ids.setdefault(facts.get(name, "nothing"), []).append(n)
+        if len(ids) > 1:
+            differ[name] = ", ".join(f"{value} in {name_ids(who)}" for value, who in ids.items())
+    return differ
+
+
+def compare_settings(cfg: Config):
+    """Raise UserError USAGE if another process of the run was started with other settings; warn if
+    it has other versions."""
+    settings = {"fresh": str(cfg.fresh), "eval_only": str(cfg.eval_only)}
+    for section in config.SECTIONS:
+        for name, value in asdict(getattr(cfg, section)).items():
+            settings[f"{section}.{name}"] = str(value)
+    settings = {name: value for name, value in settings.items() if name not in OWN_FLAGS}
+    if differ := differences(settings):
+        fix = "start all processes of a run with the same flags"
+        problems = [Problem(f"{name} is {values}", fix) for name, values in differ.items()]
+        raise UserError(config.USAGE, problems=problems)
+    ours = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    versions = dict(python=platform.python_version(), jax=jax.__version__)
+    versions |= dict(jaxlib=jaxlib.__version__, trifold=hashlib.sha256(ours).hexdigest()[:12])
+    for name, values in differences(versions).items():
+        warn(f"the processes run different versions: {name} is {values}")
+
+
+def compare_data(fingerprints: dict[str, str]):
+    """Raise UserError USAGE if another process sees other data.  fingerprints: {flag: hash}."""
+    if differ := differences(fingerprints):
+        fix = "let the path hold the same data set on every host"
+        problems = [Problem(f"{n} differs: {values}", fix) for n, values in differ.items()]
+        raise UserError(config.USAGE, problems=problems)
+
+
+# ---- stopping
+
+
+class Stop:
+    """Notices SIGTERM and Ctrl-C, which ask the run to save and exit; a second one exits at once.
+
+    With jax.distributed, JAX's preemption service handles SIGTERM and tells the other processes.  A
+    Python handler for SIGTERM would disable it.
+    """
+
+    def __init__(self):
+        self.asked = self.agreed = False
+        self.error = None
+        """Why this process asks to stop, if not because of a signal."""
+        self.polls, self.last_poll = 0, time.monotonic()
+        self.seconds = deque(maxlen=20)
+        """Between the last polls; there is one for each update and each batch of an evaluation."""
+        signal.signal(signal.SIGINT, self.handle)
+        if not jax.distributed.is_initialized():
+            signal.signal(signal.SIGTERM, self.handle)
+
+    def handle(self, number, frame):
+        if self.asked:
+            os.write(2, b"\ninterrupted before all was saved; run the same command again\n")
+            os._exit(config.INTERRUPTED)
+        os.write(2, b"\nstopping after this update; once more stops at once\n")
+        self.ask()
+
+    def ask(self):
+        """Ask all processes to stop."""
+        if not self.asked and jax.distributed.is_initialized():
+            os.kill(os.getpid(), signal.SIGTERM)
+        self.asked = True
+
+    def raise_error(self):
+        if self.error is not None:
+            raise self.error
+
+    def agree_to_stop(self, error: BaseException | None = None) -> bool:
+        """Whether to stop now: the same answer in every process.  error: why this process has to
+        stop soon; so that it is agreed in time, say it three updates before.
+
+        With several processes all must make the same calls: after a SIGTERM to any of them, JAX's
+        preemption service picks a call by its number, and from it on the answer is True in all.
+        """
+        now = time.monotonic()
+        self.seconds.append(now - self.last_poll)
+        self.polls, self.last_poll = self.polls + 1, now
+        if error is not None and self.error is None:
+            self.error = error
+            self.ask()
+        if not jax.distributed.is_initialized():
+            return self.asked
+        self.agreed = self.agreed or multihost_utils.reached_preemption_sync_point(self.polls)
+        return self.agreed
+
+
+# ---- hanging
+
+
+class Watchdog:
+    """Within its block, ends the process when Stop was not polled for too long: after the stacks of
+    all threads are written, on stderr and to crash/ in the run directory."""
+
+    FIRST = 12
+    """The first poll may take this many times as long, and so may one in which XLA compiles."""
+
+    def __init__(self, stop: Stop, run: epath.Path, cfg: Config):
+        self.stop, self.run, self.seconds = stop, run, cfg.run.hang_timeout
+        self.ended = threading.Event()
+
+    def __enter__(self):
+        threading.Thread(target=self.watch, daemon=True).start()
+
+    def __exit__(self, *_):
+        self.ended.set()
+
+    def patience(self) -> float:
+        """The seconds from one poll to the next."""
+        patience = self.seconds or max(300, 20 * max(self.stop.seconds, default=0))
+        return patience * self.FIRST if self.stop.polls == 0 or is_compiling() else patience
+
+    def watch(self):
+        while not self.ended.wait(min(10, self.patience() / 10)):
+            if len(process_ids()) > 1:
+                self.publish_polls()
+            waited = time.monotonic() - self.stop.last_poll
+            if waited > self.patience():
+                self.give_up(waited)
+
+    def publish_polls(self):
+        key, value = f"trifold/polls/{process_id()}", str(self.stop.polls)
+        # It fails if process 0 is lost, which the main thread will notice.
+        with suppress(jax.errors.JaxRuntimeError):
+            shared_store().key_value_set(key, value, allow_overwrite=True)
+
+    def give_up(self, waited: float):
+        threading.Timer(60, os._exit, [config.HUNG]).start()  # storage may be what hangs
+        with tempfile.TemporaryFile() as f:
+            faulthandler.dump_traceback(f, all_threads=True)
+            f.seek(0)
+            stacks = f.read().decode(errors="replace")
+        name = f"{time.strftime('%Y%m%dT%H%M%S')}-process{process_id()}.txt"
+        where = self.run / "crash" / name
+        what = f"no update, save or evaluation batch for {waited:.0f} s{self.who_is_late()}"
+        fix = f"look at the stacks, in {where}, then run the same command again to resume"
+        os.write(2, f"{stacks}{Problem(what, fix)}\n".encode())
+        try:
+            where.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(where, stacks)
+        except Exception as e:  # whatever the storage raises, the process has to end
+            os.write(2, f"warning: {where} was not written ({e})\n".encode())
+        leave_last(30)
+        os._exit(config.HUNG)
+
+    def who_is_late(self) -> str:
+        """The processes that have made the fewest polls, as far as the others know."""
+        if len(process_ids()) == 1:
+            return ""
+        try:
+            found = shared_store().key_value_dir_get("trifold/polls")
+        except jax.errors.JaxRuntimeError:  # process 0 has the store
+            return "; process 0 does not answer"
+        polls = {int(key.rsplit("/", 1)[1]): int(value) for key, value in found}
+        late = [n for n in polls if polls[n] == min(polls.values())]
+        return f"; all wait for {name_ids(late)}" if len(late) < len(polls) else ""
+
+
+def is_compiling() -> bool:
+    """Whether the main thread is in the module of JAX that calls XLA's compiler."""
+    frame = sys._current_frames().get(threading.main_thread().ident)
+    while frame is not None and not frame.f_code.co_filename.endswith("jax/_src/compiler.py"):
+        frame = frame.f_back
+    return frame is not None
+
+
+# ---- failing
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_int)
+def aborted(number):
+    what = "JAX ended this process, because another one was lost or did not come"
+    fix = "look at its message above and at that process's log, then run the same command again"
+    os.write(2, f"{Problem(what, fix)}\n".encode())
+    os._exit(config.DISTRIBUTED)
+
+
+def exit_on_abort():
+    """Exit with DISTRIBUTED where JAX aborts.
+
+    When process 0 is lost, a thread of JAX calls C's abort.  A handler of Python's signal module
+    would only run after it, so this one is C's.
+    """
+    ctypes.CDLL(None).signal(signal.SIGABRT, aborted)
+
+
+def hide_late_errors(unraisable):
+    """A sys.unraisablehook that hides the hundreds of lines that follow a failed read in orbax."""
+    late = "Event loop is closed" in str(unraisable.exc_value)
+    if not late and not isinstance(unraisable.object, CoroutineType):
+        sys.__unraisablehook__(unraisable)
+
+
+# What the messages of errors contain after another process of the run is lost.
+LOST_PEER = r"Gloo|[Cc]onnection closed by peer|coordination service|heartbeat"
+# Packages that raise only when storage still fails after their retries.
+STORAGE_PACKAGES = {"gcsfs", "aiohttp", "google", "requests"}
+
+
+def run_main(main, cfg: Config):
+    """Join the other processes and return main(cfg); exit with config.py's codes, 1 for a bug."""
+    sys.unraisablehook = hide_late_errors
+    again = "run the same command again to resume"
+    try:
+        start_processes(cfg)
+        return main(cfg)
+    except UserError as e:
+        exit_with(e)
+    except KeyboardInterrupt:  # before Stop has replaced the signal's handler
+        exit_with(UserError(config.INTERRUPTED, "interrupted", again))
+    except Exception as e:  # every error ends the process here: a normal exit could hang
+        reason = f"{type(e).__name__}: {str(e).splitlines()[0][:200] if str(e) else ''}"
+        if jax.distributed.is_initialized() and re.search(LOST_PEER, str(e)):
+            fix = f"look at that process's log, then {again}, in every process"
+            exit_with(UserError(config.DISTRIBUTED, f"a peer process was lost: {reason}", fix))
+        if isinstance(e, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(e):
+            rows = "fewer rows at a time (in training, train.microbatches or train.grad_accum)"
+            fix = f"use more devices, {rows}, or train.remat=layer; scripts/plan.py says what fits"
+            exit_with(UserError(config.USAGE, f"a device's memory is too small: {reason}", fix))
+        if isinstance(e, OSError) or type(e).__module__.split(".")[0] in STORAGE_PACKAGES:
+            fix = f"free some space, or fix the storage or the permissions, then {again}"
+            exit_with(UserError(config.STORAGE, f"storage failed: {reason}", fix))
+        traceback.print_exc()
+        exit_with(None)
+
+
+def leave_last(seconds: float):
+    """Let process 0 wait until the others are about to end too: JAX's store ends with it, and JAX
+    then aborts them."""
+    if len(process_ids()) == 1:
+        return
+    deadline = time.monotonic() + seconds
+    with suppress(jax.errors.JaxRuntimeError):
+        shared_store().key_value_set(f"trifold/leaving/{process_id()}", "", allow_overwrite=True)
+        while process_id() == 0 and time.monotonic() < deadline:
+            if len(shared_store().key_value_dir_get("trifold/leaving")) == len(process_ids()):
+                return
+            time.sleep(0.1)
+
+
+def exit_with(error: UserError | None):
+    """Print the error, if any, and end the process with its code, or with 1.
+
+    At once, because a normal exit waits for lost peers and for failed saves.
+    """
+    if error is not None:
+        print(error, file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    leave_last(5)
+    os._exit(1 if error is None else error.code)

@@ -1,0 +1,105 @@
+"""Training runs for tests: in this process, or in processes of their own."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+from conftest import ROOT
+
+import cli
+import config
+import files
+import train
+import utils
+from config import Config
+
+
+def rows(run: Path, kind="train") -> dict:
+    """{step: row} of metrics.jsonl, which must have one row a step and miss none."""
+    table = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    table = [row for row in table if row["kind"] == kind]
+    steps = [row["step"] for row in table]
+    assert len(set(steps)) == len(steps) and steps == sorted(steps)
+    assert kind != "train" or steps == list(range(1, len(steps) + 1))
+    return {row["step"]: row for row in table}
+
+
+def losses(run: Path) -> list[str]:
+    """The loss and gradient norm of every update, in hexadecimal, so that every bit counts."""
+    return [f"{row['loss'].hex()} {row['grad_norm'].hex()}" for row in rows(run).values()]
+
+
+def loss_curve(run: Path) -> list[float]:
+    return [row["loss"] for row in rows(run).values()]
+
+
+def final_weights(run: Path) -> dict:
+    cfg = utils.start_mesh(replace(cli.config_of_run(str(run), config.Mesh(1, 1, 1))), rows=1)
+    return utils.leaf_table(jax.device_get(train.load_params(files.absolute_path(str(run)), cfg)))
+
+
+def flags(cfg: Config, *more) -> list[str]:
+    """cfg as command line flags."""
+    words = []
+    for section, fields in json.loads(cli.to_json(cfg)).items():
+        for name, value in fields.items():
+            flag = f"--{section}.{name}"
+            words += [flag, *map(str, value)] if isinstance(value, list) else [f"{flag}={value}"]
+    return [*words, *map(str, more)]
+
+
+def start(cfg: Config, *more, **kwargs) -> subprocess.Popen:
+    """train.py in a process, with cfg and more flags."""
+    command = [sys.executable, str(ROOT / "train.py"), "--config", "tiny", *flags(cfg, *more)]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, **pipes, **kwargs)
+
+
+def finish(process: subprocess.Popen) -> tuple[int, str, str]:
+    """The exit code, stdout and stderr of a process."""
+    out, err = process.communicate(timeout=300)
+    return process.returncode, out, err
+
+
+def wait_for_step(process: subprocess.Popen, run: Path, step: int):
+    """Return once metrics.jsonl has the row of update `step`."""
+    path, row = run / "metrics.jsonl", f'"step": {step}, "loss"'
+    deadline = time.monotonic() + 120
+    while not (path.exists() and row in path.read_text()):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def new_run(base: Config, name: str, **sections) -> tuple[Config, Path]:
+    """base under another name and with fields replaced, and its run directory."""
+    cfg = replace(base, run=replace(base.run, name=name))
+    cfg = replace(cfg, **{s: replace(getattr(cfg, s), **fields) for s, fields in sections.items()})
+    return cfg, Path(cfg.run.dir) / name
+
+
+def copy_run(reference: Path, base: Config, name: str, **sections) -> tuple[Config, Path]:
+    """new_run, in whose directory the reference run is already finished."""
+    cfg, run = new_run(base, name, **sections)
+    shutil.copytree(reference, run)
+    return cfg, run
+
+
+def start_two(first: Config, second: Config | None = None, cwd=(None, None)):
+    """train.py in two processes, each with half of the mesh."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    env = {k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"}
+    both = []
+    for n, cfg in enumerate((first, second or first)):
+        shared = dict(coordinator=f"127.0.0.1:{port}", num_processes=2, process_id=n)
+        both.append(start(replace(cfg, run=replace(cfg.run, **shared)), env=env, cwd=cwd[n]))
+    return both

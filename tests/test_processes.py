@@ -1,0 +1,189 @@
+"""How the processes of a run meet, agree, stop, hang and fail, with real ones on the loopback."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from runs import finish, loss_curve, new_run, rows, start, start_two, wait_for_step
+
+import cli
+import config
+import processes
+import train
+from config import DATA, DISTRIBUTED, HUNG, INTERRUPTED, USAGE
+
+# ---- one process
+
+
+def test_too_little_memory_is_two_lines_and_exit_2():
+    main = "lambda cfg: jax.numpy.zeros(1 << 45).block_until_ready()"
+    code = f"import config, jax, processes; processes.run_main({main}, config.tiny())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == USAGE and done.stderr.count("\n") == 2, done.stderr
+    assert "memory is too small" in done.stderr and "140737488355328 bytes" in done.stderr
+
+
+def test_stop_answers_when_asked_and_only_then():
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        for number in handlers:
+            stop = processes.Stop()
+            assert not stop.agree_to_stop()
+            os.kill(os.getpid(), number)
+            assert stop.agree_to_stop() and stop.agree_to_stop()
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+@pytest.mark.slow
+def test_a_hang_ends_with_exit_9_and_the_stacks(base):
+    """The first write to a pipe that has no reader waits for ever."""
+    cfg, run = new_run(base, "hung", train=dict(steps=100_000), run=dict(hang_timeout=5))
+    cfg = replace(cfg, mesh=config.Mesh(1, 1, 1))
+    process = start(cfg)
+    wait_for_step(process, run, 3)
+    (run / "metrics.jsonl").unlink()
+    os.mkfifo(run / "metrics.jsonl")
+    code, _, err = finish(process)
+    assert code == HUNG and "no update, save or evaluation batch for" in err
+    (stacks,) = (run / "crash").iterdir()
+    assert "metrics.py" in stacks.read_text() and str(stacks) in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", ["cut", "removed"])
+def test_data_that_vanish_under_a_run_end_it_with_a_checkpoint(base, corpus, tmp_path, damage):
+    data = shutil.copytree(corpus / "train", tmp_path / "data")
+    cfg, run = new_run(base, damage, train=dict(steps=100_000), data=dict(train=str(data)))
+    cfg = replace(cfg, checkpoint=replace(cfg.checkpoint, every=1000), mesh=config.Mesh(1, 1, 1))
+    process = start(cfg)
+    wait_for_step(process, run, 7)
+    for shard in data.glob("*.npy"):
+        if damage == "cut":
+            os.truncate(shard, 1000)
+        else:
+            shard.unlink()
+    code, _, err = finish(process)
+    word = "was changed while the run used it" if damage == "cut" else "is missing from"
+    assert code == DATA and word in err and "Traceback" not in err
+    saved = max(int(p.name) for p in (run / "checkpoints").iterdir())
+    assert saved >= 7 and len(rows(run)) == saved
+
+
+# ---- several processes
+
+
+@pytest.mark.slow
+def test_two_processes_train_like_one_stop_together_and_resume_as_one(base, reference):
+    cfg, run = new_run(base, "two", checkpoint=dict(every=1000))
+    both = start_two(cfg)
+    wait_for_step(both[0], run, 12)
+    both[1].send_signal(signal.SIGTERM)
+    for process in both:
+        code, _, err = finish(process)
+        assert code == INTERRUPTED, err
+    np.testing.assert_allclose(loss_curve(run)[:10], loss_curve(reference)[:10], rtol=1e-6)
+    assert rows(run, "eval")[10]["tokens"] == rows(reference, "eval")[10]["tokens"]
+    # Scripts run in one process.
+    assert cli.config_of_run(str(run), config.Mesh(1, 1, 1)).run.coordinator == ""
+    train.main(cfg)
+    np.testing.assert_allclose(loss_curve(run), loss_curve(reference), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_lost_peer_is_an_error_and_not_a_hang(base):
+    cfg, run = new_run(base, "peer", train=dict(steps=100_000))
+    both = start_two(cfg)
+    wait_for_step(both[0], run, 3)
+    both[1].kill()
+    code, _, err = finish(both[0])
+    finish(both[1])
+    assert code == DISTRIBUTED and "error: a peer process was lost" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.slow
+def test_processes_with_other_settings_stop_before_they_train(base):
+    cfg, run = new_run(base, "differ")
+    other = replace(cfg, optim=replace(cfg.optim, lr=0.02))
+    for process in start_two(cfg, other):
+        code, _, err = finish(process)
+        assert code == USAGE and "Traceback" not in err
+        assert "optim.lr is 0.01 in process 0, 0.02 in process 1" in err
+    assert not run.exists()
+
+
+@pytest.mark.slow
+def test_processes_that_see_other_data_stop_before_they_train(base, corpus, tmp_path):
+    """Each has a working directory of its own, and the path is relative."""
+    cfg, run = new_run(base, "other_data", data=dict(train="data"))
+    folders = [tmp_path / "0", tmp_path / "1"]
+    for folder, source in zip(folders, ("train", "val"), strict=True):
+        shutil.copytree(corpus / source, folder / "data")
+    for process in start_two(cfg, cwd=folders):
+        code, _, err = finish(process)
+        assert code == USAGE and "Traceback" not in err
+        assert re.search(r"data.train differs: \w{32} in process 0, \w{32} in process 1", err)
+    assert not run.exists()
+
+
+@pytest.mark.slow
+def test_a_process_that_does_not_come_is_named(base):
+    cfg, run = new_run(base, "missing", run=dict(start_timeout=4))
+    first, second = start_two(cfg)
+    second.kill()
+    finish(second)
+    began = time.monotonic()
+    code, _, err = finish(first)
+    assert code == DISTRIBUTED and time.monotonic() - began < 20
+    assert re.search(r"^error: process 1 of 2 did not come to run.coordinator=127", err, re.M)
+    assert err.count("\n") == 2 and not run.exists()
+
+
+@pytest.mark.slow
+def test_the_loss_of_process_0_is_exit_7(base):
+    cfg, run = new_run(base, "lead", train=dict(steps=100_000))
+    both = start_two(cfg)
+    wait_for_step(both[0], run, 3)
+    both[0].kill()
+    code, _, err = finish(both[1])
+    finish(both[0])
+    assert code == DISTRIBUTED and "error: " in err and "Traceback" not in err
+
+
+@pytest.mark.slow
+def test_data_that_one_process_cannot_read_end_both_with_a_checkpoint(base, corpus, tmp_path):
+    """Each process has its own copy; that of process 1 is removed."""
+    sections = dict(train=dict(steps=100_000), checkpoint=dict(every=1000))
+    cfg, run = new_run(base, "one_lost", data=dict(train="data"), **sections)
+    folders = [shutil.copytree(corpus / "train", tmp_path / f"{n}" / "data") for n in (0, 1)]
+    both = start_two(cfg, cwd=[folder.parent for folder in folders])
+    wait_for_step(both[0], run, 7)
+    shutil.rmtree(folders[1])
+    ends = [finish(process) for process in both]
+    assert [code for code, _, _ in ends] == [DATA, DATA], ends
+    assert "is missing from" in ends[1][2] and "process 1 stopped: shard" in ends[0][2]
+    saved = max(int(p.name) for p in (run / "checkpoints").iterdir())
+    assert saved >= 7 and len(rows(run)) == saved
+
+
+@pytest.mark.slow
+def test_the_process_that_others_wait_for_is_named(base):
+    cfg, run = new_run(base, "stuck", train=dict(steps=100_000), run=dict(hang_timeout=5))
+    both = start_two(cfg)
+    wait_for_step(both[0], run, 3)
+    (run / "metrics.jsonl").unlink()
+    os.mkfifo(run / "metrics.jsonl")
+    for process in both:
+        code, _, err = finish(process)
+        assert code == HUNG and "all wait for process 0" in err
+    assert len([*(run / "crash").iterdir()]) == 2
