@@ -6,6 +6,7 @@ import json
 import os
 import re
 import stat
+import time
 import zlib
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from jax import lax
+from orbax.checkpoint import checkpoint_managers
 
 import config
 from config import UserError
@@ -131,20 +133,47 @@ class Checkpoints:
 
     FORMAT = 2
 
-    def __init__(self, run: epath.Path, keep: int = 2, settings: dict = MappingProxyType({})):
+    BEST = 2
+    """How many checkpoints of lowest validation loss are kept, with best=True."""
+
+    def __init__(
+        self,
+        run: epath.Path,
+        keep: int = 2,
+        settings: dict = MappingProxyType({}),
+        best: bool = False,
+        patience: float = 0,
+    ):
         """run: the run directory.  keep: how many checkpoints to keep; 0 only reads them.
-        settings: saved as `must`, and compared with `must` of a checkpoint that is restored."""
+        settings: saved as `must`, and compared with `must` of a checkpoint that is restored.
+        best: keep those of lowest loss too.  patience: seconds for which saving may fail, in a run
+        of one process; of several, all would have to open their managers anew together."""
         self.run, self.path, self.keep = run, run / "checkpoints", keep
-        self.settings = dict(settings)
+        self.settings, self.best = dict(settings), best
+        self.patience = patience if jax.process_count() == 1 else 0
         self.newest = None
-        """The step of the last checkpoint that this object restored or saved."""
+        """The step of the last checkpoint that this object restored, saved or started to save."""
+        self.complete = None
+        """The last of these that is complete."""
+        self.writing = None
+        """The step that is being written in the background."""
+        self.saved_at = time.monotonic()
+        """When the last save was started, or this object made."""
+        self.failing_since, self.retry_at, self.failures = None, 0.0, 0
         self.open_manager()
 
     def open_manager(self):
         if self.keep == 0:
             options = ocp.CheckpointManagerOptions(read_only=True)
         else:
-            options = ocp.CheckpointManagerOptions(max_to_keep=self.keep, create=True)
+            kept = [checkpoint_managers.LatestN(self.keep)]
+            if self.best:
+                loss = dict(get_metric_fn=lambda metrics: metrics["loss"], reverse=True)
+                kept.append(checkpoint_managers.BestN(
+                    n=self.BEST, keep_checkpoints_without_metrics=False, **loss
+                ))  # fmt: skip
+            policy = checkpoint_managers.AnyPreservationPolicy(kept)
+            options = ocp.CheckpointManagerOptions(preservation_policy=policy, create=True)
         self.manager = ocp.CheckpointManager(self.path, options=options)
 
     def restore(self, abstract: dict, step: int = -1):
@@ -162,7 +191,7 @@ class Checkpoints:
         while (n := self.find_step(step)) is not None:
             try:
                 tree = self.load(n, abstract)
-                self.newest = n
+                self.newest = self.complete = n
                 return tree
             except Damaged as e:
                 bad.append(f"{n} ({e})")
@@ -272,27 +301,50 @@ class Checkpoints:
         self.open_manager()
         return moved_to
 
-    def save(self, step: int, state: dict):
+    def is_late(self, every: int, minutes: float) -> bool:
+        """Whether to save now, whatever the number of the update: the last save has failed and is
+        to be tried again, or was started `minutes` ago; without both, once it is complete.  Raises
+        what `finish` raises."""
+        if self.manager.is_saving_in_progress():
+            return False
+        self.finish()
+        now = time.monotonic()
+        if self.failing_since is not None:
+            return now >= self.retry_at
+        return now >= self.saved_at + 60 * minutes if minutes else every == 0
+
+    def save(self, step: int, state: dict, loss: float | None = None, last: bool = False) -> bool:
         """Start to save the state after `step` updates; return once it is copied off the devices.
 
-        state: {item: tree of arrays}.  Does nothing if this object last saved or restored `step`.
-        Raises UserError STORAGE, and DIVERGED if a number in the state is not finite.
+        state: {item: tree of arrays}.  loss: of the validation set, if known.  Does nothing if this
+        object last saved or restored `step`, and only warns if the save before is not complete.
+        last: wait for that one, and return when this one is complete.
+        Returns whether it was started, and with `last` whether it is complete; if not, try again
+        later.  Raises UserError DIVERGED if a number in the state is not finite, and what `finish`
+        raises.
         """
-        if step == self.newest:
-            return
-        table = leaf_table(state)
-        values, finite = digests(list(table.values()))
-        if not finite:
-            what = f"the state after update {step} holds a NaN or infinity; it was not saved"
-            fix = f"resume from checkpoint {self.newest} with a lower --optim.lr"
-            raise UserError(config.DIVERGED, what, fix)
-        self.write(step, state, dict(zip(table, np.asarray(values).tolist(), strict=True)))
+        if not last and not all_agree(not self.manager.is_saving_in_progress()):
+            warn(f"no checkpoint after update {step}: that of {self.newest} is still being written")
+            return False
+        self.finish()
+        if step != self.newest:
+            table = leaf_table(state)
+            values, finite = digests(list(table.values()))
+            if not finite:
+                what = f"the state after update {step} holds a NaN or infinity; it was not saved"
+                fix = f"resume from checkpoint {self.newest} with a lower --optim.lr"
+                raise UserError(config.DIVERGED, what, fix)
+            leaf_digests = dict(zip(table, np.asarray(values).tolist(), strict=True))
+            self.write(step, state, leaf_digests, loss)
+        if last:
+            self.finish()
+        return self.newest == step
 
-    def write(self, step: int, state: dict, leaf_digests: dict[str, list[int]]):
+    def write(self, step: int, state: dict, leaf_digests: dict[str, list[int]], loss=None):
         """Start to write checkpoint `step`: the items of `state`, and meta with their digests.
 
         The first checkpoint of a new run is complete on return, so that too little room is reported
-        before the first update.  Raises UserError STORAGE.
+        before the first update.  Raises what `finish` raises.
         """
         table = leaf_table(state)
         leaves = {n: [list(x.shape), str(x.dtype), leaf_digests[n]] for n, x in table.items()}
@@ -300,25 +352,53 @@ class Checkpoints:
         meta |= dict(checksum=meta_checksum(meta))
         items = {name: ocp.args.StandardSave(tree) for name, tree in state.items()}
         args = ocp.args.Composite(**items, meta=ocp.args.JsonSave(meta))
-        with self.storage_errors(step):
-            started = self.manager.save(step, args=args, force=True)
+        metrics = dict(loss=loss) if self.best and loss is not None else None
+        is_first, self.writing, self.saved_at = self.newest is None, step, time.monotonic()
+        with self.storage_errors():
+            started = self.manager.save(step, args=args, metrics=metrics, force=True)
             assert started, f"orbax declined to save {step}; it has {self.manager.all_steps()}"
-            if self.newest is None:
+            self.newest = step
+        if is_first:
+            self.finish()
+
+    def finish(self):
+        """Wait until the last save is complete.  A failure is a warning until it has lasted for
+        self.patience seconds, then raises UserError STORAGE; that of the first save at once."""
+        if self.writing is not None:
+            with self.storage_errors():
                 self.manager.wait_until_finished()
-        self.newest = step
+                self.complete, self.writing = self.writing, None
+                self.failing_since, self.failures = None, 0
 
     @contextmanager
-    def storage_errors(self, step: int):
-        """Raise UserError STORAGE in place of what orbax raises when it cannot write."""
+    def storage_errors(self):
+        """Note what orbax raises when it cannot write, and open its manager anew: the old one
+        counts the checkpoint that failed as saved."""
         try:
             yield
         except (OSError, ValueError, RuntimeError) as e:
-            what = f"checkpoint {step} could not be written to {self.path}: {str(e)[:300]}"
-            fix = "make room or fix the storage, and run the same command again to resume"
-            raise UserError(config.STORAGE, what, fix) from e
+            step, self.writing, now = self.writing, None, time.monotonic()
+            self.failing_since = self.failing_since or now
+            left = self.failing_since + self.patience - now
+            reason = re.sub(r"\s+", " ", str(e))[:300]
+            what = f"checkpoint {step} could not be written to {self.path}: {reason}"
+            if left <= 0 or self.complete is None:
+                fix = "make room or fix the storage, and run the same command again to resume"
+                raise UserError(config.STORAGE, what, fix) from e
+            wait = min(60, 5 * 2**self.failures, left)
+            self.retry_at, self.failures = now + wait, self.failures + 1
+            warn(f"{what}; the next try is in {wait:.0f} s, the last in {left:.0f} s")
+            self.remove_part(step)
+            self.open_manager()
+            self.newest = self.complete
+
+    def remove_part(self, step: int):
+        """Remove what a failed save has left, which may be why the disk is full."""
+        if not is_remote(self.path):
+            for folder in self.path.glob(f"{step}.orbax-checkpoint-tmp*"):
+                folder.rmtree()
 
     def close(self):
-        """Return once every checkpoint is complete.  Raises UserError STORAGE."""
-        with self.storage_errors(self.newest):
-            self.manager.wait_until_finished()
+        """Return once every checkpoint is complete.  Raises what `finish` raises."""
+        self.finish()
         self.manager.close()

@@ -133,6 +133,7 @@ RANGES = {  # field: (lowest, highest) allowed value
         "microbatches", "eval_every", "sample_every", "unroll")},
     "run.seed": (0, 2**32 - 1),
     "run.start_timeout": (1, BIG),
+    "run.restarts": (0, BIG),
     "run.hang_timeout": (0, BIG),
     "model.rope_theta": (1.0, 1e12),
     "model.norm_eps": (1e-12, 0.1),
@@ -150,7 +151,9 @@ RANGES = {  # field: (lowest, highest) allowed value
     "optim.b2": (0.0, 0.9999999),
     "optim.eps": (1e-30, 1.0),
     "optim.clip_norm": (1e-9, 1e9),
-    "checkpoint.every": (1, BIG),
+    "checkpoint.every": (0, BIG),
+    "checkpoint.minutes": (0.0, 1e6),
+    "checkpoint.patience": (0, BIG),
     "checkpoint.keep": (2, BIG),
     "log.every": (1, BIG),
 }

@@ -32,6 +32,9 @@ class Run:
     """Number of processes, together with run.coordinator; 0 leaves it to JAX."""
     process_id: int = -1
     """Number of this process, from 0, together with run.coordinator; -1 leaves it to JAX."""
+    restarts: int = 0
+    """How often in a row, without a new checkpoint, training is started again when it has ended.
+    It is after errors that may pass: storage, a lost process, a hang, a preemption, a kill."""
     start_timeout: int = 120
     """Seconds in which all processes have to come; after them the run ends with exit code 7."""
     hang_timeout: int = 0
@@ -319,9 +322,17 @@ class Checkpoint:
     """How often the state is saved."""
 
     every: int = 50
-    """Updates between checkpoints; the last update is always saved."""
+    """Updates between checkpoints; the last update is always saved.
+    0 saves by checkpoint.minutes alone.
+    If that is 0 too, the next save starts whenever the last one is complete."""
+    minutes: float = 0.0
+    """Minutes between checkpoints, besides checkpoint.every; 0 does not look at the clock."""
     keep: int = 2
     """Number of newest checkpoints to keep; at least 2."""
+    best: bool = False
+    """True: save after each evaluation too, and keep the two checkpoints of lowest loss."""
+    patience: int = 600
+    """Seconds for which saving may fail and is tried again, in a run of one process."""
 
 
 @dataclass(frozen=True)
@@ -352,7 +363,7 @@ class Config:
     data: YesNo[Data] = Data()
     train: YesNo[Train] = Train()
     optim: Optim = Optim()
-    checkpoint: Checkpoint = Checkpoint()
+    checkpoint: YesNo[Checkpoint] = Checkpoint()
     log: YesNo[Log] = Log()
     fresh: tyro.conf.FlagCreatePairsOff[bool] = False
     """Start over where the run directory holds a run: the old run is moved aside, never deleted."""

@@ -217,6 +217,7 @@ def compare_data(fingerprints: dict[str, str]):
 
 class Stop:
     """Notices SIGTERM and Ctrl-C, which ask the run to save and exit; a second one exits at once.
+    SIGUSR1 asks it to save.
 
     With jax.distributed, JAX's preemption service handles SIGTERM and tells the other processes.  A
     Python handler for SIGTERM would disable it.
@@ -229,6 +230,8 @@ class Stop:
         self.polls, self.last_poll = 0, time.monotonic()
         self.seconds = deque(maxlen=20)
         """Between the last polls; there is one for each update and each batch of an evaluation."""
+        self.wants_save, self.next_save = False, -1
+        signal.signal(signal.SIGUSR1, self.ask_to_save)
         signal.signal(signal.SIGINT, self.handle)
         if not jax.distributed.is_initialized():
             signal.signal(signal.SIGTERM, self.handle)
@@ -267,6 +270,27 @@ class Stop:
             return self.asked
         self.agreed = self.agreed or multihost_utils.reached_preemption_sync_point(self.polls)
         return self.agreed
+
+    def ask_to_save(self, *_):
+        """Ask all processes to save after the next update on which they can agree.  Also the
+        handler of SIGUSR1."""
+        self.wants_save = True
+
+    def agree_to_save(self, step: int) -> bool:
+        """Whether to save after `step` updates because one process has asked for it: the same
+        answer in every process.
+
+        One that asks names an update three later.  By then all know: an update needs the devices of
+        every process, so none can start one before all have started the one before the last.
+        """
+        if len(process_ids()) == 1:
+            asked, self.wants_save = self.wants_save, False
+            return asked
+        if self.wants_save and step > self.next_save:
+            self.next_save = step + 3
+            shared_store().key_value_set(f"trifold/save/{self.next_save}/{process_id()}", "")
+        self.wants_save = False
+        return bool(shared_store().key_value_dir_get(f"trifold/save/{step}/"))
 
 
 # ---- hanging

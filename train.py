@@ -9,6 +9,7 @@ Dimension key (a suffix on every array's name spells its logical shape):
 
 import os
 import signal
+import sys
 
 
 def quit_early(number, frame):
@@ -20,6 +21,7 @@ def quit_early(number, frame):
 if __name__ == "__main__":  # before the imports, which take seconds
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, quit_early)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # there is nothing to save yet
 
 import cli
 
@@ -28,11 +30,13 @@ import cli
 if __name__ == "__main__":
     CFG = cli.start()
     import lock  # takes 0.3 s
+    import restart
 
+    if restart.is_parent(CFG):
+        sys.exit(restart.supervise(CFG))
     LOCK = cli.quit_on_error(lock.take_early, CFG)
 
 import math
-import sys
 import time
 from functools import partial
 from typing import Any, NamedTuple
@@ -147,7 +151,8 @@ def restore_or_init(run, train: Dataset, cfg: Config) -> tuple[Checkpoints, Stat
     """The run's checkpoints, and the State of the newest one, or a new State where there is none.
     Raises UserError CHECKPOINT and USAGE."""
     keep = cfg.checkpoint.keep if is_writable(run) else 0  # --eval_only may not need to write
-    store = Checkpoints(run, keep, fixed_settings(cfg, train.source.fingerprint))
+    settings, c = fixed_settings(cfg, train.source.fingerprint), cfg.checkpoint
+    store = Checkpoints(run, keep, settings, best=c.best, patience=c.patience)
     begin = time.monotonic()
     found = store.restore(checkpoint_items(abstract_state(cfg)))
     if found is None and cfg.eval_only:
@@ -312,6 +317,14 @@ def compile_step(cfg: Config):
     return program
 
 
+def save(store, step: int, state: State, last: bool, log: MetricsLog, stop):
+    """Save the state; for the last time, return only when it is complete."""
+    items, loss = checkpoint_items(state), log.eval_losses.get(step)
+    while not store.save(step, items, loss, last) and last:
+        time.sleep(max(0, store.retry_at - time.monotonic()))
+        stop.agree_to_stop()  # so that the Watchdog sees that the run goes on
+
+
 def train_loop(run, store, state: State, train: Dataset, val: Dataset, stop, cfg: Config):
     """(state, log) after training to the last step, or until `stop`, with the evaluations, samples
     and checkpoints on the way."""
@@ -325,14 +338,19 @@ def train_loop(run, store, state: State, train: Dataset, val: Dataset, stop, cfg
             log.run_untimed(store.save, start, checkpoint_items(state))
     profile = Profile(run, program, cfg)
     for step in range(start, cfg.train.steps + 1):
-        if is_due(step, cfg.train.eval_every, cfg) and step not in log.eval_losses:
+        evaluates = is_due(step, cfg.train.eval_every, cfg) and step not in log.eval_losses
+        if evaluates:
             log.add_evaluation(step, log.run_untimed(evaluate, state.params, val, step, cfg, stop))
         wants_sample = cfg.train.sample_every > 0 and step not in log.sampled_steps
         if wants_sample and is_due(step, cfg.train.sample_every, cfg):
             log.add_sample(log.run_untimed(sample_row, state.params, step, cfg, train))
         last = step == cfg.train.steps or stop.agree_to_stop(train.batch_error(step))
-        if last or is_due(step, cfg.checkpoint.every, cfg):
-            log.run_untimed(store.save, step, checkpoint_items(state))
+        is_late = store.is_late(cfg.checkpoint.every, cfg.checkpoint.minutes)
+        if is_late and utils.is_lead():
+            stop.ask_to_save()
+        saves = [stop.agree_to_save(step), is_due(step, cfg.checkpoint.every, cfg), last]
+        if any(saves) or (evaluates and cfg.checkpoint.best):
+            log.run_untimed(save, store, step, state, last, log, stop)
         if last:
             break
         with profile.trace_update(step + 1, log):

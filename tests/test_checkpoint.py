@@ -144,7 +144,7 @@ def test_a_checkpoint_with_a_flipped_bit_is_moved_and_the_one_before_it_is_resto
     store = open_store(run)  # later saves still work, also at the damaged one's step
     store.restore(train.checkpoint_items(train.abstract_state(cfg)))
     for later in (15, 20):
-        store.save(later, train.checkpoint_items(states[20]))
+        assert store.save(later, train.checkpoint_items(states[20]), last=True)
     store.close()
     step, found = restore(run, cfg)
     assert step == 20
@@ -270,7 +270,7 @@ def test_the_oldest_checkpoints_are_deleted(copy):
     store = open_store(run)
     store.restore(train.checkpoint_items(train.abstract_state(cfg)))
     for step in (30, 40):
-        store.save(step, train.checkpoint_items(states[10]))
+        assert store.save(step, train.checkpoint_items(states[10]), last=True)
     store.close()
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["30", "40"]
 

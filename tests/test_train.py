@@ -161,17 +161,15 @@ def test_a_checkpoint_without_permission_is_exit_5_and_stays(base, reference, se
     assert not (run / "damaged").exists() and (run / "checkpoints" / "20").exists()
 
 
-class StopAt:
-    """A processes.Stop that says to stop at its n-th poll."""
+class StopAt(processes.Stop):
+    """Says to stop at its n-th poll."""
 
     def __init__(self, n: int):
-        self.polls, self.n, self.seconds, self.last_poll = 0, n, [], time.monotonic()
-
-    def raise_error(self):
-        pass
+        super().__init__()
+        self.n = n
 
     def agree_to_stop(self, error=None) -> bool:
-        self.polls += 1
+        super().agree_to_stop(error)
         return self.polls >= self.n
 
 

@@ -1,0 +1,101 @@
+"""Coming back: a parent process that starts the training again when it has ended for a reason that
+may pass.  It does not import jax."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from config import DISTRIBUTED, HUNG, INTERRUPTED, STORAGE, Config
+from files import is_remote, run_path
+
+LAST_END = "TRIFOLD_LAST_END"
+"""The variable that tells a training process that it has such a parent, and how the last one ended;
+empty for the first."""
+
+REASONS = {
+    STORAGE: "storage failed",
+    DISTRIBUTED: "another process was lost",
+    HUNG: "nothing moved",
+    INTERRUPTED: "preempted",
+}
+"""The exit codes after which training is started again."""
+
+
+def is_parent(cfg: Config) -> bool:
+    return cfg.run.restarts > 0 and not cfg.eval_only and LAST_END not in os.environ
+
+
+def newest_checkpoint(cfg: Config) -> int:
+    """The number of the run's newest complete checkpoint, -1 without one."""
+    folder = run_path(cfg) / "checkpoints"
+    found = [path for path in folder.iterdir() if path.name.isdigit()] if folder.exists() else []
+    if is_remote(folder):  # there orbax writes this file last; locally it renames the folder
+        found = [path for path in found if (path / "commit_success.txt").exists()]
+    return max((int(path.name) for path in found), default=-1)
+
+
+def end_with_parent():
+    """In the new process: the kernel kills it when this one is killed."""
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class Child:
+    """The training process, in a session of its own, so that Ctrl-C reaches it only from here."""
+
+    def __init__(self):
+        self.process, self.told = None, False
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self.hand_on)
+
+    def hand_on(self, number, frame):
+        self.told = self.told or number != signal.SIGUSR1
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(number)
+
+    def run(self, last_end: str) -> int:
+        """Its exit code, or minus the signal that has ended it."""
+        words = [word for word in sys.argv if not last_end or word != "--fresh"]
+        env = os.environ | {LAST_END: last_end}
+        options = dict(env=env, start_new_session=True, preexec_fn=end_with_parent)
+        self.process = subprocess.Popen([sys.executable, *words], **options)
+        if self.told:  # while it was started
+            self.process.send_signal(signal.SIGTERM)
+        return self.process.wait()
+
+
+def supervise(cfg: Config) -> int:
+    """Train with this process's command line, again and again, and return the exit code.
+
+    Training is started again after the exit codes in REASONS and after signals, if this process
+    itself was not told to stop, at most run.restarts times in a row without a new checkpoint.
+    """
+    child, tries, newest, last_end = Child(), 0, newest_checkpoint(cfg), ""
+    while True:
+        code = child.run(last_end)
+        last_end = f"exit code {code}, {REASONS[code]}" if code in REASONS else ""
+        if code < 0:
+            last_end = f"signal {signal.Signals(-code).name}"
+        code = 128 - code if code < 0 else code
+        if not last_end or child.told:
+            return code
+        before, newest = newest, newest_checkpoint(cfg)
+        tries = 1 if newest > before else tries + 1
+        say(f"training ended with {last_end}; the newest checkpoint is {newest}")
+        if tries > cfg.run.restarts:
+            say(f"it was started again {cfg.run.restarts} times without a new one: giving up")
+            return code
+        wait = min(60, 2**tries)
+        say(f"start {tries} of at most {cfg.run.restarts} without a new one, in {wait} s")
+        deadline = time.monotonic() + wait
+        while time.monotonic() < deadline:
+            time.sleep(0.1)
+            if child.told:
+                return INTERRUPTED
+
+
+def say(text: str):
+    print(f"restart: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,201 @@
+"""Runs that come back by themselves, and saves by the clock, by a signal and to a full disk."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from runs import finish, flags, losses, new_run, rows, start, start_two, wait_for_step
+
+import checkpoint
+import files
+import train
+from config import DATA, INTERRUPTED, STORAGE
+
+pytestmark = pytest.mark.slow
+SINGLE = dict(dp=1, pp=1, tp=1)
+ENDLESS = dict(steps=100_000, eval_every=0)
+
+
+def training_process(run: Path) -> int:
+    """The process that trains, as the lock names it; 0 while it is being written."""
+    text = (run / "lock").read_text()
+    return json.loads(text)["pid"] if text.endswith("}") else 0
+
+
+def saved(run: Path) -> set[int]:
+    """The updates after which complete checkpoints were made."""
+    return {int(p.name) for p in (run / "checkpoints").iterdir() if p.name.isdigit()}
+
+
+def wait_until(condition, process: subprocess.Popen, seconds: float = 60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+# ---- the parent
+
+
+def test_a_killed_run_comes_back_and_changes_no_bit(base, reference):
+    sections = dict(checkpoint=dict(every=3), run=dict(restarts=1))
+    cfg, run = new_run(base, "back", **sections)
+    parent = start(cfg)
+    for step in (4, 11):
+        wait_for_step(parent, run, step)
+        wait_until(lambda step=step: max(saved(run)) >= step - 4, parent)
+        child = training_process(run)
+        os.kill(child, signal.SIGKILL)
+        wait_until(lambda child=child: training_process(run) not in (0, child), parent)
+    code, _, err = finish(parent)
+    assert code == 0 and len(re.findall(r"restart: training ended with signal SIGKILL", err)) == 2
+    assert losses(run) == losses(reference)
+    assert rows(run, "eval") == rows(reference, "eval")
+
+
+def test_what_will_not_pass_is_not_tried_again(base, tmp_path):
+    cfg, _ = new_run(base, "passes", data=dict(train="nowhere"), run=dict(restarts=3))
+    code, _, err = finish(start(cfg))
+    assert code == DATA and "restart:" not in err
+    (tmp_path / "file").write_text("")
+    cfg, _ = new_run(base, "passes", run=dict(restarts=2, dir=str(tmp_path / "file")))
+    code, _, err = finish(start(cfg))
+    assert code == STORAGE and err.count("error: cannot write to") == 3
+    assert "it was started again 2 times without a new one: giving up" in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_parent_that_is_told_to_stop_lets_the_run_save(base, number):
+    cfg, run = new_run(base, f"told{number}", train=ENDLESS, run=dict(restarts=5), mesh=SINGLE)
+    parent = start(cfg)
+    wait_for_step(parent, run, 3)
+    parent.send_signal(number)
+    code, _, err = finish(parent)
+    assert code == INTERRUPTED and "restart:" not in err
+    assert max(saved(run)) == len(rows(run)) >= 3
+
+
+def test_a_run_ends_with_its_parent(base):
+    cfg, run = new_run(base, "orphan", train=ENDLESS, run=dict(restarts=5), mesh=SINGLE)
+    parent = start(cfg)
+    wait_for_step(parent, run, 3)
+    child = training_process(run)
+    parent.kill()
+    parent.communicate()
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{child}/cmdline").exists() and Path(f"/proc/{child}/cmdline").read_bytes():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_two_processes_come_back_together(base, reference):
+    sections = dict(checkpoint=dict(every=3), run=dict(restarts=2))
+    cfg, run = new_run(base, "both_back", **sections)
+    both = start_two(cfg)
+    wait_for_step(both[0], run, 8)
+    (child,) = Path(f"/proc/{both[1].pid}/task/{both[1].pid}/children").read_text().split()
+    os.kill(int(child), signal.SIGKILL)
+    ends = [finish(process) for process in both]
+    assert [code for code, _, _ in ends] == [0, 0], ends
+    assert "restart: training ended with exit code 7, another process was lost" in ends[0][2]
+    assert "restart: training ended with signal SIGKILL" in ends[1][2]
+    assert len(rows(run)) == 20 and list(rows(run, "eval")) == [10, 20]
+
+
+# ---- when to save
+
+
+@pytest.mark.parametrize("n_processes", [1, 2])
+def test_a_signal_saves_without_stopping(base, n_processes):
+    sections = dict(train=ENDLESS, checkpoint=dict(every=100_000), mesh=dict(dp=2, pp=1, tp=1))
+    cfg, run = new_run(base, f"usr1_{n_processes}", **sections)
+    all_processes = [start(cfg)] if n_processes == 1 else start_two(cfg)
+    first, last = all_processes[0], all_processes[-1]
+    wait_for_step(first, run, 3)
+    last.send_signal(signal.SIGUSR1)
+    wait_until(lambda: len(saved(run)) == 2, first)
+    at = max(saved(run))
+    wait_for_step(first, run, at + 3)
+    last.send_signal(signal.SIGTERM)
+    for process in all_processes:
+        assert finish(process)[0] == INTERRUPTED
+    assert 3 <= at < max(saved(run)) == len(rows(run))
+
+
+@pytest.mark.parametrize("minutes", [0.02, 0])
+def test_saves_by_the_clock(base, minutes):
+    """Every 1.2 s; with 0, whenever the last save is complete."""
+    sections = dict(train=ENDLESS, checkpoint=dict(every=0, minutes=minutes), mesh=SINGLE)
+    cfg, run = new_run(base, f"clock{minutes}", **sections)
+    process = start(cfg)
+    wait_for_step(process, run, 1)
+    seen, began = set(), time.monotonic()
+    wait_until(lambda: len(seen.update(saved(run)) or seen) >= 5, process)
+    took = time.monotonic() - began
+    process.kill()
+    finish(process)
+    assert (3 * 1.2 < took < 12) if minutes else took < 5
+
+
+def test_the_two_best_are_kept_too(base, reference):
+    sections = dict(train=dict(steps=30, eval_every=5), optim=dict(lr=0.5, clip_norm=1e9))
+    cfg, run = new_run(base, "best", mesh=SINGLE, checkpoint=dict(best=True, every=7), **sections)
+    train.main(cfg)
+    scores = {step: row["loss"] for step, row in rows(run, "eval").items()}
+    best = sorted(scores, key=scores.get)[:2]
+    assert saved(run) == {*best, 28, 30} and not {*best} <= {28, 30}, scores
+
+
+# ---- storage that fails
+
+
+def start_on_small_disk(cfg, folder: Path, megabytes: int) -> subprocess.Popen:
+    """train.py where `folder` is a file system of its own, of so many megabytes."""
+    mount = f'mount -t tmpfs -o size={megabytes}m none {folder} && exec "$@"'
+    command = [sys.executable, str(ROOT / "train.py"), "--config", "tiny", *flags(cfg)]
+    command = ["unshare", "-rm", "sh", "-c", mount, "sh", *command]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, **pipes)
+
+
+@pytest.mark.parametrize("recovers", [True, False])
+def test_a_full_disk_is_waited_for(base, tmp_path, recovers):
+    sections = dict(checkpoint=dict(every=200, patience=600 if recovers else 6), mesh=SINGLE)
+    sections |= dict(train=ENDLESS, run=dict(dir=str(tmp_path)))
+    cfg, _ = new_run(base, "full", **sections)
+    process = start_on_small_disk(cfg, tmp_path, megabytes=40)
+    inside = Path(f"/proc/{process.pid}/root{tmp_path}")
+    run = inside / "full"
+    wait_for_step(process, run, 3)
+    free = os.statvfs(inside).f_bavail * os.statvfs(inside).f_frsize
+    (inside / "ballast").write_bytes(bytes(free - 300_000))
+    before = len(rows(run))
+    if recovers:
+        wait_until(lambda: len(rows(run)) > before + 400, process)
+        failed_at = max(saved(run))
+        (inside / "ballast").unlink()
+        wait_until(lambda: max(saved(run)) > max(failed_at, before + 400), process)
+        process.send_signal(signal.SIGTERM)
+    code, _, err = finish(process)
+    assert code == (INTERRUPTED if recovers else STORAGE), err
+    assert "the next try is in 5 s" in err and "Traceback" not in err
+    assert not [*inside.glob("full/checkpoints/*tmp*")] or not recovers
+
+
+def test_a_save_that_is_not_complete_is_not_waited_for(base, tmp_path, capsys, monkeypatch):
+    store = checkpoint.Checkpoints(files.absolute_path(str(tmp_path)))
+    state = dict(params=dict(a=files.np.zeros(3, "float32")))
+    assert store.save(1, state)
+    monkeypatch.setattr(store.manager, "is_saving_in_progress", lambda: True)
+    assert not store.save(2, state)
+    warning = "no checkpoint after update 2: that of 1 is still being written"
+    assert warning in capsys.readouterr().err
+    assert store.save(3, state, last=True) and saved(tmp_path) == {1, 3}
