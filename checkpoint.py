@@ -141,15 +141,17 @@ class Checkpoints:
         run: epath.Path,
         keep: int = 2,
         settings: dict = MappingProxyType({}),
+        accept: tuple = (),
         best: bool = False,
         patience: float = 0,
     ):
         """run: the run directory.  keep: how many checkpoints to keep; 0 only reads them.
-        settings: saved as `must`, and compared with `must` of a checkpoint that is restored.
-        best: keep those of lowest loss too.  patience: seconds for which saving may fail, in a run
-        of one process; of several, all would have to open their managers anew together."""
+        settings: saved as `must`, and compared with `must` of a checkpoint that is restored, except
+        those that accept names.  best: keep those of lowest loss too.  patience: seconds for which
+        saving may fail, in a run of one process; several would have to open their managers anew
+        together."""
         self.run, self.path, self.keep = run, run / "checkpoints", keep
-        self.settings, self.best = dict(settings), best
+        self.settings, self.accept, self.best = dict(settings), accept, best
         self.patience = patience if jax.process_count() == 1 else 0
         self.newest = None
         """The step of the last checkpoint that this object restored, saved or started to save."""
@@ -270,7 +272,8 @@ class Checkpoints:
     def check_same_run(self, step: int, meta: dict, abstract: dict):
         """Raise UserError CHECKPOINT if format, settings, shapes or dtypes in meta differ from this
         run's.  A setting that was saved as null is not compared: imported weights have no data."""
-        there = {name: meta["must"].get(name, "nothing") for name in self.settings}
+        compared = [n for n in self.settings if n.removesuffix(" fingerprint") not in self.accept]
+        there = {name: meta["must"].get(name, "nothing") for name in compared}
         there = {name: value for name, value in there.items() if value is not None}
         here = {name: self.settings[name] for name in there}
         there["format"], here["format"] = meta["format"], self.FORMAT

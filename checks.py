@@ -9,6 +9,7 @@ import re
 from dataclasses import replace
 
 from config import (
+    SECTIONS,
     USAGE,
     Config,
     Model,
@@ -383,6 +384,10 @@ def other_problems(cfg: Config):
         allowed = "1 to 64 letters, digits, '.', '_' or '-', not starting with '.'"
         what = f"run.name={r.name!r} must be {allowed}"
         yield Problem(what, "choose a plain --run.name; folders belong in --run.dir")
+    fields = {f"{s}.{name}" for s in SECTIONS for name in vars(getattr(cfg, s))}
+    if unknown := [name for name in r.accept if name not in fields]:
+        what = f"run.accept names {or_list(unknown)}, which is no setting"
+        yield Problem(what, "name settings as their flags do, such as --run.accept optim.lr")
     if cfg.fresh and cfg.eval_only:
         what = "--fresh starts a run over, but --eval_only evaluates the run that is there"
         yield Problem(what, "give one of the two")

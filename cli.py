@@ -42,7 +42,9 @@ REMOTE_SECONDS = 10
 def to_json(cfg: Config, **record) -> str:
     """The text of config.json: the sections of cfg, and some of the facts in RECORD."""
     assert set(record) <= set(RECORD), record
-    return json.dumps({**{s: asdict(getattr(cfg, s)) for s in SECTIONS}, **record}, indent=1) + "\n"
+    sections = {section: asdict(getattr(cfg, section)) for section in SECTIONS}
+    sections["run"] |= dict(accept=())  # holds for one start
+    return json.dumps(sections | record, indent=1) + "\n"
 
 
 def read_file(path: str) -> str:
@@ -101,6 +103,8 @@ def value_flags(section: str, field: str, value) -> list[str]:
     name = f"{section}.{field}"
     default = getattr(getattr(Config(), section), field, None)
     is_text = isinstance(value, str)
+    if name == "run.accept":
+        return []  # to_json leaves it empty
     if isinstance(value, list) and isinstance(default, tuple):
         return [f"--{name}", *(str(int(str(x))) for x in value)]  # int(1.5) would round
     # tyro refuses unknown fields, and suggests known ones.

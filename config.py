@@ -5,7 +5,7 @@ Checks of settings are in checks.py; the command line and config files are in cl
 
 from dataclasses import dataclass, fields
 from functools import partial, reduce
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import tyro
 
@@ -35,6 +35,9 @@ class Run:
     restarts: int = 0
     """How often in a row, without a new checkpoint, training is started again when it has ended.
     It is after errors that may pass: storage, a lost process, a hang, a preemption, a kill."""
+    accept: Annotated[tuple[str, ...], tyro.conf.arg(metavar="SETTINGS")] = ()
+    """Settings, such as optim.lr, that may differ from those of the run's last start.
+    Only those that change the training need to be named; for other data, data.train."""
     start_timeout: int = 120
     """Seconds in which all processes have to come; after them the run ends with exit code 7."""
     hang_timeout: int = 0

@@ -167,6 +167,7 @@ class MetricsLog:
         self.cfg, self.run, self.first_step = cfg, run, step
         self.flops_per_token, self.peak = flops_per_token, peak_flops(cfg)
         self.tokens_per_step = cfg.train.batch_size * cfg.train.seq_len
+        self.first_tokens = step * self.tokens_per_step
         self.start = self.clock = time.perf_counter()
         self.pending = None  # (step, metrics) of the newest update, not written yet
         self.skips = 0  # updates in a row, up to the newest, that were not finite
@@ -184,6 +185,8 @@ class MetricsLog:
     def track(self, row: dict):
         """Record the values of a row that the pictures and the count of skipped updates need."""
         if row["kind"] == "train":
+            if row["step"] == self.first_step:  # run.accept may have changed the batch since
+                self.first_tokens = row["tokens"]
             self.train_losses[row["step"]] = row["loss"]
             self.skips = self.skips + 1 if None in (row["loss"], row["grad_norm"]) else 0
         elif row["kind"] == "eval":
@@ -219,7 +222,7 @@ class MetricsLog:
         mfu = None if self.peak is None else rate * self.flops_per_token / self.peak
         speed = dict(step_time=seconds, tokens_per_sec=rate, mfu=mfu)
         fields = {name: finite_or_none(x) for name, x in scalars.items()}
-        tokens = step * self.tokens_per_step
+        tokens = self.first_tokens + (step - self.first_step) * self.tokens_per_step
         self.write(dict(kind="train", step=step, **fields, tokens=tokens, **speed))
         is_first_or_last = step in (self.first_step + 1, self.cfg.train.steps)
         if is_first_or_last or step % self.cfg.log.every == 0:

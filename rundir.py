@@ -1,4 +1,4 @@
-"""The run directory: one live run at a time, its config.json, and starting over.
+"""The run directory: one live run at a time, its config.json and history.jsonl, and starting over.
 
 Checkpoints are in checkpoint.py, and the rows of metrics.jsonl in metrics.py.
 """
@@ -8,21 +8,24 @@ import os
 import platform
 import subprocess
 import sys
+import time
 import uuid
 from contextlib import contextmanager
-from dataclasses import asdict
+from importlib import metadata
 
 import jax
+import jaxlib
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
 import config
 from cli import to_json
-from config import Config, UserError
+from config import Config, Problem, UserError
 from files import free_name, is_writable, move_folder, run_path, write_whole
 from lock import FileLock, Lease, take_lock
-from utils import run_on_lead, say
+from restart import LAST_END
+from utils import process_ids, run_on_lead, say, warn
 
 
 def run_record(cfg: Config, fingerprint: str, run_id: str) -> str:
@@ -30,7 +33,9 @@ def run_record(cfg: Config, fingerprint: str, run_id: str) -> str:
 
     fingerprint: that of the training data; run_id: the run's id at Weights & Biases.
     """
-    versions = {module.__name__: module.__version__ for module in (jax, np, ocp)}
+    versions = {module.__name__: module.__version__ for module in (jax, jaxlib, np, ocp)}
+    if any(package.name == "libtpu" for package in metadata.distributions()):
+        versions |= dict(libtpu=metadata.version("libtpu"))
     versions |= dict(python=platform.python_version(), device=jax.devices()[0].device_kind)
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     folder = os.path.dirname(os.path.abspath(__file__))
@@ -54,10 +59,15 @@ def open_run(cfg: Config, source, lock: FileLock | None = None):
     """
     path = run_path(cfg)
     lock = run_on_lead(prepare_run, path, cfg, source, lock)
+    end = "finished"
     try:
         yield path
+    except BaseException as e:
+        end = f"exit code {e.code}" if isinstance(e, SystemExit | UserError) else repr(e)[:200]
+        raise
     finally:
         if lock is not None:
+            record_end(path, end)
             lock.release()
 
 
@@ -105,28 +115,145 @@ def check_is_run(path: epath.Path):
 
 def write_record(path: epath.Path, cfg: Config, source):
     """Write config.json and tokenizer.json: for a new run, and whenever training starts, because
-    only then is it certain that the run uses cfg.
-
-    Prints the settings that differ from those of the run's last start.  Raises UserError DATA for
-    another tokenizer than the run's, USAGE where config.json cannot be read.
-    """
-    record, tokenizer = path / "config.json", path / "tokenizer.json"
+    only then is it certain that the run uses cfg.  Raises UserError DATA for another tokenizer than
+    the run's, and as read_record."""
+    tokenizer = path / "tokenizer.json"
     text = "" if source.tokenizer is None else source.tokenizer.read_text()
     if text and tokenizer.exists() and tokenizer.read_text() != text:
         what = f"{tokenizer} is another tokenizer than that of the data, {source.tokenizer}"
         raise UserError(config.DATA, what, f"prepare the data with --tokenizer {tokenizer}")
+    old = read_record(path)
+    new = run_record(cfg, source.fingerprint, old.get("run_id", uuid.uuid4().hex[:12]))
+    write_whole(path / "config.json", new)
+    if source.tokenizer is not None:  # so that the run can be sampled without its data
+        write_whole(tokenizer, text)
+
+
+def read_record(path: epath.Path) -> dict:
+    """The run's config.json, {} if there is none.  Raises UserError USAGE where it cannot be
+    read."""
+    record = path / "config.json"
     try:
-        old = json.loads(record.read_text()) if record.exists() else {}
-        run_id = old.get("run_id", uuid.uuid4().hex[:12])
+        found = json.loads(record.read_text()) if record.exists() else {}
+        if not all(isinstance(found.get(section, {}), dict) for section in config.SECTIONS):
+            raise ValueError("a section is not an object")
+        return found
     except (ValueError, AttributeError) as e:
         what = f"{record} is not the JSON object that a run writes there: {e}"
         raise UserError(config.USAGE, what, "repair it, or start over with --fresh") from None
-    write_whole(record, run_record(cfg, source.fingerprint, run_id))
+
+
+# ---- what a start changes
+
+SAME_NUMBERS = {
+    "data.train", "data.val", "data.cache", "train.eval_every", "train.eval_batches",
+    "train.eval_rolling", "train.sample_every", "train.sample_tokens", "train.profile",
+}  # fmt: skip
+"""Besides the sections checkpoint and log, settings that do not change what is trained; for data,
+the path."""
+ROUNDING = {
+    "train.microbatches", "train.grad_accum", "train.remat", "train.unroll", "train.attention",
+    "train.loss_chunk",
+}  # fmt: skip
+"""Besides the mesh, the device and versions, settings that change it within rounding."""
+FINGERPRINT = "data.train fingerprint"
+
+
+def record_facts(record: dict) -> dict:
+    """{name: value} of what a config.json says about numbers; names as in flags where possible."""
+    facts = {}
     for section in config.SECTIONS:
-        for name, value in asdict(getattr(cfg, section)).items():
-            before = old.get(section, {}).get(name, value)
-            same = json.dumps(before) == json.dumps(value)  # JSON has lists where cfg has tuples
-            if not same and section != "run":
-                say(f"changed since this run's last start: {section}.{name} {before} -> {value}")
-    if source.tokenizer is not None:  # so that the run can be sampled without its data
-        write_whole(tokenizer, text)
+        facts |= {f"{section}.{name}": x for name, x in record.get(section, {}).items()}
+    facts = {name: x for name, x in facts.items() if name[:4] != "run." or name == "run.seed"}
+    versions = record.get("versions", {}) | dict(trifold=record.get("git_commit"))
+    facts |= {f"version of {name}": x for name, x in versions.items()}
+    return facts | {FINGERPRINT: record.get("data_fingerprint")}
+
+
+def group_of(name: str) -> str:
+    """What a change of this fact does to the training."""
+    section = name.partition(".")[0]
+    if section in ("checkpoint", "log") or name in SAME_NUMBERS:
+        return "same numbers"
+    if section == "mesh" or name in ROUNDING or name.startswith("version of "):
+        return "within rounding"
+    return "another training"
+
+
+def changes(old: dict, new: dict, step: int) -> dict[str, dict[str, list]]:
+    """{group: {name: [value there, value here]}} of two records.
+
+    step: updates that the run has made.  Where they are all that it was to make, more train.steps
+    change none of them.
+    """
+    found = {group: {} for group in ("same numbers", "within rounding", "another training")}
+    there, here = record_facts(old), record_facts(new)
+    for name, value in here.items():
+        before = there.get(name)
+        if before is None or value is None or before == value:  # None: not known
+            continue
+        ended = name == "train.steps" and step >= before
+        found["same numbers" if ended else group_of(name)][name] = [before, value]
+    return found
+
+
+def check_changes(found: dict, cfg: Config):
+    """Raises UserError CHECKPOINT for a change to another training that run.accept does not
+    name."""
+    problems = []
+    for name, (before, value) in found["another training"].items():
+        flag = name.removesuffix(" fingerprint")
+        if flag not in cfg.run.accept:
+            what = f"{name} was {before} at this run's last start and is {value}: another training"
+            fix = f"give what it was, or --run.accept {flag}, or another --run.name"
+            problems.append(Problem(what, fix))
+    if problems:
+        raise UserError(config.CHECKPOINT, problems=problems)
+
+
+# ---- history.jsonl: a line for each start
+
+START = uuid.uuid4().hex
+"""The id of this process's starts."""
+
+
+def read_history(path: epath.Path) -> list[dict]:
+    lines, file = [], path / "history.jsonl"
+    for line in file.read_bytes().splitlines() if file.exists() else []:
+        try:
+            lines.append(dict(json.loads(line)))
+        except (ValueError, TypeError):
+            warn(f"{file}: dropped a line that is not an object: {line[:60]!r}")
+    return lines
+
+
+def write_history(path: epath.Path, lines: list[dict]):
+    write_whole(path / "history.jsonl", "".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+def record_start(path: epath.Path, cfg: Config, source, step: int):
+    """Note that training starts after `step` updates, in config.json and history.jsonl, and print
+    what is different since the last start.  Raises as check_changes and write_record."""
+    old, history = read_record(path), read_history(path)
+    new = json.loads(run_record(cfg, source.fingerprint, ""))
+    found = changes(old, new, step)
+    if history:  # otherwise nothing has been trained: it is new, or imported
+        check_changes(found, cfg)
+        if "end" not in history[-1]:
+            history[-1]["end"] = os.environ.get(LAST_END) or "not known: killed, or its host lost"
+    write_record(path, cfg, source)
+    for group, names in found.items():
+        for name, (before, value) in names.items():
+            say(f"changed since this run's last start ({group}): {name} {before} -> {value}")
+    line = dict(time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), argv=sys.argv)
+    line |= dict(mesh=cfg.mesh.sizes, processes=len(process_ids()), step=step)
+    last_end = history[-1]["end"] if history else None
+    write_history(path, [*history, line | dict(last_end=last_end, changes=found, id=START)])
+
+
+def record_end(path: epath.Path, end: str):
+    """Note why the run of this process ends, if it has trained."""
+    history = read_history(path)
+    if history and history[-1].get("id") == START and "end" not in history[-1]:
+        history[-1]["end"] = end
+        write_history(path, history)

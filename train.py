@@ -64,7 +64,7 @@ from metrics import MetricsLog, print_end, print_eval
 from model import TOKEN_SPEC
 from optim import count_updates, learning_rate, optimizer, skip_unless_finite
 from profiling import DATA_WAIT, Profile
-from rundir import open_run, write_record
+from rundir import open_run, record_start
 
 # ---- the state
 
@@ -152,7 +152,7 @@ def restore_or_init(run, train: Dataset, cfg: Config) -> tuple[Checkpoints, Stat
     Raises UserError CHECKPOINT and USAGE."""
     keep = cfg.checkpoint.keep if is_writable(run) else 0  # --eval_only may not need to write
     settings, c = fixed_settings(cfg, train.source.fingerprint), cfg.checkpoint
-    store = Checkpoints(run, keep, settings, best=c.best, patience=c.patience)
+    store = Checkpoints(run, keep, settings, cfg.run.accept, c.best, c.patience)
     begin = time.monotonic()
     found = store.restore(checkpoint_items(abstract_state(cfg)))
     if found is None and cfg.eval_only:
@@ -329,7 +329,7 @@ def train_loop(run, store, state: State, train: Dataset, val: Dataset, stop, cfg
     """(state, log) after training to the last step, or until `stop`, with the evaluations, samples
     and checkpoints on the way."""
     start = int(state.step)
-    utils.run_on_lead(write_record, run, cfg, train.source)
+    utils.run_on_lead(record_start, run, cfg, train.source, start)
     log = MetricsLog(run, cfg, start, model.flops_per_token(cfg))
     # Before the first checkpoint, because compiling may fail, or show that memory is too small.
     program = log.run_untimed(compile_step, cfg) if start < cfg.train.steps else None
@@ -382,10 +382,10 @@ def main(cfg: Config, held=None) -> State | None:
                 return evaluate_once(state, val, stop, cfg)
             print_sizes(train, val, cfg)
             state, log = train_loop(run, store, state, train, val, stop, cfg)
-        utils.together(stop.raise_error)
-    print_end(log, int(state.step))
-    if not log.is_finished():
-        sys.exit(INTERRUPTED)
+            utils.together(stop.raise_error)
+            print_end(log, int(state.step))
+            if not log.is_finished():
+                sys.exit(INTERRUPTED)
     return state
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
+import pytest
 from conftest import ROOT
 
 import cli
@@ -18,7 +19,7 @@ import config
 import files
 import train
 import utils
-from config import Config
+from config import Config, UserError
 
 
 def rows(run: Path, kind="train") -> dict:
@@ -103,3 +104,15 @@ def start_two(first: Config, second: Config | None = None, cwd=(None, None)):
         shared = dict(coordinator=f"127.0.0.1:{port}", num_processes=2, process_id=n)
         both.append(start(replace(cfg, run=replace(cfg.run, **shared)), env=env, cwd=cwd[n]))
     return both
+
+
+def contents(run: Path) -> dict:
+    """{path: bytes} of every file except the lock."""
+    return {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != "lock"}
+
+
+def refusal(cfg: Config) -> UserError:
+    """The error that train.main(cfg) ends with."""
+    with pytest.raises(UserError) as error:
+        train.main(cfg)
+    return error.value

@@ -226,7 +226,9 @@ def test_a_run_in_a_bucket_equals_the_one_on_disk(bucket, run_a, on_disk):
 
     names = bucket.names(run_a)
     files = {name for name in names if not name.startswith("checkpoints/")}
-    assert files == {"config.json", "metrics.jsonl", "loss.png", "tokenizer.json"}
+    rest = {"config.json", "history.jsonl", "loss.png", "tokenizer.json"}
+    assert files == {"metrics.jsonl"} | rest
+    assert json.loads(bucket.read(run_a + "history.jsonl"))["end"] == "finished"
     assert {name.split("/")[1] for name in names - files} == {"4", "6"}
     assert {f"checkpoints/{n}/commit_success.txt" for n in (4, 6)} < names
     assert json.loads(bucket.read(run_a + "config.json"))["run"]["dir"] == "gs://bucket/runs"

@@ -1,13 +1,27 @@
-"""The run directory: where it can be written, and what is kept out of it."""
+"""The run directory: where it can be written, what is kept out of it, and what a start changes."""
 
+import json
+import signal
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from runs import (
+    contents,
+    copy_run,
+    finish,
+    new_run,
+    refusal,
+    rows,
+    start,
+    wait_for_step,
+)
 
+import cli
 import config
+import rundir
 import train
-from config import STORAGE, UserError
+from config import CHECKPOINT, STORAGE, UserError
 
 
 def test_an_unwritable_run_directory_is_a_storage_error(cfg, tmp_path):
@@ -32,3 +46,85 @@ def test_secrets_stay_out_of_the_run_directory(cfg, monkeypatch):
     assert files
     for path in files:
         assert b"canary-7f3a" not in path.read_bytes(), path
+
+
+# ---- what a start changes
+
+
+def history(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
+
+
+def test_every_setting_is_in_a_group():
+    names = rundir.record_facts(json.loads(cli.to_json(config.Config())))
+    assert {*rundir.SAME_NUMBERS, *rundir.ROUNDING} < {*names}
+    training = {name for name in names if rundir.group_of(name) == "another training"}
+    assert training == {"run.seed", rundir.FINGERPRINT} | {
+        name for name in names
+        if name.startswith(("model.", "optim.")) or name in (
+            "data.document_mask", "data.end_id", "train.seq_len", "train.batch_size", "train.steps",
+            "train.dtype", "train.dropout", "train.z_loss", "train.balance_loss", "train.bias_rate",
+            "train.capacity_factor",
+        )
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("flags, group", [
+    (dict(log=dict(every=3)), "same numbers"),
+    (dict(mesh=dict(tp=1)), "within rounding"),
+    (dict(optim=dict(lr=0.011)), "another training"),
+    (dict(train=dict(dropout=0.2)), "another training"),
+    (dict(train=dict(steps=24)), "same numbers"),  # the old run is at its end
+])  # fmt: skip
+def test_a_change_is_printed_in_its_group_and_another_training_must_be_accepted(
+    base, reference, capsys, flags, group
+):
+    (section, fields), *_ = flags.items()
+    (field, value), *_ = fields.items()
+    cfg, run = copy_run(reference, base, f"change_{field}{value}", **flags)
+    before = contents(run)
+    if group == "another training":
+        error = refusal(cfg)
+        assert error.code == CHECKPOINT and f"--run.accept {section}.{field}" in str(error)
+        assert contents(run) == before
+        cfg = replace(cfg, run=replace(cfg.run, accept=(f"{section}.{field}",)))
+    train.main(cfg)
+    line = f"changed since this run's last start ({group}): {section}.{field} "
+    assert line in capsys.readouterr().out
+    first, last = history(run)
+    assert first["last_end"] is None and first["step"] == 0 and first["end"] == "finished"
+    assert (
+        last["last_end"] == "finished" and last["step"] == 20 and last["mesh"] == [*cfg.mesh.sizes]
+    )
+    assert f"{section}.{field}" in last["changes"][group]
+    assert not any(
+        last["changes"][name] for name in last["changes"] if name != group and field != "dp"
+    )
+    assert json.loads((run / "config.json").read_text())["run"]["accept"] == []
+
+
+def test_other_data_and_another_batch_can_be_accepted(base, reference, corpus, capsys):
+    other = dict(data=dict(train=str(corpus / "val")), train=dict(batch_size=16, steps=22))
+    cfg, run = copy_run(reference, base, "accepted", **other)
+    assert refusal(cfg).code == CHECKPOINT
+    cfg = replace(cfg, run=replace(cfg.run, accept=("data.train", "train.batch_size")))
+    train.main(cfg)
+    assert "(another training): data.train fingerprint" in capsys.readouterr().out
+    table = rows(run)
+    assert [table[n]["tokens"] for n in (20, 21, 22)] == [20 * 512, 20 * 512 + 256, 20 * 512 + 512]
+
+
+@pytest.mark.slow
+def test_the_history_says_why_the_last_start_ended(base):
+    cfg, run = new_run(base, "ends", train=dict(steps=100_000), mesh=dict(dp=1, pp=1, tp=1))
+    for number in (signal.SIGKILL, signal.SIGTERM):
+        process, n = start(cfg), 3
+        if (run / "metrics.jsonl").exists():
+            n = 3 + len((run / "metrics.jsonl").read_text().splitlines())
+        wait_for_step(process, run, n)
+        process.send_signal(number)
+        finish(process)
+    cfg = replace(cfg, data=replace(cfg.data, train="nowhere"))
+    assert refusal(cfg).code == config.DATA  # no start: it has not trained
+    ends = [line.get("end") for line in history(run)]
+    assert ends == ["not known: killed, or its host lost", "exit code 75"]

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, STEPS, on_mesh, prepare
 from runs import (
+    contents,
     copy_run,
     final_weights,
     finish,
@@ -24,6 +25,7 @@ from runs import (
     loss_curve,
     losses,
     new_run,
+    refusal,
     rows,
     start,
     wait_for_step,
@@ -42,24 +44,11 @@ from config import (
     DIVERGED,
     INTERRUPTED,
     STORAGE,
-    Config,
     UserError,
 )
 
 SLOW = pytest.mark.slow
 SINGLE = dict(dp=1, pp=1, tp=1)  # the mesh of one device
-
-
-def contents(run: Path) -> dict:
-    """{path: bytes} of every file except the lock."""
-    return {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != "lock"}
-
-
-def refusal(cfg: Config) -> UserError:
-    """The error that train.main(cfg) ends with."""
-    with pytest.raises(UserError) as error:
-        train.main(cfg)
-    return error.value
 
 
 # ---- what a run leaves behind
