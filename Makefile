@@ -1,12 +1,13 @@
 # make demo: train a small language model and sample from it.   make lint: ruff.
 # make test: the tests, without the slow ones.   make test-full: all of them.
+# make test-faults MINUTES=30: random kills, damage and command lines, from a seed that is printed.
 # make test-interop: compare models with Hugging Face transformers, and plans with the TPU compiler.
 # PYTHON is any Python from 3.11 on; everything is installed into .venv.
 
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-full test-interop lint
+.PHONY: demo test test-full test-faults test-interop lint
 
 .venv/installed: requirements.txt
 	$(PYTHON) -m venv .venv
@@ -34,6 +35,11 @@ test: .venv/installed
 
 test-full: .venv/installed
 	$(BIN)/python -m pytest -m ""
+
+test-faults: MINUTES ?= 30
+test-faults: export JAX_PLATFORMS := cpu
+test-faults: .venv/installed
+	$(BIN)/python tests/faults.py --minutes $(MINUTES)
 
 # transformers and libtpu are needed for nothing else, so they have a separate environment.
 .venv-interop/installed: tests/requirements-interop.txt requirements.txt

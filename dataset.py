@@ -24,8 +24,8 @@ import numpy as np
 from etils import epath
 from jax.sharding import NamedSharding
 
-from config import DATA, Config, Problem, UserError, or_list
-from files import absolute_path, is_remote
+from config import DATA, STORAGE, Config, Problem, UserError, or_list
+from files import absolute_path, is_remote, leaves_folder, read_limited
 from model import TOKEN_SPEC
 
 
@@ -113,6 +113,15 @@ def check_is_file(path: epath.Path):
         raise data_error(f"{path} is not a file but a folder, pipe or device", fix)
 
 
+def check_is_part(path: epath.Path):
+    """check_is_file, and raise UserError for a link that leaves the folder of the data set."""
+    check_is_file(path)
+    if path.exists() and leaves_folder(path, path.parent):
+        target = os.path.realpath(path)
+        what = f"{path} is a link to {target}, outside of its data set"
+        raise data_error(what, "copy the file, or name the folder that it is in")
+
+
 # {suffix: the function that describes such a file as a Shard}, in the order in which folders are
 # searched for them.
 READERS = {".npy": npy_shard, ".bin": bin_shard}
@@ -135,7 +144,7 @@ def read_manifest(folder: epath.Path) -> tuple[list[Shard], dict]:
     path = folder / "manifest.json"
     fix = "make the data set again with scripts/prepare_data.py"
     try:
-        manifest = json.loads(path.read_text())
+        manifest = json.loads(read_limited(path))
         shards = []
         for entry in manifest["shards"]:
             name, dtype, n_tokens, sha256 = (
@@ -148,7 +157,7 @@ def read_manifest(folder: epath.Path) -> tuple[list[Shard], dict]:
             if dtype not in ("uint16", "uint32") or not is_count or not is_checksum:
                 facts = f"dtype {dtype!r}, {n_tokens!r} tokens, sha256 {sha256!r}"
                 raise ValueError(f"shard {name!r} has {facts}")
-            check_is_file(folder / name)
+            check_is_part(folder / name)
             shard = npy_shard(folder / name)
             if (shard.dtype, shard.n_tokens) != (dtype, n_tokens):
                 holds = f"{shard.n_tokens} {shard.dtype} tokens"
@@ -180,15 +189,16 @@ def find_shards(path: epath.Path, split: str) -> tuple[list[Shard], dict]:
     if not path.is_dir():
         return [read_shard(path)], {}
     if (path / "manifest.json").exists():
-        check_is_file(path / "manifest.json")
+        check_is_part(path / "manifest.json")
         return read_manifest(path)
     if (path / SPLIT_FILES[split]).exists():
+        check_is_part(path / SPLIT_FILES[split])
         return [read_shard(path / SPLIT_FILES[split])], {}
     names = sorted(p.name for p in path.iterdir() if p.name not in SPLIT_FILES.values())
     for suffix, read in READERS.items():
         if found := [path / name for name in names if name.endswith(suffix)]:
             for file in found:
-                check_is_file(file)
+                check_is_part(file)
             return [read(file) for file in found], {}
     wanted = or_list(["manifest.json", *(f"*{suffix}" for suffix in READERS)])
     what = f"no shards in data.{split}={path}: no {wanted} among {len(names)} other files"
@@ -285,7 +295,7 @@ class TokenFiles(Source):
         self.end_id = manifest.get("eot_id", -1)
         self.bytes_per_token = manifest["bytes"] / self.n_tokens if manifest else None
         tokenizer = path / "tokenizer.json"
-        check_is_file(tokenizer)
+        check_is_part(tokenizer)
         self.tokenizer = tokenizer if path.is_dir() and tokenizer.exists() else None
 
     def __str__(self):
@@ -363,6 +373,10 @@ class TokenFiles(Source):
         default = os.path.join(tempfile.gettempdir(), f"trifold-shards-{os.getuid()}")
         folder = epath.Path(self.cfg.data.cache or default)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        owner = os.stat(folder)
+        if owner.st_uid != os.getuid() or owner.st_mode & 0o022:
+            what = f"the cache {folder} belongs to another user, or others can write to it"
+            raise UserError(STORAGE, what, "set --data.cache to a folder of your own, of mode 700")
         local = folder / f"{key}-{shard.path.name}"
         if not local.exists() or (shard.sha256 and file_sha256(os.fspath(local)) != shard.sha256):
             part = folder / f"{local.name}.{uuid.uuid4().hex}.part"

@@ -6,6 +6,7 @@ This module does not import jax, so that scripts that only prepare files start a
 import io
 import logging
 import os
+import re
 
 import fsspec
 import numpy as np
@@ -35,6 +36,26 @@ def is_writable(path: epath.Path) -> bool:
 
 def absolute_path(path: str) -> epath.Path:
     return epath.Path(path if is_remote(path) else os.path.abspath(path))
+
+
+def leaves_folder(path, folder) -> bool:
+    """Whether a path of this machine is a link to something outside of the folder.
+
+    Snapshots in a Hugging Face cache are folders of links to blobs beside them, which are theirs.
+    """
+    root = os.path.realpath(folder)
+    cache = re.fullmatch(r"(.*/models--[^/]+)/snapshots/[^/]+", root)
+    root = cache[1] if cache else root
+    return not is_remote(path) and not os.path.realpath(path).startswith(root + os.sep)
+
+
+def read_limited(path, limit: int = 2**28) -> str:
+    """The text of a file from a stranger.  Its size (in bytes) is looked at before it is read.
+    Raises ValueError if it is above the limit."""
+    file = epath.Path(path)
+    if (size := file.stat().length) > limit:
+        raise ValueError(f"it has {size} bytes, more than {limit}")
+    return file.read_text(encoding="utf-8")
 
 
 def write_whole(path: epath.Path, data: bytes | str):

@@ -4,6 +4,7 @@ The numbers themselves are computed elsewhere (train.train_step, train.evaluate)
 step returns needs no line here; a dict of arrays needs an entry in PANELS.
 """
 
+import gc
 import io
 import json
 import netrc
@@ -278,6 +279,9 @@ class MetricsLog:
         self.write(dict(kind="eval", step=step) | result)
         print_eval(step, result)
         if is_lead():
+            # The last figures, of 2 MB of pixels each: they are cycles, and cli.start lets the
+            # collector run seldom.
+            gc.collect(1)
             draw_loss(self.run / "loss.png", self.train_losses, self.eval_losses)
             for panel in self.panels.values():
                 panel.draw(self.run)

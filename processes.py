@@ -400,7 +400,7 @@ def hide_late_errors(unraisable):
 
 
 # What the messages of errors contain after another process of the run is lost.
-LOST_PEER = r"Gloo|[Cc]onnection closed by peer|coordination service|heartbeat"
+LOST_PEER = r"Gloo|[Cc]onnection closed by peer|coordination service|heartbeat|[Bb]arrier"
 # Packages that raise only when storage still fails after their retries.
 STORAGE_PACKAGES = {"gcsfs", "aiohttp", "google", "requests"}
 
@@ -430,6 +430,10 @@ def run_main(main, cfg: Config):
             exit_with(UserError(config.STORAGE, f"storage failed: {reason}", fix))
         traceback.print_exc()
         exit_with(None)
+    finally:
+        if len(process_ids()) == 1:  # nothing is left to save, and Python's handlers end before it
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)
 
 
 def leave_last(seconds: float):

@@ -112,9 +112,17 @@ class StoredTensor(NamedTuple):
             return f.get_tensor(self.name).astype(np.float32, copy=False)
 
 
+def check_is_part(path: Path):
+    """Raise UserError for a link that leaves the folder of the model."""
+    if path.exists() and files.leaves_folder(path, path.parent):
+        what = f"{path} is a link to {os.path.realpath(path)}, outside of the model"
+        raise UserError(DATA, what, "copy the file, or give --hf the folder that it is in")
+
+
 def read_json(path: Path) -> dict:
+    check_is_part(path)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(files.read_limited(path))
         if not isinstance(found, dict):
             raise ValueError(f"it is {type(found).__name__}")
         return found
@@ -147,6 +155,8 @@ def shard_files(folder: Path) -> list[Path]:
     if lost:
         what = f"{folder} lacks {len(lost)} of {len(paths)} files: {', '.join(lost[:10])}"
         raise UserError(DATA, what, "fetch them again")
+    for path in paths:
+        check_is_part(path)
     return paths
 
 
@@ -245,7 +255,8 @@ def import_hf(hf_dir, run_dir):
     check_tensors(found, tensors, hf, cfg)
     write_checkpoint(found, tensors, run, cfg)
     if (folder / "tokenizer.json").exists():
-        files.write_whole(run / "tokenizer.json", (folder / "tokenizer.json").read_text())
+        check_is_part(folder / "tokenizer.json")
+        files.write_whole(run / "tokenizer.json", files.read_limited(folder / "tokenizer.json"))
     files.write_whole(run / "config.json", rundir.run_record(cfg, "", uuid.uuid4().hex[:12]))
     utils.say(f"{folder} -> {run}: {model.param_count(cfg):,} parameters")
 

@@ -8,6 +8,7 @@ Dimension key: V  vocabulary   D  d_model   H  query heads   G  key and value he
 import inspect
 import json
 import math
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -478,6 +479,27 @@ def test_no_file_outside_the_directory_and_no_pickle_is_read(tmp_path):
     text = refusal("import", "--hf", hf, "--run", out)
     assert text.startswith("3\nerror: ") and "only pytorch_model.bin, and such files can" in text
     assert not out.exists()
+
+
+def test_links_are_read_within_the_directory_or_its_cache_only(tmp_path):
+    """A Hugging Face cache has snapshots of links to blobs."""
+    (tmp_path / "models--a--b" / "snapshots").mkdir(parents=True)
+    hf, out = hf_dir(tmp_path / "models--a--b" / "snapshots" / "1f", "llama"), tmp_path / "x"
+    blobs = tmp_path / "models--a--b" / "blobs"
+    blobs.mkdir()
+    for path in list(hf.iterdir()):
+        path.rename(blobs / path.name)
+        path.symlink_to(f"../../blobs/{path.name}")
+    done = run("scripts/convert_hf.py", "import", "--hf", hf, "--run", out)
+    assert done.returncode == 0, done.stderr
+    blobs.rename(tmp_path / "blobs")
+    for name in ("config.json", "model.safetensors"):
+        (hf / name).unlink()
+        (hf / name).symlink_to(tmp_path / "blobs" / name)
+        text = refusal("import", "--hf", hf, "--run", tmp_path / "y")
+        assert text.startswith("3\nerror: ") and f"{name} is a link to" in text
+        (hf / name).unlink()
+        shutil.copy(tmp_path / "blobs" / name, hf / name)
 
 
 @pytest.mark.slow

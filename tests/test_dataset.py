@@ -13,7 +13,7 @@ from etils import epath
 
 import dataset
 import train
-from config import DATA, UserError
+from config import DATA, STORAGE, UserError
 from dataset import Dataset, Shard, Source
 
 
@@ -284,6 +284,22 @@ def make_pipe_of_tokenizer(folder):
     os.mkfifo(folder / "tokenizer.json")
 
 
+def link_out(name: str):
+    """The fault of a file that is a link to one outside of the data set."""
+
+    def damage(folder):
+        path = first_shard(folder) if name == "shard" else folder / name
+        path.rename(folder.parent / "elsewhere")
+        path.symlink_to(folder.parent / "elsewhere")
+
+    return damage
+
+
+def link_among_bare_shards(folder):
+    (folder / "manifest.json").unlink()
+    link_out("shard")(folder)
+
+
 def append_byte(folder):
     first_shard(folder).write_bytes(first_shard(folder).read_bytes() + b"x")
 
@@ -326,6 +342,10 @@ FAULTS = {
     "a pipe": (make_pipe, "is not a file"),
     "a pipe among bare shards": (make_pipe_among_bare_shards, "is not a file"),
     "a tokenizer that is a pipe": (make_pipe_of_tokenizer, "tokenizer.json is not a file"),
+    "a link out of the folder": (link_out("shard"), "outside of its data set"),
+    "a link among bare shards": (link_among_bare_shards, "outside of its data set"),
+    "a manifest that is a link": (link_out("manifest.json"), "outside of its data set"),
+    "a tokenizer that is a link": (link_out("tokenizer.json"), "outside of its data set"),
     "an empty folder": (remove_all_files, "no shards"),
     "no folder": (shutil.rmtree, "does not exist"),
     "a name above the folder": (shard_entry(name="../val/shard_00000.npy"), "plain file name"),
@@ -434,3 +454,26 @@ def test_the_fingerprint_of_a_large_bare_shard_covers_its_middle(cfg, tmp_path, 
         assert fingerprint(changed) != want, start
     shard = dataset.read_shard(epath.Path(tmp_path / name))
     assert len(dataset.sample_pages(shard)) == 2**20
+
+
+def test_a_data_set_that_is_itself_a_link_and_links_within_it_are_read(cfg, corpus, tmp_path):
+    folder = copy_set(corpus / "train", tmp_path)
+    path = first_shard(folder)
+    path.rename(folder / "moved")
+    path.symlink_to(folder / "moved")
+    (tmp_path / "link").symlink_to(folder)
+    want = open_set(cfg, corpus / "train").source
+    found = open_set(cfg, tmp_path / "link").source
+    np.testing.assert_array_equal(found.read(0, 20_000), want.read(0, 20_000))
+
+
+def test_a_cache_that_others_can_write_to_is_refused(cfg, corpus, tmp_path):
+    source = open_set(cfg, corpus / "train").source
+    cache = tmp_path / "cache"
+    source.cfg = replace(cfg, data=replace(cfg.data, cache=str(cache)))
+    source.fetch(source.shards[0])
+    assert cache.stat().st_mode & 0o777 == 0o700
+    cache.chmod(0o777)
+    with pytest.raises(UserError, match="others can write to it") as error:
+        source.fetch(source.shards[0])
+    assert error.value.code == STORAGE

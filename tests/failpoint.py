@@ -1,0 +1,44 @@
+"""Runs a script that is killed at one of its calls to the file system.
+
+    FAILPOINT=rename:3:after python tests/failpoint.py train.py --config tiny ..
+
+os.rename, os.replace, os.unlink, os.rmdir and os.mkdir are what commits a checkpoint, moves it,
+deletes an old one, and replaces metrics.jsonl and config.json.  Without FAILPOINT only the calls
+are counted, on the last line of stderr.
+"""
+
+import atexit
+import os
+import runpy
+import signal
+import sys
+from collections import Counter
+
+NAMES = ("rename", "replace", "unlink", "rmdir", "mkdir")
+CALLS = Counter()
+
+
+def watch(name: str, at: int, after: bool):
+    """Replace os.NAME by one that kills this process at its call number `at`, from 1."""
+    call = getattr(os, name)
+
+    def watched(*args, **kwargs):
+        CALLS[name] += 1
+        if CALLS[name] == at and not after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = call(*args, **kwargs)
+        if CALLS[name] == at and after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(os, name, watched)
+
+
+if __name__ == "__main__":
+    chosen, number, when = os.environ.pop("FAILPOINT", "none:0:before").split(":")
+    for name in NAMES:
+        watch(name, int(number) if name == chosen else 0, when == "after")
+    atexit.register(lambda: print(f"calls: {dict(CALLS)}", file=sys.stderr))
+    sys.argv = sys.argv[1:]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
+    runpy.run_path(sys.argv[0], run_name="__main__")
