@@ -23,7 +23,7 @@ from orbax.checkpoint import checkpoint_managers
 import config
 from config import UserError
 from files import free_name, is_remote, move_folder
-from utils import all_agree, leaf_table, run_on_lead, warn
+from utils import all_agree, is_storage_error, leaf_table, run_on_lead, warn
 
 # ---- digests
 
@@ -119,6 +119,10 @@ def find_fault(folder: Path) -> str:
     return ""
 
 
+def loss_of(metrics: dict) -> float:
+    return metrics["loss"]
+
+
 class Checkpoints:
     """The checkpoints of a run, saved in the background and verified when they are restored.
 
@@ -161,21 +165,24 @@ class Checkpoints:
         """The step that is being written in the background."""
         self.saved_at = time.monotonic()
         """When the last save was started, or this object made."""
-        self.failing_since, self.retry_at, self.failures = None, 0.0, 0
+        self.failing_since, self.retry_at = None, 0.0
+        self.failed = []
+        """The steps whose saves have failed since one was complete."""
+        self.warned_of = None
+        """The step for whose sake a save was skipped last."""
         self.open_manager()
 
     def open_manager(self):
         if self.keep == 0:
             options = ocp.CheckpointManagerOptions(read_only=True)
         else:
-            kept = [checkpoint_managers.LatestN(self.keep)]
+            kept, track = [checkpoint_managers.LatestN(self.keep)], {}
             if self.best:
-                loss = dict(get_metric_fn=lambda metrics: metrics["loss"], reverse=True)
-                kept.append(checkpoint_managers.BestN(
-                    n=self.BEST, keep_checkpoints_without_metrics=False, **loss
-                ))  # fmt: skip
+                choice = dict(n=self.BEST, reverse=True, keep_checkpoints_without_metrics=False)
+                kept.append(checkpoint_managers.BestN(get_metric_fn=loss_of, **choice))
+                track = dict(best_fn=loss_of, best_mode="min")  # else no loss is written or read
             policy = checkpoint_managers.AnyPreservationPolicy(kept)
-            options = ocp.CheckpointManagerOptions(preservation_policy=policy, create=True)
+            options = ocp.CheckpointManagerOptions(preservation_policy=policy, create=True, **track)
         self.manager = ocp.CheckpointManager(self.path, options=options)
 
     def restore(self, abstract: dict, step: int = -1):
@@ -287,7 +294,8 @@ class Checkpoints:
         if differ:
             more = f", and {len(differ) - 10} more" if len(differ) > 10 else ""
             what = f"checkpoint {self.path / str(step)} is of another run: "
-            fix = "give the values in its run's config.json, or another --run.name, or --fresh"
+            fix = "give the values in its run's config.json, or another --run.name, or --fresh; "
+            fix += "what is not the shape of a weight, --run.accept can name"
             raise UserError(config.CHECKPOINT, what + "; ".join(differ[:10]) + more, fix)
 
     def move_to_damaged(self, step: int) -> epath.Path:
@@ -327,10 +335,14 @@ class Checkpoints:
         raises.
         """
         if not last and not all_agree(not self.manager.is_saving_in_progress()):
-            warn(f"no checkpoint after update {step}: that of {self.newest} is still being written")
+            if self.warned_of != self.newest:
+                why = f"that of {self.newest} is still being written"
+                warn(f"no checkpoint after update {step}: {why}")
+            self.warned_of = self.newest
             return False
         self.finish()
-        if step != self.newest:
+        waits = self.failing_since is not None and time.monotonic() < self.retry_at
+        if step != self.newest and not waits:
             table = leaf_table(state)
             values, finite = digests(list(table.values()))
             if not finite:
@@ -371,7 +383,9 @@ class Checkpoints:
             with self.storage_errors():
                 self.manager.wait_until_finished()
                 self.complete, self.writing = self.writing, None
-                self.failing_since, self.failures = None, 0
+                self.failing_since = None
+                self.remove_parts()  # again: what failed may have gone on in the background
+                self.failed = []
 
     @contextmanager
     def storage_errors(self):
@@ -379,7 +393,9 @@ class Checkpoints:
         counts the checkpoint that failed as saved."""
         try:
             yield
-        except (OSError, ValueError, RuntimeError) as e:
+        except Exception as e:
+            if not (isinstance(e, ValueError | RuntimeError) or is_storage_error(e)):
+                raise
             step, self.writing, now = self.writing, None, time.monotonic()
             self.failing_since = self.failing_since or now
             left = self.failing_since + self.patience - now
@@ -388,16 +404,17 @@ class Checkpoints:
             if left <= 0 or self.complete is None:
                 fix = "make room or fix the storage, and run the same command again to resume"
                 raise UserError(config.STORAGE, what, fix) from e
-            wait = min(60, 5 * 2**self.failures, left)
-            self.retry_at, self.failures = now + wait, self.failures + 1
+            wait = min(60, 5 * 2 ** len(self.failed), left)
+            self.retry_at = now + wait
+            self.failed.append(step)
             warn(f"{what}; the next try is in {wait:.0f} s, the last in {left:.0f} s")
-            self.remove_part(step)
+            self.remove_parts()
             self.open_manager()
             self.newest = self.complete
 
-    def remove_part(self, step: int):
-        """Remove what a failed save has left, which may be why the disk is full."""
-        if not is_remote(self.path):
+    def remove_parts(self):
+        """Remove what failed saves have left, which may be why the disk is full."""
+        for step in self.failed if not is_remote(self.path) else []:
             for folder in self.path.glob(f"{step}.orbax-checkpoint-tmp*"):
                 folder.rmtree()
 

@@ -228,7 +228,7 @@ def sample_pages(shard: Shard) -> bytes:
         return fs.cat_file(path, begin, begin + size)
     starts = [begin + i * (size - PAGE_SIZE) // (PAGES - 1) for i in range(PAGES)]
     ends = [start + PAGE_SIZE for start in starts]
-    return b"".join(fs.cat_ranges([path] * PAGES, starts, ends))
+    return b"".join(fs.cat_ranges([path] * PAGES, starts, ends, on_error="raise"))
 
 
 def fingerprint(shards: list[Shard]) -> str:
@@ -342,20 +342,23 @@ class TokenFiles(Source):
         """
         shard = self.shards[n]
         try:
-            if n not in self.opened:
+            if n not in self.opened or (shard.sha256 and not self.is_unchanged(n)):
                 self.opened[n] = self.open_shard(shard)
-            local, state = self.opened[n]
-            with open(local, "rb") as f:
-                if file_state(f.fileno()) == state:
-                    itemsize = np.dtype(shard.dtype).itemsize
-                    count = min(stop, shard.n_tokens) - start
-                    data = os.pread(f.fileno(), count * itemsize, shard.offset + start * itemsize)
-                    return np.frombuffer(data, shard.dtype)
+            itemsize, count = np.dtype(shard.dtype).itemsize, min(stop, shard.n_tokens) - start
+            with open(self.opened[n][0], "rb") as f:
+                data = os.pread(f.fileno(), count * itemsize, shard.offset + start * itemsize)
+            if len(data) == count * itemsize and self.is_unchanged(n):
+                return np.frombuffer(data, shard.dtype)
         except FileNotFoundError:
             what = f"shard {shard.path.name!r} is missing from {shard.path.parent}"
             raise data_error(what, "copy it there again") from None
         what = f"shard {shard.path.name!r} was changed while the run used it"
         raise data_error(what, "do not change data that a run uses; copy the shard again")
+
+    def is_unchanged(self, n: int) -> bool:
+        """Whether the file of shard n is as it was when it was opened first."""
+        local, state = self.opened[n]
+        return file_state(local) == state
 
     def open_shard(self, shard: Shard) -> tuple[str, list[int]]:
         """The shard's local path and its file_state, once its checksum is verified."""
@@ -566,23 +569,25 @@ class Dataset:
         last = min(step + READ_AHEAD, self.cfg.train.steps)
         return self.read_ahead(self.train_rows, range(step, max(last, step + 1)))
 
-    def read_eval(self, i: int) -> Future:
-        n = self.n_eval_batches
-        return self.read_ahead(self.eval_rows, [(i + k) % n for k in range(min(READ_AHEAD, n))])
+    def read_eval(self, numbers: list[int]) -> Future:
+        return self.read_ahead(self.eval_rows, numbers[:READ_AHEAD])
 
     def batch(self, step: int):
         """The batch that update step + 1 trains on."""
         return self.read_train(step).result()
 
     def eval_batch(self, i: int):
-        return self.read_eval(i).result()
+        """Batch i of the set, from what eval_error has started to read if it is there."""
+        found = self.reading.get((self.eval_rows.__name__, i))
+        return (found or self.read_eval([*range(i, self.n_eval_batches)])).result()
 
     def batch_error(self, step: int) -> BaseException | None:
         """What prevented the reading of `batch(step)`, which this waits for, or of a later one."""
         return self.first_error(self.read_train(step))
 
-    def eval_error(self, i: int) -> BaseException | None:
-        return self.first_error(self.read_eval(i))
+    def eval_error(self, numbers: list[int]) -> BaseException | None:
+        """Likewise for the batches of an evaluation, of which the first is next."""
+        return self.first_error(self.read_eval(numbers))
 
     def first_error(self, next_batch: Future) -> BaseException | None:
         futures = [x for x in self.reading.values() if x is next_batch or x.done()]

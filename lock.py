@@ -53,7 +53,9 @@ class FileLock:
         os.write(self.file, json.dumps(new_owner()).encode())
 
     def release(self):
-        os.close(self.file)
+        if self.file is not None:
+            os.close(self.file)
+            self.file = None
 
 
 class BucketFile:
@@ -83,8 +85,7 @@ class BucketFile:
             return about["generation"]
         except FileExistsError:  # what gcsfs makes of 412, Precondition Failed
             pass
-        found, there = self.read()  # an answer that was lost has been asked for again
-        return found if there == text else None
+        return None
 
     def remove(self, generation: str):
         self.fs.call("DELETE", "b/{}/o/{}", self.bucket, self.name, ifGenerationMatch=generation)
@@ -123,7 +124,12 @@ class Lease:
         return before
 
     def write(self, beat: int, generation: str) -> str | None:
-        return self.file.write(json.dumps(self.owner | dict(beat=beat)), generation)
+        """The new generation; None if another run has written the lease."""
+        text = json.dumps(self.owner | dict(beat=beat))
+        if written := self.file.write(text, generation):
+            return written
+        found, there = self.file.read()  # after an answer that was lost it is our own
+        return self.file.write(text, found) if self.owner["id"] in there else None
 
     def renew_until_released(self):
         """The lease's thread; ends the whole process when another run has taken the lease."""
@@ -168,7 +174,9 @@ def take_early(cfg: Config) -> FileLock | None:
     """
     run = run_path(cfg)
     is_rank = cfg.run.process_id > 0 or any(name in os.environ for name in RANKS)
-    if is_rank or cfg.eval_only or is_remote(run) or not (run / "lock").exists():
+    if is_rank or cfg.eval_only or is_remote(run):
+        return None
+    if not (run / "lock").exists() or not (run / "config.json").exists():  # not a run's, perhaps
         return None
     try:
         return FileLock(run / "lock")

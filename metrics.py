@@ -23,6 +23,7 @@ from utils import (
     finite_or_none,
     format_duration,
     is_lead,
+    is_storage_error,
     peak_flops,
     run_on_lead,
     say,
@@ -38,22 +39,54 @@ class RowFile:
     again.  Object stores cannot append: there a local copy grows, and `upload` sends it.
     """
 
-    def __init__(self, path: epath.Path, step: int):
+    def __init__(self, path: epath.Path, step: int, patience: float = 0):
+        """patience: seconds for which writing may fail; the rows wait in memory meanwhile."""
         lines = read_lines(path, step)
         self.path, self.rows = path, [json.loads(line) for line in lines]
-        self.local_path = path
+        self.local_path, self.patience = path, patience
         if is_remote(path):
             self.local_path = epath.Path(tempfile.mkdtemp(prefix="trifold-")) / path.name
         if is_lead() and (lines or path.exists()):
             write_whole(self.local_path, "".join(lines))
+        self.size, self.unwritten = sum(len(line.encode()) for line in lines), b""
+        self.failing_since = None
 
     def add(self, row: dict):
-        with self.local_path.open("a") as f:
-            f.write(json.dumps(row, allow_nan=False) + "\n")
+        self.unwritten += f"{json.dumps(row, allow_nan=False)}\n".encode()
+        self.attempt(self.append)
+
+    def append(self):
+        if self.local_path.exists() and self.local_path.stat().length > self.size:
+            os.truncate(self.local_path, self.size)  # a part that a full disk took
+        with self.local_path.open("ab") as f:
+            f.write(self.unwritten)
+        self.size, self.unwritten = self.size + len(self.unwritten), b""
 
     def upload(self):
+        """Bring the file on an object store up to date."""
         if is_remote(self.path) and self.local_path.exists():
-            self.path.write_text(self.local_path.read_text())
+            self.attempt(lambda: self.path.write_text(self.local_path.read_text()))
+
+    def attempt(self, f):
+        """f(), which writes.  If storage fails, that is a warning, until it has failed for
+        self.patience seconds."""
+        try:
+            f()
+            self.failing_since = None
+        except Exception as e:
+            now = time.monotonic()
+            if self.failing_since is None:
+                self.failing_since = now
+                warn(f"{self.path} was not written ({type(e).__name__}: {str(e)[:200]})")
+            if not is_storage_error(e) or now - self.failing_since >= self.patience:
+                raise
+
+    def close(self):
+        """Return once all rows are written."""
+        while self.unwritten or self.failing_since is not None:
+            self.attempt(self.append)
+            self.upload()
+            time.sleep(1 if self.failing_since is not None else 0)
 
 
 def read_lines(path: epath.Path, step: int) -> list[str]:
@@ -174,8 +207,9 @@ class MetricsLog:
         self.skips = 0  # updates in a row, up to the newest, that were not finite
         self.train_losses, self.eval_losses = {}, {}  # by step, for the curve
         self.panels = {name: panel(cfg) for name, panel in PANELS.items()}
-        self.metrics_file = RowFile(run / "metrics.jsonl", step)
-        self.samples_file = RowFile(run / "samples.jsonl", step)
+        patience = cfg.checkpoint.patience
+        self.metrics_file = RowFile(run / "metrics.jsonl", step, patience)
+        self.samples_file = RowFile(run / "samples.jsonl", step, patience)
         self.sampled_steps = {row["step"] for row in self.samples_file.rows}
         for row in self.metrics_file.rows:
             self.track(row)
@@ -282,9 +316,14 @@ class MetricsLog:
             # The last figures, of 2 MB of pixels each: they are cycles, and cli.start lets the
             # collector run seldom.
             gc.collect(1)
-            draw_loss(self.run / "loss.png", self.train_losses, self.eval_losses)
-            for panel in self.panels.values():
-                panel.draw(self.run)
+            try:
+                draw_loss(self.run / "loss.png", self.train_losses, self.eval_losses)
+                for panel in self.panels.values():
+                    panel.draw(self.run)
+            except Exception as e:  # the next evaluation draws them again
+                if not is_storage_error(e):
+                    raise
+                warn(f"no pictures ({type(e).__name__}: {str(e)[:200]})")
 
     def add_sample(self, row: dict):
         self.sampled_steps.add(row["step"])
@@ -301,6 +340,9 @@ class MetricsLog:
 
     def close(self):
         self.upload()
+        if is_lead():
+            self.metrics_file.close()
+            self.samples_file.close()
         finish_wandb(self.wandb)
 
     def is_finished(self) -> bool:

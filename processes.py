@@ -23,12 +23,19 @@ from types import CoroutineType
 import jax
 import jaxlib
 from etils import epath
-from jax.experimental import multihost_utils
 
 import config
 from config import Config, Problem, Run, UserError
 from files import write_whole
-from utils import exchange, process_id, process_ids, shared_store, warn
+from restart import LAST_END
+from utils import (
+    exchange,
+    is_storage_error,
+    process_id,
+    process_ids,
+    shared_store,
+    warn,
+)
 
 # ---- meeting
 
@@ -39,23 +46,25 @@ def start_processes(cfg: Config):
     Where there is neither, this process is the only one.  Raises UserError DISTRIBUTED and USAGE.
     """
     r = cfg.run
-    patience = dict(initialization_timeout=r.start_timeout)
+    options = dict(initialization_timeout=r.start_timeout)
+    jax.config.update("jax_enable_preemption_service", False)  # Stop does this
     if r.coordinator:
         meet(r)
         exit_on_abort()
-        address = r.coordinator
+        if r.process_id == 0:
+            family, (ip, port, *_) = listening_address(r.coordinator)
+            ip = f"[{ip}]" if family == socket.AF_INET6 else ip or "0.0.0.0"
+            options["coordinator_bind_address"] = f"{ip}:{port}"
         try:
-            jax.distributed.initialize(
-                address, r.num_processes, r.process_id, coordinator_bind_address=address, **patience
-            )
+            jax.distributed.initialize(r.coordinator, r.num_processes, r.process_id, **options)
         except RuntimeError as e:
-            what = f"run.coordinator={address}: {str(e).splitlines()[0][:200]}"
+            what = f"run.coordinator={r.coordinator}: {str(e).splitlines()[0][:200]}"
             fix = "choose a free port on process 0's host, the same in every process's flags"
             raise UserError(config.DISTRIBUTED, what, fix) from None
         return
     exit_on_abort()
     try:
-        jax.distributed.initialize(**patience)
+        jax.distributed.initialize(**options)
     except ValueError as e:
         if "coordinator_address should be defined" not in str(e):  # this says: no cluster found
             raise
@@ -72,10 +81,11 @@ def meet(r: Run):
     host, port = r.coordinator.rsplit(":", 1)
     deadline = time.monotonic() + r.start_timeout
     if r.process_id > 0:
-        return greet_process_0(r, (host, int(port)), deadline)
+        return greet_process_0(r, (host.strip("[]"), int(port)), deadline)
     greeted, error = {}, None
     try:
-        server = socket.create_server((host, int(port)))
+        family, address = listening_address(r.coordinator)
+        server = socket.create_server(address, family=family)
     except OSError as e:
         fix = "choose a free port of this host, the same in every process's flags"
         raise UserError(config.DISTRIBUTED, f"run.coordinator={r.coordinator}: {e}", fix) from None
@@ -91,6 +101,17 @@ def meet(r: Run):
             connection.sendall(f"{answer}\n".encode())
     if error is not None:
         raise error
+
+
+def listening_address(coordinator: str) -> tuple[int, tuple]:
+    """(address family, address) where process 0 listens: the named one, or all of this host where
+    the name stands for the host itself (127.0.1.1 on Debian), which the others cannot reach."""
+    host, port = coordinator.rsplit(":", 1)
+    found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    family, _, _, _, address = found[0]
+    if address[0] == "127.0.1.1":
+        return family, ("", *address[1:])
+    return family, address
 
 
 def wait_for_greeting(server: socket.socket, r: Run, greeted: dict, deadline: float):
@@ -117,6 +138,7 @@ def wait_for_greeting(server: socket.socket, r: Run, greeted: dict, deadline: fl
     if count != r.num_processes or not 0 < n < count or came_twice:
         what = f"a process came with run.process_id={n} and run.num_processes={count}"
         what += f", and process 0 has run.num_processes={r.num_processes}"
+        what += f" and knows another process {n} already" if came_twice else ""
         greeted[-1] = connection
         fix = "give each process the same number of processes and an id of its own"
         raise UserError(config.USAGE, what, fix)
@@ -124,12 +146,15 @@ def wait_for_greeting(server: socket.socket, r: Run, greeted: dict, deadline: fl
 
 
 def has_hung_up(connection: socket.socket) -> bool:
+    connection.setblocking(False)
     try:
-        return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        return connection.recv(1, socket.MSG_PEEK) == b""
     except BlockingIOError:
         return False
     except OSError:
         return True
+    finally:
+        connection.settimeout(5)
 
 
 def greet_process_0(r: Run, address: tuple[str, int], deadline: float):
@@ -178,8 +203,8 @@ def differences(facts: dict[str, str]) -> dict[str, str]:
     differ = {}
     for name in sorted(set().union(*found)):
         ids = {}
-        for n, facts in enumerate(found):
-            ids.setdefault(facts.get(name, "nothing"), []).append(n)
+        for n, answer in enumerate(found):
+            ids.setdefault(answer.get(name, "nothing"), []).append(n)
         if len(ids) > 1:
             differ[name] = ", ".join(f"{value} in {name_ids(who)}" for value, who in ids.items())
     return differ
@@ -188,7 +213,7 @@ def differences(facts: dict[str, str]) -> dict[str, str]:
 def compare_settings(cfg: Config):
     """Raise UserError USAGE if another process of the run was started with other settings; warn if
     it has other versions."""
-    settings = {"fresh": str(cfg.fresh), "eval_only": str(cfg.eval_only)}
+    settings = {"eval_only": str(cfg.eval_only)}  # --fresh concerns process 0 alone
     for section in config.SECTIONS:
         for name, value in asdict(getattr(cfg, section)).items():
             settings[f"{section}.{name}"] = str(value)
@@ -219,78 +244,79 @@ class Stop:
     """Notices SIGTERM and Ctrl-C, which ask the run to save and exit; a second one exits at once.
     SIGUSR1 asks it to save.
 
-    With jax.distributed, JAX's preemption service handles SIGTERM and tells the other processes.  A
-    Python handler for SIGTERM would disable it.
+    All processes stop and save after the same update.  One that is asked to writes a number of a
+    poll, three later than its own, into the store, and all look there at each poll.  That is in
+    time: an update needs the devices of every process, so none polls twice more before all have
+    started the update after this poll.
     """
 
+    TOGETHER = 2.0
+    """Seconds in which a second signal counts as the first, where a parent hands signals on: a
+    system that stops a service sends them to both."""
+
     def __init__(self):
-        self.asked = self.agreed = False
+        self.wants_stop = self.wants_save = False
+        self.told_at = None
+        """When the first signal to stop came."""
         self.error = None
         """Why this process asks to stop, if not because of a signal."""
-        self.polls, self.last_poll = 0, time.monotonic()
+        self.stops = self.saves = False
+        """What all have agreed on; saves until it is done."""
+        self.polls, self.last_poll, self.last_update = 0, time.monotonic(), None
         self.seconds = deque(maxlen=20)
-        """Between the last polls; there is one for each update and each batch of an evaluation."""
-        self.wants_save, self.next_save = False, -1
+        """That the last updates took."""
         signal.signal(signal.SIGUSR1, self.ask_to_save)
-        signal.signal(signal.SIGINT, self.handle)
-        if not jax.distributed.is_initialized():
-            signal.signal(signal.SIGTERM, self.handle)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.handle)
 
     def handle(self, number, frame):
-        if self.asked:
+        now = time.monotonic()
+        if self.told_at is not None:
+            if LAST_END in os.environ and now < self.told_at + self.TOGETHER:
+                return
             os.write(2, b"\ninterrupted before all was saved; run the same command again\n")
             os._exit(config.INTERRUPTED)
         os.write(2, b"\nstopping after this update; once more stops at once\n")
-        self.ask()
+        self.wants_stop, self.told_at = True, now
 
-    def ask(self):
-        """Ask all processes to stop."""
-        if not self.asked and jax.distributed.is_initialized():
-            os.kill(os.getpid(), signal.SIGTERM)
-        self.asked = True
+    def ask_to_save(self, *_):
+        """Ask all processes to save; also the handler of SIGUSR1."""
+        self.wants_save = True
 
     def raise_error(self):
         if self.error is not None:
             raise self.error
 
-    def agree_to_stop(self, error: BaseException | None = None) -> bool:
-        """Whether to stop now: the same answer in every process.  error: why this process has to
-        stop soon; so that it is agreed in time, say it three updates before.
+    def poll(self):
+        """Note that this process goes on, and take part in the agreement.  All processes make the
+        same polls: one for each update and each batch of an evaluation."""
+        self.polls, self.last_poll = self.polls + 1, time.monotonic()
+        wanted = dict(stop=self.wants_stop, save=self.wants_save)
+        self.wants_stop = self.wants_save = False
+        asked = {what for what in wanted if wanted[what]}
+        if len(process_ids()) > 1:
+            for what in asked:
+                key = f"trifold/asked/{self.polls + 3}/{what}/{process_id()}"
+                shared_store().key_value_set(key, "")
+            found = shared_store().key_value_dir_get(f"trifold/asked/{self.polls}/")
+            asked = {key.split("/")[-2] for key, _ in found}
+        self.stops = self.stops or "stop" in asked
+        self.saves = self.saves or "save" in asked
 
-        With several processes all must make the same calls: after a SIGTERM to any of them, JAX's
-        preemption service picks a call by its number, and from it on the answer is True in all.
+    def agree_to_stop(self, error: BaseException | None = None, updates: bool = False) -> bool:
+        """Poll, and return whether to stop now, the same in every process.
+
+        error: why this process has to stop soon; with several processes it has to be known three
+        polls before.  updates: this poll comes once for each update.
         """
-        now = time.monotonic()
-        self.seconds.append(now - self.last_poll)
-        self.polls, self.last_poll = self.polls + 1, now
+        if updates:
+            before, self.last_update = self.last_update, time.monotonic()
+            if before is not None:
+                self.seconds.append(self.last_update - before)
         if error is not None and self.error is None:
-            self.error = error
-            self.ask()
-        if not jax.distributed.is_initialized():
-            return self.asked
-        self.agreed = self.agreed or multihost_utils.reached_preemption_sync_point(self.polls)
-        return self.agreed
-
-    def ask_to_save(self, *_):
-        """Ask all processes to save after the next update on which they can agree.  Also the
-        handler of SIGUSR1."""
-        self.wants_save = True
-
-    def agree_to_save(self, step: int) -> bool:
-        """Whether to save after `step` updates because one process has asked for it: the same
-        answer in every process.
-
-        One that asks names an update three later.  By then all know: an update needs the devices of
-        every process, so none can start one before all have started the one before the last.
-        """
-        if len(process_ids()) == 1:
-            asked, self.wants_save = self.wants_save, False
-            return asked
-        if self.wants_save and step > self.next_save:
-            self.next_save = step + 3
-            shared_store().key_value_set(f"trifold/save/{self.next_save}/{process_id()}", "")
-        self.wants_save = False
-        return bool(shared_store().key_value_dir_get(f"trifold/save/{step}/"))
+            self.error, self.wants_stop = error, True
+        self.poll()
+        return self.stops
 
 
 # ---- hanging
@@ -301,7 +327,9 @@ class Watchdog:
     all threads are written, on stderr and to crash/ in the run directory."""
 
     FIRST = 12
-    """The first poll may take this many times as long, and so may one in which XLA compiles."""
+    """The start and the first update may take this many times as long, and so may what LONG names:
+    XLA's compiler, the wait for a checkpoint, the end of Weights & Biases."""
+    LONG = re.compile(r"jax/_src/compiler\.py|checkpoint_manager\.py|/wandb/")
 
     def __init__(self, stop: Stop, run: epath.Path, cfg: Config):
         self.stop, self.run, self.seconds = stop, run, cfg.run.hang_timeout
@@ -316,10 +344,15 @@ class Watchdog:
     def patience(self) -> float:
         """The seconds from one poll to the next."""
         patience = self.seconds or max(300, 20 * max(self.stop.seconds, default=0))
-        return patience * self.FIRST if self.stop.polls == 0 or is_compiling() else patience
+        is_slow = not self.stop.seconds or main_thread_is_in(self.LONG)
+        return patience * self.FIRST if is_slow else patience
 
     def watch(self):
-        while not self.ended.wait(min(10, self.patience() / 10)):
+        woken = time.monotonic()
+        while not self.ended.wait(interval := min(10, self.patience() / 10)):
+            before, woken = woken, time.monotonic()
+            if woken - before > 3 * interval + 5:  # this process or its machine stood still
+                self.stop.last_poll = woken
             if len(process_ids()) > 1:
                 self.publish_polls()
             waited = time.monotonic() - self.stop.last_poll
@@ -338,16 +371,17 @@ class Watchdog:
             faulthandler.dump_traceback(f, all_threads=True)
             f.seek(0)
             stacks = f.read().decode(errors="replace")
+        os.write(2, stacks.encode())
         name = f"{time.strftime('%Y%m%dT%H%M%S')}-process{process_id()}.txt"
         where = self.run / "crash" / name
-        what = f"no update, save or evaluation batch for {waited:.0f} s{self.who_is_late()}"
-        fix = f"look at the stacks, in {where}, then run the same command again to resume"
-        os.write(2, f"{stacks}{Problem(what, fix)}\n".encode())
         try:
             where.parent.mkdir(parents=True, exist_ok=True)
             write_whole(where, stacks)
         except Exception as e:  # whatever the storage raises, the process has to end
             os.write(2, f"warning: {where} was not written ({e})\n".encode())
+        what = f"no update, save or evaluation batch for {waited:.0f} s{self.who_is_late()}"
+        fix = f"look at the stacks, in {where}, then run the same command again to resume"
+        os.write(2, f"{Problem(what, fix)}\n".encode())
         leave_last(30)
         os._exit(config.HUNG)
 
@@ -364,10 +398,10 @@ class Watchdog:
         return f"; all wait for {name_ids(late)}" if len(late) < len(polls) else ""
 
 
-def is_compiling() -> bool:
-    """Whether the main thread is in the module of JAX that calls XLA's compiler."""
+def main_thread_is_in(files: re.Pattern) -> bool:
+    """Whether a function of one of these files is on the main thread's stack."""
     frame = sys._current_frames().get(threading.main_thread().ident)
-    while frame is not None and not frame.f_code.co_filename.endswith("jax/_src/compiler.py"):
+    while frame is not None and not files.search(frame.f_code.co_filename):
         frame = frame.f_back
     return frame is not None
 
@@ -377,8 +411,8 @@ def is_compiling() -> bool:
 
 @ctypes.CFUNCTYPE(None, ctypes.c_int)
 def aborted(number):
-    what = "JAX ended this process, because another one was lost or did not come"
-    fix = "look at its message above and at that process's log, then run the same command again"
+    what = "JAX aborted this process (its message is above), most often as another one was lost"
+    fix = "look at the other processes' logs, then run the same command again in every process"
     os.write(2, f"{Problem(what, fix)}\n".encode())
     os._exit(config.DISTRIBUTED)
 
@@ -386,8 +420,8 @@ def aborted(number):
 def exit_on_abort():
     """Exit with DISTRIBUTED where JAX aborts.
 
-    When process 0 is lost, a thread of JAX calls C's abort.  A handler of Python's signal module
-    would only run after it, so this one is C's.
+    When process 0 is lost, a thread of JAX calls abort.  A handler of Python's signal module would
+    wait for the main thread; this one is called in that thread.
     """
     ctypes.CDLL(None).signal(signal.SIGABRT, aborted)
 
@@ -401,8 +435,6 @@ def hide_late_errors(unraisable):
 
 # What the messages of errors contain after another process of the run is lost.
 LOST_PEER = r"Gloo|[Cc]onnection closed by peer|coordination service|heartbeat|[Bb]arrier"
-# Packages that raise only when storage still fails after their retries.
-STORAGE_PACKAGES = {"gcsfs", "aiohttp", "google", "requests"}
 
 
 def run_main(main, cfg: Config):
@@ -425,7 +457,7 @@ def run_main(main, cfg: Config):
             rows = "fewer rows at a time (in training, train.microbatches or train.grad_accum)"
             fix = f"use more devices, {rows}, or train.remat=layer; scripts/plan.py says what fits"
             exit_with(UserError(config.USAGE, f"a device's memory is too small: {reason}", fix))
-        if isinstance(e, OSError) or type(e).__module__.split(".")[0] in STORAGE_PACKAGES:
+        if is_storage_error(e):
             fix = f"free some space, or fix the storage or the permissions, then {again}"
             exit_with(UserError(config.STORAGE, f"storage failed: {reason}", fix))
         traceback.print_exc()

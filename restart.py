@@ -2,6 +2,7 @@
 may pass.  It does not import jax."""
 
 import ctypes
+import json
 import os
 import signal
 import subprocess
@@ -28,8 +29,24 @@ def is_parent(cfg: Config) -> bool:
     return cfg.run.restarts > 0 and not cfg.eval_only and LAST_END not in os.environ
 
 
-def newest_checkpoint(cfg: Config) -> int:
-    """The number of the run's newest complete checkpoint, -1 without one."""
+def run_id(cfg: Config) -> str | None:
+    """What tells the run in the run directory from one that --fresh has moved away."""
+    try:
+        return json.loads((run_path(cfg) / "config.json").read_text())["run_id"]
+    except Exception:  # none, damaged, or storage that does not answer, which training reports
+        return None
+
+
+def newest_checkpoint(cfg: Config, known: int = -1) -> int:
+    """The number of the run's newest complete checkpoint, `known` where it cannot be looked up."""
+    try:
+        return find_newest(cfg)
+    except Exception as e:  # many types; storage may be just what training is restarted for
+        say(f"cannot look for checkpoints ({type(e).__name__}: {str(e)[:200]})")
+        return known
+
+
+def find_newest(cfg: Config) -> int:
     folder = run_path(cfg) / "checkpoints"
     found = [path for path in folder.iterdir() if path.name.isdigit()] if folder.exists() else []
     if is_remote(folder):  # there orbax writes this file last; locally it renames the folder
@@ -56,9 +73,8 @@ class Child:
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(number)
 
-    def run(self, last_end: str) -> int:
+    def run(self, words: list[str], last_end: str) -> int:
         """Its exit code, or minus the signal that has ended it."""
-        words = [word for word in sys.argv if not last_end or word != "--fresh"]
         env = os.environ | {LAST_END: last_end}
         options = dict(env=env, start_new_session=True, preexec_fn=end_with_parent)
         self.process = subprocess.Popen([sys.executable, *words], **options)
@@ -74,15 +90,20 @@ def supervise(cfg: Config) -> int:
     itself was not told to stop, at most run.restarts times in a row without a new checkpoint.
     """
     child, tries, newest, last_end = Child(), 0, newest_checkpoint(cfg), ""
+    old_run, words = run_id(cfg), list(sys.argv)
     while True:
-        code = child.run(last_end)
+        code = child.run(words, last_end)
+        if "--fresh" in words and run_id(cfg) not in (None, old_run):  # the old run is moved
+            words.remove("--fresh")
         last_end = f"exit code {code}, {REASONS[code]}" if code in REASONS else ""
         if code < 0:
             last_end = f"signal {signal.Signals(-code).name}"
+        if child.told and code in (-signal.SIGTERM, -signal.SIGINT):  # before it could notice
+            return INTERRUPTED
         code = 128 - code if code < 0 else code
         if not last_end or child.told:
             return code
-        before, newest = newest, newest_checkpoint(cfg)
+        before, newest = newest, newest_checkpoint(cfg, newest)
         tries = 1 if newest > before else tries + 1
         say(f"training ended with {last_end}; the newest checkpoint is {newest}")
         if tries > cfg.run.restarts:

@@ -95,7 +95,13 @@ def prepare_run(path: epath.Path, cfg: Config, source, lock) -> FileLock | Lease
         if not record.exists():
             write_record(path, cfg, source)
         return lock
+    except UserError:
+        if lock is not None:
+            lock.release()
+        raise
     except OSError as e:
+        if lock is not None:
+            lock.release()
         what = f"cannot write to {path}: {e.strerror or e}"
         fix = "choose a --run.dir that this user can write to"
         raise UserError(config.STORAGE, what, fix) from None
@@ -105,8 +111,8 @@ def check_is_run(path: epath.Path):
     """Raises UserError USAGE where the folder has files, and they are not a run's."""
     if not path.exists() or (path / "config.json").exists():  # object stores have no empty folders
         return
-    # A run that was killed while it started leaves its lock, and perhaps config.json.part.
-    left_by_start = ("lock", "config.json.part")
+    # A run that was killed or hung while it started leaves its lock, and perhaps one of the others.
+    left_by_start = ("lock", "config.json.part", "crash")
     others = [file.name for file in path.iterdir() if file.name not in left_by_start]
     if others:
         what = f"{path} is not a run directory: it holds {others[0]!r} and no config.json"
@@ -237,10 +243,10 @@ def record_start(path: epath.Path, cfg: Config, source, step: int):
     old, history = read_record(path), read_history(path)
     new = json.loads(run_record(cfg, source.fingerprint, ""))
     found = changes(old, new, step)
-    if history:  # otherwise nothing has been trained: it is new, or imported
+    if history or step:  # otherwise nothing has been trained: it is new, or imported
         check_changes(found, cfg)
-        if "end" not in history[-1]:
-            history[-1]["end"] = os.environ.get(LAST_END) or "not known: killed, or its host lost"
+    if history and "end" not in history[-1]:
+        history[-1]["end"] = os.environ.get(LAST_END) or "not known: killed, or ended at once"
     write_record(path, cfg, source)
     for group, names in found.items():
         for name, (before, value) in names.items():
@@ -253,7 +259,10 @@ def record_start(path: epath.Path, cfg: Config, source, step: int):
 
 def record_end(path: epath.Path, end: str):
     """Note why the run of this process ends, if it has trained."""
-    history = read_history(path)
-    if history and history[-1].get("id") == START and "end" not in history[-1]:
-        history[-1]["end"] = end
-        write_history(path, history)
+    try:
+        history = read_history(path)
+        if history and history[-1].get("id") == START and "end" not in history[-1]:
+            history[-1]["end"] = end
+            write_history(path, history)
+    except Exception as e:  # must not hide why the run ends
+        warn(f"{path / 'history.jsonl'} was not written ({type(e).__name__}: {str(e)[:200]})")

@@ -276,8 +276,9 @@ def evaluate(params, data: Dataset, step: int, cfg: Config, stop=None) -> dict |
     total = tokens = 0
     no_bar = None if utils.is_lead() else True  # None: no bar where stderr is not a terminal
     bar = dict(desc="evaluate", unit="batch", leave=False, disable=no_bar)
-    for i in tqdm(data.eval_indices(step), **bar):
-        if stop is not None and stop.agree_to_stop(data.eval_error(i)):
+    indices = data.eval_indices(step)
+    for k, i in enumerate(tqdm(indices, **bar)):
+        if stop is not None and stop.agree_to_stop(data.eval_error(indices[k:])):
             return None
         nll, n, _ = utils.wait_for(eval_step(params, *data.eval_batch(i), cfg))
         total, tokens = total + float(nll), tokens + int(n)
@@ -320,9 +321,10 @@ def compile_step(cfg: Config):
 def save(store, step: int, state: State, last: bool, log: MetricsLog, stop):
     """Save the state; for the last time, return only when it is complete."""
     items, loss = checkpoint_items(state), log.eval_losses.get(step)
-    while not store.save(step, items, loss, last) and last:
-        time.sleep(max(0, store.retry_at - time.monotonic()))
-        stop.agree_to_stop()  # so that the Watchdog sees that the run goes on
+    while not (saved := store.save(step, items, loss, last)) and last:
+        time.sleep(1)
+        stop.poll()  # so that the Watchdog sees that the run goes on
+    stop.saves = stop.saves and not saved  # what a signal asked for is done when it can be
 
 
 def train_loop(run, store, state: State, train: Dataset, val: Dataset, stop, cfg: Config):
@@ -344,12 +346,13 @@ def train_loop(run, store, state: State, train: Dataset, val: Dataset, stop, cfg
         wants_sample = cfg.train.sample_every > 0 and step not in log.sampled_steps
         if wants_sample and is_due(step, cfg.train.sample_every, cfg):
             log.add_sample(log.run_untimed(sample_row, state.params, step, cfg, train))
-        last = step == cfg.train.steps or stop.agree_to_stop(train.batch_error(step))
-        is_late = store.is_late(cfg.checkpoint.every, cfg.checkpoint.minutes)
-        if is_late and utils.is_lead():
+        c, last = cfg.checkpoint, step == cfg.train.steps
+        last = last or stop.agree_to_stop(train.batch_error(step), updates=True)
+        if store.is_late(c.every, c.minutes) and utils.is_lead():
             stop.ask_to_save()
-        saves = [stop.agree_to_save(step), is_due(step, cfg.checkpoint.every, cfg), last]
-        if any(saves) or (evaluates and cfg.checkpoint.best):
+        if evaluates and c.best:
+            store.finish()  # so that this one is not skipped
+        if last or stop.saves or is_due(step, c.every, cfg) or (evaluates and c.best):
             log.run_untimed(save, store, step, state, last, log, stop)
         if last:
             break

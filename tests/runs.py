@@ -93,7 +93,7 @@ def copy_run(reference: Path, base: Config, name: str, **sections) -> tuple[Conf
     return cfg, run
 
 
-def start_two(first: Config, second: Config | None = None, cwd=(None, None)):
+def start_two(first: Config, second: Config | None = None, cwd=(None, None), n_processes=2):
     """train.py in two processes, each with half of the mesh."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -101,7 +101,7 @@ def start_two(first: Config, second: Config | None = None, cwd=(None, None)):
     env = {k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"}
     both = []
     for n, cfg in enumerate((first, second or first)):
-        shared = dict(coordinator=f"127.0.0.1:{port}", num_processes=2, process_id=n)
+        shared = dict(coordinator=f"127.0.0.1:{port}", num_processes=n_processes, process_id=n)
         both.append(start(replace(cfg, run=replace(cfg.run, **shared)), env=env, cwd=cwd[n]))
     return both
 

@@ -7,11 +7,23 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from runs import finish, flags, losses, new_run, rows, start, start_two, wait_for_step
+from runs import (
+    copy_run,
+    finish,
+    flags,
+    losses,
+    new_run,
+    rows,
+    start,
+    start_two,
+    wait_for_step,
+)
 
 import checkpoint
 import files
@@ -59,6 +71,40 @@ def test_a_killed_run_comes_back_and_changes_no_bit(base, reference):
     assert code == 0 and len(re.findall(r"restart: training ended with signal SIGKILL", err)) == 2
     assert losses(run) == losses(reference)
     assert rows(run, "eval") == rows(reference, "eval")
+
+
+def test_fresh_moves_the_old_run_once(base, reference):
+    """The first start is killed before it has moved the old run, the second after it."""
+    sections = dict(train=dict(steps=100_000), run=dict(restarts=5), mesh=SINGLE)
+    cfg, run = copy_run(reference, base, "fresh_again", **sections)
+    parent = start(cfg, "--fresh")
+    children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
+    wait_until(lambda: children.read_text().strip(), parent)
+    os.kill(int(children.read_text()), signal.SIGKILL)
+    wait_until(run.with_name("fresh_again.old").exists, parent)
+    wait_for_step(parent, run, 3)
+    child = training_process(run)
+    os.kill(child, signal.SIGKILL)
+    wait_until(lambda: training_process(run) not in (0, child), parent)
+    wait_until(lambda: len(history(run)) == 2, parent)
+    parent.send_signal(signal.SIGTERM)
+    assert finish(parent)[0] == INTERRUPTED
+    assert losses(run.with_name("fresh_again.old")) == losses(reference)
+    assert not run.with_name("fresh_again.old.2").exists()
+
+
+def history(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
+
+
+def test_a_signal_that_reaches_parent_and_child_counts_once(base):
+    cfg, run = new_run(base, "both_told", train=ENDLESS, run=dict(restarts=5), mesh=SINGLE)
+    parent = start(cfg)
+    wait_for_step(parent, run, 3)
+    os.kill(training_process(run), signal.SIGTERM)
+    parent.send_signal(signal.SIGTERM)
+    assert finish(parent)[0] == INTERRUPTED
+    assert max(saved(run)) == len(rows(run)) >= 3
 
 
 def test_what_will_not_pass_is_not_tried_again(base, tmp_path):
@@ -142,16 +188,18 @@ def test_saves_by_the_clock(base, minutes):
     took = time.monotonic() - began
     process.kill()
     finish(process)
-    assert (3 * 1.2 < took < 12) if minutes else took < 5
+    assert (2.5 < took < 30) if minutes else took < 2.5
 
 
 def test_the_two_best_are_kept_too(base, reference):
     sections = dict(train=dict(steps=30, eval_every=5), optim=dict(lr=0.5, clip_norm=1e9))
     cfg, run = new_run(base, "best", mesh=SINGLE, checkpoint=dict(best=True, every=7), **sections)
     train.main(cfg)
+    worse = dict(run=replace(cfg.run, accept=("optim.lr",)), optim=replace(cfg.optim, lr=3.0))
+    train.main(replace(cfg, train=replace(cfg.train, steps=40), **worse))
     scores = {step: row["loss"] for step, row in rows(run, "eval").items()}
     best = sorted(scores, key=scores.get)[:2]
-    assert saved(run) == {*best, 28, 30} and not {*best} <= {28, 30}, scores
+    assert saved(run) == {*best, 35, 40} and not {*best} & {35, 40}, scores
 
 
 # ---- storage that fails
@@ -168,26 +216,30 @@ def start_on_small_disk(cfg, folder: Path, megabytes: int) -> subprocess.Popen:
 
 @pytest.mark.parametrize("recovers", [True, False])
 def test_a_full_disk_is_waited_for(base, tmp_path, recovers):
-    sections = dict(checkpoint=dict(every=200, patience=600 if recovers else 6), mesh=SINGLE)
+    sections = dict(checkpoint=dict(every=10, patience=600 if recovers else 8), mesh=SINGLE)
     sections |= dict(train=ENDLESS, run=dict(dir=str(tmp_path)))
     cfg, _ = new_run(base, "full", **sections)
     process = start_on_small_disk(cfg, tmp_path, megabytes=40)
     inside = Path(f"/proc/{process.pid}/root{tmp_path}")
     run = inside / "full"
     wait_for_step(process, run, 3)
-    free = os.statvfs(inside).f_bavail * os.statvfs(inside).f_frsize
-    (inside / "ballast").write_bytes(bytes(free - 300_000))
-    before = len(rows(run))
+    with (inside / "ballast").open("wb", buffering=0) as ballast, suppress(OSError):
+        while True:  # until not one byte is left
+            ballast.write(bytes(4096))
+    before = len((run / "metrics.jsonl").read_text().splitlines())
     if recovers:
-        wait_until(lambda: len(rows(run)) > before + 400, process)
+        time.sleep(6)
         failed_at = max(saved(run))
         (inside / "ballast").unlink()
-        wait_until(lambda: max(saved(run)) > max(failed_at, before + 400), process)
+        wait_until(lambda: max(saved(run)) > max(failed_at, before) + 20, process)
+        table = rows(run)  # none is missing
+        assert len(table) > before + 20
+        wait_until(lambda: not [*inside.glob("full/checkpoints/*tmp*")], process)
         process.send_signal(signal.SIGTERM)
     code, _, err = finish(process)
     assert code == (INTERRUPTED if recovers else STORAGE), err
     assert "the next try is in 5 s" in err and "Traceback" not in err
-    assert not [*inside.glob("full/checkpoints/*tmp*")] or not recovers
+    assert "metrics.jsonl was not written (OSError" in err
 
 
 def test_a_save_that_is_not_complete_is_not_waited_for(base, tmp_path, capsys, monkeypatch):

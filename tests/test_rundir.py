@@ -145,4 +145,4 @@ def test_the_history_says_why_the_last_start_ended(base):
     cfg = replace(cfg, data=replace(cfg.data, train="nowhere"))
     assert refusal(cfg).code == config.DATA  # no start: it has not trained
     ends = [line.get("end") for line in history(run)]
-    assert ends == ["not known: killed, or its host lost", "exit code 75"]
+    assert ends == ["not known: killed, or ended at once", "exit code 75"]

@@ -157,8 +157,8 @@ class StopAt(processes.Stop):
         super().__init__()
         self.n = n
 
-    def agree_to_stop(self, error=None) -> bool:
-        super().agree_to_stop(error)
+    def agree_to_stop(self, error=None, updates=False) -> bool:
+        super().agree_to_stop(error, updates)
         return self.polls >= self.n
 
 
