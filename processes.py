@@ -53,7 +53,7 @@ def start_processes(cfg: Config):
         exit_on_abort()
         if r.process_id == 0:
             family, (ip, port, *_) = listening_address(r.coordinator)
-            ip = f"[{ip}]" if family == socket.AF_INET6 else ip or "0.0.0.0"
+            ip = f"[{ip}]" if family == socket.AF_INET6 else ip
             options["coordinator_bind_address"] = f"{ip}:{port}"
         try:
             jax.distributed.initialize(r.coordinator, r.num_processes, r.process_id, **options)
@@ -104,14 +104,20 @@ def meet(r: Run):
 
 
 def listening_address(coordinator: str) -> tuple[int, tuple]:
-    """(address family, address) where process 0 listens: the named one, or all of this host where
-    the name stands for the host itself (127.0.1.1 on Debian), which the others cannot reach."""
+    """(address family, address) where process 0 listens: the named one, and all of this host's
+    where that is 127.0.1.1, which Debian gives the host's own name and which the others cannot
+    reach, or an address that is passed on to this host."""
     host, port = coordinator.rsplit(":", 1)
     found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     family, _, _, _, address = found[0]
-    if address[0] == "127.0.1.1":
-        return family, ("", *address[1:])
-    return family, address
+    with socket.socket(family) as probe:
+        try:
+            probe.bind((address[0], 0))
+            is_ours = address[0] != "127.0.1.1"
+        except OSError:
+            is_ours = False
+    anywhere = "::" if family == socket.AF_INET6 else "0.0.0.0"
+    return family, address if is_ours else (anywhere, *address[1:])
 
 
 def wait_for_greeting(server: socket.socket, r: Run, greeted: dict, deadline: float):
@@ -134,7 +140,7 @@ def wait_for_greeting(server: socket.socket, r: Run, greeted: dict, deadline: fl
     if word != "trifold":
         connection.close()
         return
-    came_twice = n in greeted and not has_hung_up(greeted[n])
+    came_twice = n in greeted and not is_closed(greeted[n])
     if count != r.num_processes or not 0 < n < count or came_twice:
         what = f"a process came with run.process_id={n} and run.num_processes={count}"
         what += f", and process 0 has run.num_processes={r.num_processes}"
@@ -145,7 +151,8 @@ def wait_for_greeting(server: socket.socket, r: Run, greeted: dict, deadline: fl
     greeted[n] = connection
 
 
-def has_hung_up(connection: socket.socket) -> bool:
+def is_closed(connection: socket.socket) -> bool:
+    """Whether the process at the other end has closed it, or is gone."""
     connection.setblocking(False)
     try:
         return connection.recv(1, socket.MSG_PEEK) == b""
@@ -170,7 +177,7 @@ def greet_process_0(r: Run, address: tuple[str, int], deadline: float):
             if answer:
                 code, what, fix = json.loads(answer)
                 raise UserError(code, what, fix)
-            reason = "it hung up"
+            reason = "it closed the connection"
         except (OSError, ValueError) as e:  # not there yet, or an earlier run's process 0
             reason = e
         if time.monotonic() > deadline:
@@ -434,7 +441,9 @@ def hide_late_errors(unraisable):
 
 
 # What the messages of errors contain after another process of the run is lost.
-LOST_PEER = r"Gloo|[Cc]onnection closed by peer|coordination service|heartbeat|[Bb]arrier"
+LOST_PEER = (
+    r"Gloo|[Cc]onnection closed by peer|coordination service|heartbeat|[Bb]arrier|UNAVAILABLE"
+)
 
 
 def run_main(main, cfg: Config):

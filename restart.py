@@ -104,7 +104,7 @@ def supervise(cfg: Config) -> int:
         if not last_end or child.told:
             return code
         before, newest = newest, newest_checkpoint(cfg, newest)
-        tries = 1 if newest > before else tries + 1
+        tries = 1 if newest != before else tries + 1
         say(f"training ended with {last_end}; the newest checkpoint is {newest}")
         if tries > cfg.run.restarts:
             say(f"it was started again {cfg.run.restarts} times without a new one: giving up")

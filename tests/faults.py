@@ -3,7 +3,7 @@
     python tests/faults.py --minutes 30 --seed 7
 
 Each row of ROWS makes one random case at a time and raises where a promise is broken: work that is
-lost beyond the last checkpoint, a damage that nobody notices, a traceback, another exit code than
+lost beyond the last checkpoint, a damage that is not noticed, a traceback, another exit code than
 those of docs/running.md.  The seed and the case are printed then, and the exit code is 1.
 """
 

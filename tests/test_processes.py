@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -77,6 +78,15 @@ def test_data_that_vanish_under_a_run_end_it_with_a_checkpoint(base, corpus, tmp
     assert code == DATA and word in err and "Traceback" not in err
     saved = max(int(p.name) for p in (run / "checkpoints").iterdir())
     assert saved >= 7 and len(rows(run)) == saved
+
+
+@pytest.mark.parametrize("coordinator, address", [
+    ("127.0.0.1:1234", (socket.AF_INET, ("127.0.0.1", 1234))),
+    ("127.0.1.1:1234", (socket.AF_INET, ("0.0.0.0", 1234))),
+    ("192.0.2.1:1234", (socket.AF_INET, ("0.0.0.0", 1234))),  # of documents, no host's
+])  # fmt: skip
+def test_process_0_listens_at_its_name_or_where_it_can_be_reached(coordinator, address):
+    assert processes.listening_address(coordinator) == address
 
 
 # ---- several processes
