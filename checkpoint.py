@@ -173,6 +173,8 @@ class Checkpoints:
         self.open_manager()
 
     def open_manager(self):
+        if not is_remote(self.path):
+            run_on_lead(self.move_pipes)
         if self.keep == 0:
             options = ocp.CheckpointManagerOptions(read_only=True)
         else:
@@ -184,6 +186,23 @@ class Checkpoints:
             policy = checkpoint_managers.AnyPreservationPolicy(kept)
             options = ocp.CheckpointManagerOptions(preservation_policy=policy, create=True, **track)
         self.manager = ocp.CheckpointManager(self.path, options=options)
+
+    def move_pipes(self):
+        """Move checkpoints to damaged/ whose metadata are a pipe or the like: orbax reads those of
+        all checkpoints when it is opened, and would wait for ever."""
+        for path in self.path.glob("*/_CHECKPOINT_METADATA"):
+            if not stat.S_ISREG(os.lstat(path).st_mode):
+                self.refuse_if_reader(path.parent.name)
+                moved_to = free_name(self.run / "damaged" / path.parent.name)
+                move_folder(path.parent, moved_to)
+                warn(f"checkpoint {path.parent.name}: {path.name} is no file; moved to {moved_to}")
+
+    def refuse_if_reader(self, name: str):
+        """With keep=0, raise UserError CHECKPOINT instead of moving a damaged checkpoint."""
+        if self.keep == 0:
+            what = f"checkpoint {self.path / name} is damaged"
+            fix = "resume its run: it continues from the checkpoint before this one"
+            raise UserError(config.CHECKPOINT, what, fix)
 
     def restore(self, abstract: dict, step: int = -1):
         """Return the newest checkpoint that passes verification, or None if the run has no rows in
@@ -302,10 +321,7 @@ class Checkpoints:
         """Move checkpoint `step` to damaged/ and return its new path.  If it stayed, orbax would
         refuse to save that step again, or an earlier one.  With keep=0, raises UserError
         CHECKPOINT."""
-        if self.keep == 0:
-            what = f"checkpoint {self.path / str(step)} is damaged"
-            fix = "resume its run: it continues from the checkpoint before this one"
-            raise UserError(config.CHECKPOINT, what, fix)
+        self.refuse_if_reader(str(step))
         moved_to = free_name(self.run / "damaged" / str(step))
         self.manager.close()
         run_on_lead(move_folder, self.path / str(step), moved_to)

@@ -204,7 +204,7 @@ def test_junk_beside_the_checkpoints_is_not_restored(copy, junk):
 
 
 @pytest.mark.usefixtures("time_limit")
-@pytest.mark.parametrize("change", ["rename", "copy", "swap", "pipe"])
+@pytest.mark.parametrize("change", ["rename", "copy", "swap", "pipe", "pipe of metadata"])
 def test_a_checkpoint_under_another_name_is_damaged(copy, change):
     """A folder that was renamed, copied or swapped, or that holds a pipe, is moved away; the newest
     that is left is restored."""
@@ -217,8 +217,11 @@ def test_a_checkpoint_under_another_name_is_damaged(copy, change):
     elif change == "swap":
         for old, new in [("20", "x"), ("10", "20"), ("x", "10")]:
             (where / old).rename(where / new)
-    else:
+    elif change == "pipe":
         os.mkfifo(where / "20" / "params" / "pipe")
+    else:
+        (where / "20" / "_CHECKPOINT_METADATA").unlink()
+        os.mkfifo(where / "20" / "_CHECKPOINT_METADATA")
     if change == "swap":
         with pytest.raises(UserError, match="20 .it is checkpoint 10 under another name"):
             restore(run, cfg)
@@ -226,7 +229,7 @@ def test_a_checkpoint_under_another_name_is_damaged(copy, change):
     step, found = restore(run, cfg)
     assert step == (20 if change == "copy" else 10)
     assert_restored(found, states[step])
-    assert (run / "damaged" / ("20" if change == "pipe" else "60")).exists()
+    assert (run / "damaged" / ("20" if "pipe" in change else "60")).exists()
 
 
 def test_a_run_without_a_usable_checkpoint_does_not_start_over(copy):
