@@ -169,7 +169,7 @@ class Checkpoints:
         self.failed = []
         """The steps whose saves have failed since one was complete."""
         self.warned_of = None
-        """The step for whose sake a save was skipped last."""
+        """The step that was being written when a save was last skipped."""
         self.open_manager()
 
     def open_manager(self):
@@ -409,7 +409,7 @@ class Checkpoints:
         counts the checkpoint that failed as saved."""
         try:
             yield
-        except Exception as e:
+        except Exception as e:  # orbax raises many types for storage; others are bugs
             if not (isinstance(e, ValueError | RuntimeError) or is_storage_error(e)):
                 raise
             step, self.writing, now = self.writing, None, time.monotonic()

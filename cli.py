@@ -103,8 +103,8 @@ def value_flags(section: str, field: str, value) -> list[str]:
     name = f"{section}.{field}"
     default = getattr(getattr(Config(), section), field, None)
     is_text = isinstance(value, str)
-    if name == "run.accept":
-        return []  # to_json leaves it empty
+    if isinstance(value, list) and name == "run.accept":
+        return [f"--{name}", *map(str, value)]
     if isinstance(value, list) and isinstance(default, tuple):
         return [f"--{name}", *(str(int(str(x))) for x in value)]  # int(1.5) would round
     # tyro refuses unknown fields, and suggests known ones.

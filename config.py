@@ -44,7 +44,7 @@ class Run:
     """Seconds without an update, save or evaluation batch that end the run with exit code 9.
     The stacks of all threads are then in crash/ in the run directory.
     0 takes 20 times the slowest recent update, and at least 300.
-    The start, and whatever compiles, may take 12 times as long."""
+    The start, compiling, and waiting for a save may take 12 times as long."""
 
 
 @dataclass(frozen=True)

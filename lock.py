@@ -20,10 +20,6 @@ from config import Config, UserError
 from files import is_remote, run_path
 
 
-def say(text: str):
-    print(text, flush=True)
-
-
 def warn(text: str):
     print(f"warning: {text}", file=sys.stderr, flush=True)
 
@@ -79,13 +75,10 @@ class BucketFile:
         url = self.fs.base.replace("/storage/", "/upload/storage/", 1) + "b/{}/o"
         query = dict(uploadType="media", name=self.name, ifGenerationMatch=generation)
         try:
-            about = self.fs.call(
-                "POST", url, self.bucket, data=text.encode(), json_out=True, **query
-            )
+            about = self.fs.call("POST", url, self.bucket, data=text, json_out=True, **query)
             return about["generation"]
         except FileExistsError:  # what gcsfs makes of 412, Precondition Failed
-            pass
-        return None
+            return None
 
     def remove(self, generation: str):
         self.fs.call("DELETE", "b/{}/o/{}", self.bucket, self.name, ifGenerationMatch=generation)
@@ -112,7 +105,8 @@ class Lease:
         patience, (before, owner) = 3 * self.renew_every, self.file.read()
         if before == "0":
             return before
-        say(f"waiting {patience:.0f} s for the lease of an earlier run to expire: {owner}")
+        what = f"waiting {patience:.0f} s for the lease of an earlier run to expire: {owner}"
+        print(what, flush=True)
         deadline = time.monotonic() + patience
         while time.monotonic() < deadline:
             time.sleep(self.renew_every / 5)
@@ -128,7 +122,8 @@ class Lease:
         text = json.dumps(self.owner | dict(beat=beat))
         if written := self.file.write(text, generation):
             return written
-        found, there = self.file.read()  # after an answer that was lost it is our own
+        # If the answer to our last write was lost, the lease is still ours, of another generation.
+        found, there = self.file.read()
         return self.file.write(text, found) if self.owner["id"] in there else None
 
     def renew_until_released(self):

@@ -53,17 +53,20 @@ class RowFile:
 
     def add(self, row: dict):
         self.unwritten += f"{json.dumps(row, allow_nan=False)}\n".encode()
-        self.attempt(self.append)
+        if is_remote(self.path):
+            self.append()
+        else:
+            self.attempt(self.append)
 
     def append(self):
-        if self.local_path.exists() and self.local_path.stat().length > self.size:
-            os.truncate(self.local_path, self.size)  # a part that a full disk took
+        if self.failing_since is not None and self.local_path.exists():
+            os.truncate(self.local_path, self.size)  # without the part that a full disk took
         with self.local_path.open("ab") as f:
             f.write(self.unwritten)
         self.size, self.unwritten = self.size + len(self.unwritten), b""
 
     def upload(self):
-        """Bring the file on an object store up to date."""
+        """Bring a file on an object store up to date."""
         if is_remote(self.path) and self.local_path.exists():
             self.attempt(lambda: self.path.write_text(self.local_path.read_text()))
 
@@ -73,20 +76,23 @@ class RowFile:
         try:
             f()
             self.failing_since = None
-        except Exception as e:
-            now = time.monotonic()
+        except Exception as e:  # of many types, from which is_storage_error chooses
+            if not is_storage_error(e):
+                raise
             if self.failing_since is None:
-                self.failing_since = now
+                self.failing_since = time.monotonic()
                 warn(f"{self.path} was not written ({type(e).__name__}: {str(e)[:200]})")
-            if not is_storage_error(e) or now - self.failing_since >= self.patience:
+            if time.monotonic() - self.failing_since >= self.patience:
                 raise
 
     def close(self):
-        """Return once all rows are written."""
-        while self.unwritten or self.failing_since is not None:
-            self.attempt(self.append)
-            self.upload()
-            time.sleep(1 if self.failing_since is not None else 0)
+        """Return once all rows are written.  Raises what `attempt` raises."""
+        while self.failing_since is not None:
+            time.sleep(1)
+            if is_remote(self.path):
+                self.upload()
+            else:
+                self.attempt(self.append)
 
 
 def read_lines(path: epath.Path, step: int) -> list[str]:
@@ -313,8 +319,8 @@ class MetricsLog:
         self.write(dict(kind="eval", step=step) | result)
         print_eval(step, result)
         if is_lead():
-            # The last figures, of 2 MB of pixels each: they are cycles, and cli.start lets the
-            # collector run seldom.
+            # Frees the figures of the last evaluation, each with 2 MB of pixels.  They refer to
+            # themselves, and with the thresholds of cli.start the collector seldom runs.
             gc.collect(1)
             try:
                 draw_loss(self.run / "loss.png", self.train_losses, self.eval_losses)

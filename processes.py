@@ -178,7 +178,7 @@ def greet_process_0(r: Run, address: tuple[str, int], deadline: float):
                 code, what, fix = json.loads(answer)
                 raise UserError(code, what, fix)
             reason = "it closed the connection"
-        except (OSError, ValueError) as e:  # not there yet, or an earlier run's process 0
+        except (OSError, ValueError, TypeError) as e:  # not there yet, or an earlier run's
             reason = e
         if time.monotonic() > deadline:
             what = f"no process 0 at run.coordinator={r.coordinator} after {r.start_timeout} s"
@@ -247,14 +247,18 @@ def compare_data(fingerprints: dict[str, str]):
 # ---- stopping
 
 
+NOTICE = 3
+"""Polls from the one at which a process asks for something to the one at which all do it."""
+
+
 class Stop:
     """Notices SIGTERM and Ctrl-C, which ask the run to save and exit; a second one exits at once.
     SIGUSR1 asks it to save.
 
-    All processes stop and save after the same update.  One that is asked to writes a number of a
-    poll, three later than its own, into the store, and all look there at each poll.  That is in
-    time: an update needs the devices of every process, so none polls twice more before all have
-    started the update after this poll.
+    All processes stop and save after the same update.  Each polls once for every update.  One that
+    is asked to stop writes into the store the number of the poll NOTICE after its own, and all look
+    there at each poll.  That is in time: an update needs the devices of every process, so none can
+    be NOTICE polls ahead of another.
     """
 
     TOGETHER = 2.0
@@ -271,7 +275,7 @@ class Stop:
         """What all have agreed on; saves until it is done."""
         self.polls, self.last_poll, self.last_update = 0, time.monotonic(), None
         self.seconds = deque(maxlen=20)
-        """That the last updates took."""
+        """How long the last updates took."""
         signal.signal(signal.SIGUSR1, self.ask_to_save)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.handle)
@@ -298,12 +302,16 @@ class Stop:
         """Note that this process goes on, and take part in the agreement.  All processes make the
         same polls: one for each update and each batch of an evaluation."""
         self.polls, self.last_poll = self.polls + 1, time.monotonic()
-        wanted = dict(stop=self.wants_stop, save=self.wants_save)
-        self.wants_stop = self.wants_save = False
-        asked = {what for what in wanted if wanted[what]}
+        asked = set()
+        if self.wants_stop:  # reset only where it was seen: a signal may come at any line
+            self.wants_stop = False
+            asked.add("stop")
+        if self.wants_save:
+            self.wants_save = False
+            asked.add("save")
         if len(process_ids()) > 1:
             for what in asked:
-                key = f"trifold/asked/{self.polls + 3}/{what}/{process_id()}"
+                key = f"trifold/asked/{self.polls + NOTICE}/{what}/{process_id()}"
                 shared_store().key_value_set(key, "")
             found = shared_store().key_value_dir_get(f"trifold/asked/{self.polls}/")
             asked = {key.split("/")[-2] for key, _ in found}
@@ -313,8 +321,8 @@ class Stop:
     def agree_to_stop(self, error: BaseException | None = None, updates: bool = False) -> bool:
         """Poll, and return whether to stop now, the same in every process.
 
-        error: why this process has to stop soon; with several processes it has to be known three
-        polls before.  updates: this poll comes once for each update.
+        error: why this process cannot go on; with several processes it has to be known NOTICE polls
+        before.  updates: this poll comes once for each update.
         """
         if updates:
             before, self.last_update = self.last_update, time.monotonic()
@@ -472,7 +480,9 @@ def run_main(main, cfg: Config):
         traceback.print_exc()
         exit_with(None)
     finally:
-        if len(process_ids()) == 1:  # nothing is left to save, and Python's handlers end before it
+        # The run is over.  While Python ends it drops its handlers, and a signal would then kill
+        # it.
+        if len(process_ids()) == 1:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)
 

@@ -183,7 +183,7 @@ def group_of(name: str) -> str:
         return "same numbers"
     if section == "mesh" or name in ROUNDING or name.startswith("version of "):
         return "within rounding"
-    return "another training"
+    return "changes the training"
 
 
 def changes(old: dict, new: dict, step: int) -> dict[str, dict[str, list]]:
@@ -192,11 +192,11 @@ def changes(old: dict, new: dict, step: int) -> dict[str, dict[str, list]]:
     step: updates that the run has made.  Where they are all that it was to make, more train.steps
     change none of them.
     """
-    found = {group: {} for group in ("same numbers", "within rounding", "another training")}
+    found = {group: {} for group in ("same numbers", "within rounding", "changes the training")}
     there, here = record_facts(old), record_facts(new)
     for name, value in here.items():
         before = there.get(name)
-        if before is None or value is None or before == value:  # None: not known
+        if None in (before, value) or before == value:  # None: one of the records lacks it
             continue
         ended = name == "train.steps" and step >= before
         found["same numbers" if ended else group_of(name)][name] = [before, value]
@@ -204,14 +204,15 @@ def changes(old: dict, new: dict, step: int) -> dict[str, dict[str, list]]:
 
 
 def check_changes(found: dict, cfg: Config):
-    """Raises UserError CHECKPOINT for a change to another training that run.accept does not
-    name."""
+    """Raises UserError CHECKPOINT if something changes the training and run.accept does not name
+    it."""
     problems = []
-    for name, (before, value) in found["another training"].items():
+    for name, (before, value) in found["changes the training"].items():
         flag = name.removesuffix(" fingerprint")
         if flag not in cfg.run.accept:
-            what = f"{name} was {before} at this run's last start and is {value}: another training"
-            fix = f"give what it was, or --run.accept {flag}, or another --run.name"
+            what = f"{name} was {before} at this run's last start and is {value}"
+            what += ", which changes the training"
+            fix = f"give the old value, or --run.accept {flag}, or another --run.name"
             problems.append(Problem(what, fix))
     if problems:
         raise UserError(config.CHECKPOINT, problems=problems)

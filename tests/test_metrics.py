@@ -283,3 +283,21 @@ def test_a_panel_is_one_entry_in_a_table(tmp_path, monkeypatch, capsys):
     assert sent[1] == {"layers/norm/layer0": 1.0, "layers/norm/layer1": 2.0, "step": 1}
     log.add_evaluation(2, dict(loss=1.0, bits_per_byte=None, tokens=1))
     assert (tmp_path / "layers.txt").read_text() == "[1, 2]"
+
+
+@pytest.mark.usefixtures("time_limit")
+def test_rows_wait_for_storage_that_fails_for_a_while(tmp_path, monkeypatch, capsys):
+    """Where the folder does not exist yet, locally and as on an object store."""
+    for remote in (False, True):
+        monkeypatch.setattr(metrics, "is_remote", lambda path, remote=remote: remote)
+        path = epath.Path(tmp_path / f"{remote}" / "metrics.jsonl")
+        rows = metrics.RowFile(path, 0, patience=1.5)
+        for step in (1, 2):
+            rows.add(dict(step=step))
+            rows.upload()
+        assert capsys.readouterr().err.count("was not written (FileNotFoundError") == 1
+        with pytest.raises(FileNotFoundError):
+            rows.close()
+        path.parent.mkdir()
+        rows.close()
+        assert path.read_text() == '{"step": 1}\n{"step": 2}\n'

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import ROOT
 from runs import (
@@ -244,7 +245,7 @@ def test_a_full_disk_is_waited_for(base, tmp_path, recovers):
 
 def test_a_save_that_is_not_complete_is_not_waited_for(base, tmp_path, capsys, monkeypatch):
     store = checkpoint.Checkpoints(files.absolute_path(str(tmp_path)))
-    state = dict(params=dict(a=files.np.zeros(3, "float32")))
+    state = dict(params=dict(a=np.zeros(3, np.float32)))
     assert store.save(1, state)
     monkeypatch.setattr(store.manager, "is_saving_in_progress", lambda: True)
     assert not store.save(2, state)
