@@ -27,6 +27,7 @@ from jax.sharding import NamedSharding
 from config import DATA, STORAGE, Config, Problem, UserError, or_list
 from files import absolute_path, is_remote, leaves_folder, read_limited
 from model import TOKEN_SPEC
+from processes import NOTICE
 
 
 def data_error(what: str, fix: str) -> UserError:
@@ -443,9 +444,8 @@ def with_end_id(cfg: Config, source: Source) -> Config:
     return replace(cfg, data=replace(cfg.data, end_id=source.end_id))
 
 
-READ_AHEAD = 4
-"""Batches that are being read or wait for their update.  With several processes, one that cannot
-read a batch has to say so three updates before: see processes.Stop."""
+READ_AHEAD = 2 * NOTICE
+"""Batches that are being read or wait for their update."""
 
 
 class Dataset:
@@ -555,40 +555,38 @@ class Dataset:
         tokens = put(lambda index: np.maximum(read(index)[..., :-1], 0))
         return tokens, put(lambda index: read(index)[..., 1:])
 
-    def read_ahead(self, rows_of, numbers) -> Future:
-        """The batch of rows_of(numbers[0]), after starting to read those of all numbers."""
-        keys = [(rows_of.__name__, n) for n in numbers]
+    def read_ahead(self, rows_of, numbers) -> list[Future]:
+        """The batches of rows_of(n) for the first READ_AHEAD of these numbers n, which a thread
+        starts to read unless it already has."""
+        keys = [(rows_of.__name__, n) for n in numbers[:READ_AHEAD]]
         for key in set(self.reading) - set(keys):
             del self.reading[key]
         for key in keys:
             if key not in self.reading:
                 self.reading[key] = self.worker.submit(self.make_batch, rows_of(key[1]))
-        return self.reading[keys[0]]
+        return [self.reading[key] for key in keys]
 
-    def read_train(self, step: int) -> Future:
-        last = min(step + READ_AHEAD, self.cfg.train.steps)
-        return self.read_ahead(self.train_rows, range(step, max(last, step + 1)))
-
-    def read_eval(self, numbers: list[int]) -> Future:
-        return self.read_ahead(self.eval_rows, numbers[:READ_AHEAD])
+    def read_train(self, step: int) -> list[Future]:
+        return self.read_ahead(self.train_rows, range(step, max(self.cfg.train.steps, step + 1)))
 
     def batch(self, step: int):
         """The batch that update step + 1 trains on."""
-        return self.read_train(step).result()
+        return self.read_train(step)[0].result()
 
     def eval_batch(self, i: int):
         """Batch i of the set, from what eval_error has started to read if it is there."""
         found = self.reading.get((self.eval_rows.__name__, i))
-        return (found or self.read_eval([*range(i, self.n_eval_batches)])).result()
+        return (found or self.read_ahead(self.eval_rows, range(i, self.n_eval_batches))[0]).result()
 
     def batch_error(self, step: int) -> BaseException | None:
-        """What prevented the reading of `batch(step)`, which this waits for, or of a later one."""
-        return self.first_error(self.read_train(step))
+        """What prevented the reading of `batch(step)` or of one of the NOTICE batches after it."""
+        return first_error(self.read_train(step))
 
     def eval_error(self, numbers: list[int]) -> BaseException | None:
-        """Likewise for the batches of an evaluation, of which the first is next."""
-        return self.first_error(self.read_eval(numbers))
+        """Likewise for the batches of an evaluation."""
+        return first_error(self.read_ahead(self.eval_rows, numbers))
 
-    def first_error(self, next_batch: Future) -> BaseException | None:
-        futures = [x for x in self.reading.values() if x is next_batch or x.done()]
-        return next((x.exception() for x in futures if x.exception() is not None), None)
+
+def first_error(batches: list[Future]) -> BaseException | None:
+    errors = (batch.exception() for batch in batches[: NOTICE + 1])
+    return next((e for e in errors if e is not None), None)

@@ -296,6 +296,12 @@ def is_due(step: int, every: int, cfg: Config) -> bool:
     return step == cfg.train.steps or (step > 0 and every > 0 and step % every == 0)
 
 
+def next_evaluation(step: int, cfg: Config) -> int:
+    """The first step after `step` at which an evaluation is due."""
+    every = cfg.train.eval_every or cfg.train.steps
+    return min(cfg.train.steps, (step // every + 1) * every)
+
+
 def sample_row(params, step: int, cfg: Config, data: Dataset) -> dict:
     """A row of samples.jsonl: a new document, drawn with the same random numbers every time."""
     end = max(0, data.source.end_id)
@@ -347,7 +353,10 @@ def train_loop(run, store, state: State, train: Dataset, val: Dataset, stop, cfg
         if wants_sample and is_due(step, cfg.train.sample_every, cfg):
             log.add_sample(log.run_untimed(sample_row, state.params, step, cfg, train))
         c, last = cfg.checkpoint, step == cfg.train.steps
-        last = last or stop.agree_to_stop(train.batch_error(step), updates=True)
+        # An evaluation's batches too are read, and known to be there, before it begins.
+        numbers = val.eval_indices(next_evaluation(step, cfg))
+        error = train.batch_error(step) or val.eval_error(numbers)
+        last = last or stop.agree_to_stop(error, updates=True)
         if store.is_late(c.every, c.minutes) and utils.is_lead():
             stop.ask_to_save()
         if evaluates and c.best:
