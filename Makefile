@@ -2,16 +2,17 @@
 # make test: the tests, without the slow ones.   make test-full: all of them.
 # make test-faults MINUTES=30: random kills, damage and command lines, from a seed that is printed.
 # make test-interop: compare models with Hugging Face transformers, and plans with the TPU compiler.
+# make hashes: make requirements.txt anew after a change of requirements.in.
 # PYTHON is any Python from 3.11 on; everything is installed into .venv.
 
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-full test-faults test-interop lint
+.PHONY: demo test test-full test-faults test-interop lint hashes
 
 .venv/installed: requirements.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --disable-pip-version-check -r requirements.txt
+	$(BIN)/pip install --disable-pip-version-check --require-hashes -r requirements.txt
 	touch $@
 
 # JAX_PLATFORMS=cpu: eight fake CPU devices even if there is an accelerator.
@@ -42,7 +43,7 @@ test-faults: .venv/installed
 	$(BIN)/python tests/faults.py --minutes $(MINUTES)
 
 # transformers and libtpu are needed for nothing else, so they have a separate environment.
-.venv-interop/installed: tests/requirements-interop.txt requirements.txt
+.venv-interop/installed: tests/requirements-interop.txt requirements.in
 	$(PYTHON) -m venv .venv-interop
 	.venv-interop/bin/pip install --disable-pip-version-check -r tests/requirements-interop.txt
 	touch $@
@@ -55,3 +56,10 @@ test-interop: .venv-interop/installed
 lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+# With the hash of every file of each package, for all platforms and Pythons.
+hashes: export UV_CUSTOM_COMPILE_COMMAND := make hashes
+hashes: .venv/installed
+	$(BIN)/pip install --disable-pip-version-check uv==0.13.9
+	$(BIN)/uv pip compile --universal --python-version 3.11 --generate-hashes \
+		--output-file requirements.txt requirements.in

@@ -124,3 +124,20 @@ def test_every_dimension_letter_is_in_its_files_key(name):
     assert not missing
     for letter, meaning in key.items():
         assert meaning.startswith(COMMON.get(letter, "")), f"{letter}  {meaning}"
+
+
+# ---- requirements
+
+
+def pins(file: str) -> set[str]:
+    """The lines `name==version` of a file of requirements, without extras and conditions."""
+    found = re.findall(r"^([\w.-]+)(?:\[.*\])?==([^\s;]+)", (ROOT / file).read_text(), re.MULTILINE)
+    return {f"{name}=={version}" for name, version in found}
+
+
+def test_requirements_txt_has_all_of_requirements_in_with_hashes():
+    assert pins("requirements.in") <= pins("requirements.txt")
+    entries = re.split(r"\n(?=\S)", (ROOT / "requirements.txt").read_text())
+    entries = [entry for entry in entries if not entry.startswith("#")]
+    assert len(entries) == len(re.findall(r"^[\w.-]+==", "\n".join(entries), re.MULTILINE))
+    assert all("--hash=sha256:" in entry for entry in entries)
