@@ -352,6 +352,8 @@ class Watchdog:
 
     def __enter__(self):
         threading.Thread(target=self.watch, daemon=True).start()
+        if len(process_ids()) > 1:
+            threading.Thread(target=self.publish_polls, daemon=True).start()
 
     def __exit__(self, *_):
         self.ended.set()
@@ -368,17 +370,16 @@ class Watchdog:
             before, woken = woken, time.monotonic()
             if woken - before > 3 * interval + 5:  # this process or its machine stood still
                 self.stop.last_poll = woken
-            if len(process_ids()) > 1:
-                self.publish_polls()
             waited = time.monotonic() - self.stop.last_poll
             if waited > self.patience():
                 self.give_up(waited)
 
     def publish_polls(self):
-        key, value = f"trifold/polls/{process_id()}", str(self.stop.polls)
-        # It fails if process 0 is lost, which the main thread will notice.
-        with suppress(jax.errors.JaxRuntimeError):
-            shared_store().key_value_set(key, value, allow_overwrite=True)
+        key = f"trifold/polls/{process_id()}"
+        while not self.ended.wait(min(10, self.patience() / 10)):
+            # It fails if process 0 is lost, which the main thread will notice.
+            with suppress(jax.errors.JaxRuntimeError):
+                shared_store().key_value_set(key, str(self.stop.polls), allow_overwrite=True)
 
     def give_up(self, waited: float):
         threading.Timer(60, os._exit, [config.HUNG]).start()  # storage may be what hangs
@@ -394,7 +395,8 @@ class Watchdog:
             write_whole(where, stacks)
         except Exception as e:  # whatever the storage raises, the process has to end
             os.write(2, f"warning: {where} was not written ({e})\n".encode())
-        what = f"no update, save or evaluation batch for {waited:.0f} s{self.who_is_late()}"
+        late = within(10, self.who_is_late, "; process 0 does not answer")
+        what = f"no update, save or evaluation batch for {waited:.0f} s{late}"
         fix = f"look at the stacks, in {where}, then run the same command again to resume"
         os.write(2, f"{Problem(what, fix)}\n".encode())
         leave_last(30)
@@ -411,6 +413,16 @@ class Watchdog:
         polls = {int(key.rsplit("/", 1)[1]): int(value) for key, value in found}
         late = [n for n in polls if polls[n] == min(polls.values())]
         return f"; all wait for {name_ids(late)}" if len(late) < len(polls) else ""
+
+
+def within(seconds: float, f, otherwise=None):
+    """f(), or `otherwise` where that takes longer.  A call of JAX's store does not end while
+    process 0 is stopped."""
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(f()), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return answers[0] if answers else otherwise
 
 
 def main_thread_is_in(files: re.Pattern) -> bool:
@@ -490,15 +502,19 @@ def run_main(main, cfg: Config):
 def leave_last(seconds: float):
     """Let process 0 wait until the others are about to end too: JAX's store ends with it, and JAX
     then aborts them."""
-    if len(process_ids()) == 1:
-        return
-    deadline = time.monotonic() + seconds
-    with suppress(jax.errors.JaxRuntimeError):
-        shared_store().key_value_set(f"trifold/leaving/{process_id()}", "", allow_overwrite=True)
-        while process_id() == 0 and time.monotonic() < deadline:
-            if len(shared_store().key_value_dir_get("trifold/leaving")) == len(process_ids()):
-                return
-            time.sleep(0.1)
+
+    def leave():
+        with suppress(jax.errors.JaxRuntimeError):
+            key = f"trifold/leaving/{process_id()}"
+            shared_store().key_value_set(key, "", allow_overwrite=True)
+            while (
+                process_id() == 0 and len(shared_store().key_value_dir_get("trifold/leaving")) < n
+            ):
+                time.sleep(0.1)
+
+    n = len(process_ids())
+    if n > 1:
+        within(seconds, leave)
 
 
 def exit_with(error: UserError | None):

@@ -204,3 +204,16 @@ def test_the_process_that_others_wait_for_is_named(base):
         code, _, err = finish(process)
         assert code == HUNG and "all wait for process 0" in err
     assert len([*(run / "crash").iterdir()]) == 2
+
+
+@pytest.mark.slow
+def test_a_process_0_that_stands_still_ends_the_others(base):
+    """JAX's store, which process 0 has, does not answer then."""
+    cfg, run = new_run(base, "still", train=dict(steps=100_000), run=dict(hang_timeout=5))
+    both = start_two(cfg)
+    wait_for_step(both[0], run, 3)
+    both[0].send_signal(signal.SIGSTOP)
+    code, _, err = finish(both[1])
+    both[0].kill()
+    finish(both[0])
+    assert code == HUNG and "process 0 does not answer" in err
