@@ -5,14 +5,17 @@
 PORT 0 takes any free port; the first line printed is the address.  The package gcp-storage-emulator
 implements most of the JSON API.  This file adds what gcsfs (for files) and tensorstore (for the
 arrays of checkpoints) need beyond that: preconditions on generations, ranges counted from the end,
-listings between two names, moves, and many parallel requests.
+listings between two names, moves, many parallel requests, and faults at random.
 """
 
+import json
 import logging
+import random
 import re
 import sys
 import threading
-from functools import partial
+import time
+from functools import partial, partialmethod
 from http import HTTPStatus
 from http.server import ThreadingHTTPServer
 
@@ -37,6 +40,84 @@ class LoopbackServer(ThreadingHTTPServer):
         """Report errors, except clients that close the connection, which gcsfs often does."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
+
+
+# ---- faults
+
+
+class Faults:
+    """What goes wrong with a request, at random: each kind has a probability in `chances`.
+
+    unavailable (503), too_many (429); slow: up to 3 s late; cut: 30 bytes of the answer's body,
+    then the connection is closed; lost: carried out, but the connection is closed without an
+    answer, so that a client that repeats a write on condition of a generation meets 412.
+    stale: seconds for which listings do not have a new object.
+    """
+
+    KINDS = ("unavailable", "too_many", "slow", "cut", "lost")
+
+    def __init__(self):
+        self.counts = dict.fromkeys(self.KINDS, 0)
+        self.set()
+
+    def set(self, seed: int = 0, stale: float = 0, **chances):
+        assert set(chances) <= set(self.KINDS)
+        self.random, self.chances, self.stale = random.Random(seed), chances, stale
+
+    def draw(self) -> str:
+        x = self.random.random()
+        for kind, chance in self.chances.items():
+            if (x := x - chance) < 0:
+                self.counts[kind] += 1
+                return kind
+        return ""
+
+
+FAULTS = Faults()
+
+
+class Writer:
+    """Passes on what is written until the first `limit` bytes of a body have been; with a limit of
+    -1 nothing at all."""
+
+    def __init__(self, file, limit: int):
+        self.file, self.limit, self.is_body = file, limit, False
+
+    def write(self, data: bytes):
+        if self.limit >= 0:
+            self.file.write(data[: self.limit] if self.is_body else data)
+        self.is_body = True
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+
+class Handler(server.RequestHandler):
+    def answer(self, method: str):
+        fault = "" if self.headers.get("x-spared") else FAULTS.draw()
+        if status := dict(unavailable=503, too_many=429).get(fault):
+            self.rfile.read(int(self.headers.get("content-length") or 0))
+            self.send_response(status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        if fault == "slow":
+            time.sleep(FAULTS.random.uniform(0, 3))
+        if fault in ("cut", "lost"):
+            self.wfile = Writer(self.wfile, 30 if fault == "cut" else -1)
+        server.Router(self).handle(method)
+
+    do_GET = partialmethod(answer, server.GET)
+    do_POST = partialmethod(answer, server.POST)
+    do_DELETE = partialmethod(answer, server.DELETE)
+    do_PUT = partialmethod(answer, server.PUT)
+    do_PATCH = partialmethod(answer, server.PATCH)
+
+
+def set_faults(request, response, storage):
+    """POST sets the faults from now on; the answer is how many there were of each kind."""
+    FAULTS.set(**json.loads(request.data))
+    response.json(FAULTS.counts)
 
 
 # ---- preconditions
@@ -152,6 +233,9 @@ def list_objects(request, response, storage):
         response.status = HTTPStatus.NOT_FOUND
         return
     found = [about for about in found if start <= about["name"] < end]
+    if FAULTS.stale and not request.get_header("x-spared"):
+        latest = time.time_ns() - FAULTS.stale * 10**9
+        found = [about for about in found if int(about["generation"]) < latest]
     response.json({"kind": "storage#objects", "items": found, "prefixes": folders})
 
 
@@ -171,8 +255,9 @@ def routes() -> tuple:
     replacements = {objects.download: download, objects.get: get, objects.ls: list_objects}
     object_path = r"^/storage/v1/b/(?P<bucket_name>[-.\w]+)/o/(?P<object_id>[^/]+)"
     move_route = (object_path + r"/moveTo/o/(?P<dest_object_id>[^/]+)$", {"POST": move})
+    faults_route = (r"^/faults$", {"POST": set_faults})
     table = []
-    for path, handlers in (move_route, *server.HANDLERS):
+    for path, handlers in (move_route, faults_route, *server.HANDLERS):
         handlers = {method: replacements.get(f, f) for method, f in handlers.items()}
         table.append((path, {method: check_preconditions(f) for method, f in handlers.items()}))
     return tuple(table)
@@ -184,7 +269,7 @@ def serve(port: int, bucket: str):
     server.HANDLERS = routes()
     storage = Storage(use_memory_fs=True)
     buckets.create_bucket(bucket, storage)
-    listener = LoopbackServer(("127.0.0.1", port), partial(server.RequestHandler, storage))
+    listener = LoopbackServer(("127.0.0.1", port), partial(Handler, storage))
     print(f"http://127.0.0.1:{listener.server_port}", flush=True)
     listener.serve_forever()
 

@@ -8,77 +8,20 @@ import signal
 import subprocess
 import sys
 import time
-from http.client import HTTPConnection
 from pathlib import Path
-from urllib.parse import quote, urlencode
+from urllib.parse import quote
 
 import pytest
+from buckets import Bucket, emulate_bucket, object_path
+from conftest import ROOT
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parent.parent
 JSON_PACKAGE = Path(json.__file__).parent
 MESH = ["--mesh.dp", 2, "--mesh.pp", 1, "--mesh.tp", 2]
 EVERY = ["--train.eval_every", 3, "--checkpoint.every", 2, "--log.every", 1]
 RUN = ["--config", "tiny", *MESH, "--train.steps", 6, *EVERY]
-OBJECTS = "/storage/v1/b/bucket/o"
 SET_BY_CONFTEST = {"JAX_NUM_CPU_DEVICES", "NPROC", "XLA_FLAGS"}
-
-
-def object_path(name: str) -> str:
-    return f"{OBJECTS}/{quote(name, safe='')}"
-
-
-class Bucket:
-    """The emulated bucket, read and written by plain HTTP, without the libraries under test.
-
-    env: the environment in which a process uses it instead of Google's.
-    """
-
-    def __init__(self, address: str, compile_cache: Path):
-        self.host = address.removeprefix("http://")
-        inherited = {name: v for name, v in os.environ.items() if name not in SET_BY_CONFTEST}
-        self.env = inherited | {
-            "STORAGE_EMULATOR_HOST": address,
-            "TENSORSTORE_GCS_HTTP_URL": address,
-            "GOOGLE_AUTH_TOKEN_FOR_TESTING": "x",
-            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # else calls first try gRPC, for a minute
-            "NO_PROXY": "127.0.0.1",
-            "JAX_PLATFORMS": "cpu",
-            "JAX_COMPILATION_CACHE_DIR": str(compile_cache),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        }
-
-    def call(self, method: str, path: str, *, code=200, body=None, headers=None, **query):
-        """The answer's body and headers; fails unless its status is `code`."""
-        connection = HTTPConnection(self.host, timeout=30)
-        connection.request(method, f"{path}?{urlencode(query)}", body, headers or {})
-        answer = connection.getresponse()
-        data = answer.read()
-        connection.close()
-        assert answer.status == code, f"{method} {path} {query}: {answer.status}"
-        return data, answer.headers
-
-    def names(self, prefix: str, **query) -> set[str]:
-        """The names of all objects with this prefix, without the prefix."""
-        listing = json.loads(self.call("GET", OBJECTS, prefix=prefix, **query)[0])
-        return {about["name"].removeprefix(prefix) for about in listing["items"]}
-
-    def has(self, name: str) -> bool:
-        return "" in self.names(name)
-
-    def read(self, name: str, **options) -> bytes:
-        return self.call("GET", object_path(name), alt="media", **options)[0]
-
-    def write(self, name: str, data: bytes, **options):
-        self.call("POST", "/upload" + OBJECTS, body=data, uploadType="media", name=name, **options)
-
-    def contents(self, prefix: str) -> dict[str, bytes]:
-        return {name: self.read(prefix + name) for name in self.names(prefix)}
-
-    def copy(self, prefix: str, to: str):
-        for name, data in self.contents(prefix).items():
-            self.write(to + name, data)
 
 
 # ---- processes
@@ -131,13 +74,11 @@ def prepare(bucket: Bucket, out):
 
 @pytest.fixture(scope="module")
 def bucket(tmp_path_factory):
-    command = [sys.executable, ROOT / "tests" / "gcs_emulator.py", "0", "bucket"]
-    emulator = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, text=True)
-    address = emulator.stdout.readline().strip()
-    assert address, "the emulator did not start"
-    yield Bucket(address, tmp_path_factory.mktemp("compile_cache"))
-    emulator.terminate()
-    emulator.communicate()
+    inherited = {name: v for name, v in os.environ.items() if name not in SET_BY_CONFTEST}
+    cache = dict(JAX_COMPILATION_CACHE_DIR=str(tmp_path_factory.mktemp("compile_cache")))
+    cache["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    with emulate_bucket(inherited | cache) as bucket:
+        yield bucket
 
 
 @pytest.fixture(scope="module")
