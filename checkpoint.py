@@ -140,6 +140,9 @@ class Checkpoints:
     BEST = 2
     """How many checkpoints of lowest validation loss are kept, with best=True."""
 
+    SLOWEST = 3600
+    """Seconds that a save may take before the next one finds that the storage fails."""
+
     def __init__(
         self,
         run: epath.Path,
@@ -178,13 +181,18 @@ class Checkpoints:
         if self.keep == 0:
             options = ocp.CheckpointManagerOptions(read_only=True)
         else:
-            kept, track = [checkpoint_managers.LatestN(self.keep)], {}
+            kept, loss = [checkpoint_managers.LatestN(self.keep)], {}
             if self.best:
                 choice = dict(n=self.BEST, reverse=True, keep_checkpoints_without_metrics=False)
                 kept.append(checkpoint_managers.BestN(get_metric_fn=loss_of, **choice))
-                track = dict(best_fn=loss_of, best_mode="min")  # else no loss is written or read
-            policy = checkpoint_managers.AnyPreservationPolicy(kept)
-            options = ocp.CheckpointManagerOptions(preservation_policy=policy, create=True, **track)
+                loss = dict(best_fn=loss_of, best_mode="min")  # else no loss is written or read
+            options = ocp.CheckpointManagerOptions(
+                preservation_policy=checkpoint_managers.AnyPreservationPolicy(kept),
+                create=True,
+                # orbax measures a save by the clock, which may jump; see SLOWEST.
+                async_options=ocp.AsyncOptions(timeout_secs=10**7),
+                **loss,
+            )
         self.manager = ocp.CheckpointManager(self.path, options=options)
 
     def move_pipes(self):
@@ -347,10 +355,14 @@ class Checkpoints:
         object last saved or restored `step`, and only warns if the save before is not complete.
         last: wait for that one, and return when this one is complete.
         Returns whether it was started, and with `last` whether it is complete; if not, try again
-        later.  Raises UserError DIVERGED if a number in the state is not finite, and what `finish`
-        raises.
+        later.  Raises UserError DIVERGED if a number in the state is not finite, STORAGE if the
+        save before takes longer than SLOWEST, and what `finish` raises.
         """
         if not last and not all_agree(not self.manager.is_saving_in_progress()):
+            if (waited := time.monotonic() - self.saved_at) > self.SLOWEST:
+                what = f"checkpoint {self.newest} is still being written to {self.path}"
+                fix = "look at the storage, then run the same command again to resume"
+                raise UserError(config.STORAGE, f"{what} after {waited:.0f} s", fix)
             if self.warned_of != self.newest:
                 why = f"that of {self.newest} is still being written"
                 warn(f"no checkpoint after update {step}: {why}")

@@ -3,11 +3,12 @@
     FAILPOINT=rename:3:after python tests/failpoint.py train.py --config tiny ..
 
 os.rename, os.replace, os.unlink, os.rmdir and os.mkdir are what commits a checkpoint, moves it,
-deletes an old one, and replaces metrics.jsonl and config.json.  Without FAILPOINT only the calls
-are counted, on the last line of stderr.
+deletes an old one, and replaces metrics.jsonl and config.json; `append` is the opening of a file
+that rows are appended to.  Without FAILPOINT the calls are counted, on the last line of stderr.
 """
 
 import atexit
+import builtins
 import os
 import runpy
 import signal
@@ -18,11 +19,13 @@ NAMES = ("rename", "replace", "unlink", "rmdir", "mkdir")
 CALLS = Counter()
 
 
-def watch(name: str, at: int, after: bool):
-    """Replace os.NAME by one that kills this process at its call number `at`, from 1."""
-    call = getattr(os, name)
+def watch(module, function: str, name: str, at: int, after: bool):
+    """Replace a function by one that kills this process at its call number `at`, from 1."""
+    call = getattr(module, function)
 
     def watched(*args, **kwargs):
+        if name == "append" and "a" not in str(args[1:2] or kwargs.get("mode")):
+            return call(*args, **kwargs)
         CALLS[name] += 1
         if CALLS[name] == at and not after:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -31,13 +34,14 @@ def watch(name: str, at: int, after: bool):
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 
-    setattr(os, name, watched)
+    setattr(module, function, watched)
 
 
 if __name__ == "__main__":
     chosen, number, when = os.environ.pop("FAILPOINT", "none:0:before").split(":")
-    for name in NAMES:
-        watch(name, int(number) if name == chosen else 0, when == "after")
+    for name in (*NAMES, "append"):
+        where = (builtins, "open") if name == "append" else (os, name)
+        watch(*where, name, int(number) if name == chosen else 0, when == "after")
     atexit.register(lambda: print(f"calls: {dict(CALLS)}", file=sys.stderr))
     sys.argv = sys.argv[1:]
     sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))

@@ -247,12 +247,34 @@ def move(request, response, storage):
         storage.delete_file(bucket, request.params["object_id"])
 
 
+COMPLETE = {}
+"""{id of a resumable upload: what was answered when it was complete}"""
+
+
+def upload_part(request, response, storage, *, handler=objects.upload_partial, **_):
+    """Take a part of an upload; to one that is complete, repeat the answer, as Google does for a
+    client that did not get it."""
+    name = query_value(request, "upload_id")
+    if name not in COMPLETE:
+        handler(request, response, storage)
+        if response.status != HTTPStatus.OK:
+            return
+        COMPLETE[name] = json.loads(response._content)
+    response.json(COMPLETE[name])
+
+
 # ---- the server
 
 
 def routes() -> tuple:
     """The package's table of (path, {method: handler}), with the handlers of this file."""
-    replacements = {objects.download: download, objects.get: get, objects.ls: list_objects}
+    objects.upload_partial, whole = upload_part, objects.upload_partial  # insert calls it too
+    replacements = {
+        whole: upload_part,
+        objects.download: download,
+        objects.get: get,
+        objects.ls: list_objects,
+    }
     object_path = r"^/storage/v1/b/(?P<bucket_name>[-.\w]+)/o/(?P<object_id>[^/]+)"
     move_route = (object_path + r"/moveTo/o/(?P<dest_object_id>[^/]+)$", {"POST": move})
     faults_route = (r"^/faults$", {"POST": set_faults})

@@ -93,11 +93,15 @@ def copy_run(reference: Path, base: Config, name: str, **sections) -> tuple[Conf
     return cfg, run
 
 
-def start_two(first: Config, second: Config | None = None, cwd=(None, None), n_processes=2):
-    """train.py in two processes, each with half of the mesh."""
+def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+        return s.getsockname()[1]
+
+
+def start_two(first: Config, second: Config | None = None, cwd=(None, None), n_processes=2):
+    """train.py in two processes, each with half of the mesh."""
+    port = free_port()
     env = {k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"}
     both = []
     for n, cfg in enumerate((first, second or first)):

@@ -29,7 +29,7 @@ from runs import (
 import checkpoint
 import files
 import train
-from config import DATA, INTERRUPTED, STORAGE
+from config import DATA, INTERRUPTED, STORAGE, UserError
 
 pytestmark = pytest.mark.slow
 SINGLE = dict(dp=1, pp=1, tp=1)
@@ -251,4 +251,9 @@ def test_a_save_that_is_not_complete_is_not_waited_for(base, tmp_path, capsys, m
     assert not store.save(2, state)
     warning = "no checkpoint after update 2: that of 1 is still being written"
     assert warning in capsys.readouterr().err
+    with monkeypatch.context() as later:
+        later.setattr(store, "SLOWEST", 0)
+        with pytest.raises(UserError, match="checkpoint 1 is still being written") as error:
+            store.save(2, state)
+    assert error.value.code == STORAGE
     assert store.save(3, state, last=True) and saved(tmp_path) == {1, 3}
