@@ -410,10 +410,26 @@ class Checkpoints:
         if self.writing is not None:
             with self.storage_errors():
                 self.manager.wait_until_finished()
+                self.check_written(self.writing)
                 self.complete, self.writing = self.writing, None
                 self.failing_since = None
                 self.remove_parts()  # again: what failed may have gone on in the background
                 self.failed = []
+
+    def check_written(self, step: int):
+        """Raises Damaged, and moves the checkpoint to damaged/, if meta or an array is not there.
+
+        On an object store whose listings lag behind, orbax loses what is not listed yet, and
+        reports success.  This opens every array and reads none.
+        """
+        try:
+            self.read(step, meta=ocp.args.JsonRestore())
+            run_on_lead(self.manager.item_metadata, step)
+        except (Damaged, UserError, ValueError) as e:
+            moved_to = self.move_to_damaged(step)
+            raise Damaged(
+                f"it was written, but not all of it is there ({e}); see {moved_to}"
+            ) from e
 
     @contextmanager
     def storage_errors(self):
