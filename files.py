@@ -7,6 +7,7 @@ import io
 import logging
 import os
 import re
+import uuid
 
 import fsspec
 import numpy as np
@@ -30,8 +31,16 @@ def run_path(cfg: Config) -> epath.Path:
 
 
 def is_writable(path: epath.Path) -> bool:
-    """Whether files can be made in a folder; of a bucket only a try can tell."""
-    return is_remote(path) or os.access(path, os.W_OK)
+    """Whether files can be made in a folder.  In a bucket, makes one and removes it to find out."""
+    if not is_remote(path):
+        return os.access(path, os.W_OK)
+    probe = path / f"probe-{uuid.uuid4().hex}"
+    try:
+        probe.write_text("")
+        probe.unlink()
+    except OSError:  # gcsfs raises no other type for 403
+        return False
+    return True
 
 
 def absolute_path(path: str) -> epath.Path:

@@ -150,7 +150,7 @@ def abstract_state(cfg: Config) -> State:
 def restore_or_init(run, train: Dataset, cfg: Config) -> tuple[Checkpoints, State]:
     """The run's checkpoints, and the State of the newest one, or a new State where there is none.
     Raises UserError CHECKPOINT and USAGE."""
-    keep = cfg.checkpoint.keep if is_writable(run) else 0  # --eval_only may not need to write
+    keep = 0 if cfg.eval_only and not is_writable(run) else cfg.checkpoint.keep
     settings, c = fixed_settings(cfg, train.source.fingerprint), cfg.checkpoint
     store = Checkpoints(run, keep, settings, cfg.run.accept, c.best, c.patience)
     begin = time.monotonic()

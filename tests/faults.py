@@ -373,7 +373,7 @@ def change_clock(world: World) -> int:
 
 
 def fail_requests(world: World) -> int:
-    """A bucket that fails at random, or for a while altogether: the run is whole all the same."""
+    """A bucket that fails at random: the run is whole all the same."""
     with world.trial(on_disk=False) as trial:
         kinds = ["unavailable", "too_many", "slow", "cut", "lost"]
         chosen, number = some(world, kinds), world.random.getrandbits(32)
@@ -381,6 +381,22 @@ def fail_requests(world: World) -> int:
         trial.start()
         assert trial.finish() == [0] * trial.n_processes, (chosen, trial.err)
         trial.bucket.set_faults()
+        trial.assert_whole()
+    return 1
+
+
+def interrupt_storage(world: World) -> int:
+    """A bucket answers nothing but 503 for up to 20 seconds: the run is whole all the same."""
+    with world.trial(on_disk=False) as trial:
+        trial.start()
+        deadline = time.monotonic() + 60
+        while not trial.has_rows() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        time.sleep(world.random.uniform(0, 5))
+        trial.bucket.set_faults(unavailable=1)
+        time.sleep(world.random.uniform(1, 20))
+        trial.bucket.set_faults()
+        assert trial.finish() == [0] * trial.n_processes, trial.err
         trial.assert_whole()
     return 1
 
@@ -741,6 +757,7 @@ ROWS = {
     start_four_at_once: (1, 6),
     change_clock: (1, 6),
     fail_requests: (2, 10),
+    interrupt_storage: (1, 6),
     list_late: (1, 6),
     fill_disk: (1, 6),
     poison: (1, 20),

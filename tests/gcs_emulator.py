@@ -51,7 +51,7 @@ class Faults:
     unavailable (503), too_many (429); slow: up to 3 s late; cut: 30 bytes of the answer's body,
     then the connection is closed; lost: carried out, but the connection is closed without an
     answer, so that a client that repeats a write on condition of a generation meets 412.
-    stale: seconds for which listings do not have a new object.
+    stale: seconds for which listings do not have a new object; read_only: 403 to all that writes.
     """
 
     KINDS = ("unavailable", "too_many", "slow", "cut", "lost")
@@ -60,9 +60,10 @@ class Faults:
         self.counts = dict.fromkeys(self.KINDS, 0)
         self.set()
 
-    def set(self, seed: int = 0, stale: float = 0, **chances):
+    def set(self, seed: int = 0, stale: float = 0, read_only: bool = False, **chances):
         assert set(chances) <= set(self.KINDS)
-        self.random, self.chances, self.stale = random.Random(seed), chances, stale
+        self.random, self.chances = random.Random(seed), chances
+        self.stale, self.read_only = stale, read_only
 
     def draw(self) -> str:
         x = self.random.random()
@@ -94,8 +95,12 @@ class Writer:
 
 class Handler(server.RequestHandler):
     def answer(self, method: str):
-        fault = "" if self.headers.get("x-spared") else FAULTS.draw()
-        if status := dict(unavailable=503, too_many=429).get(fault):
+        is_spared = self.headers.get("x-spared")
+        fault = "" if is_spared else FAULTS.draw()
+        status = dict(unavailable=503, too_many=429).get(fault)
+        if FAULTS.read_only and method != server.GET and not is_spared:
+            status = 403
+        if status:
             self.rfile.read(int(self.headers.get("content-length") or 0))
             self.send_response(status)
             self.send_header("Content-Length", "0")

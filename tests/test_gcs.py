@@ -265,6 +265,20 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(bucket, ru
     assert not bucket.names(newest)
 
 
+def test_a_run_is_evaluated_in_a_bucket_that_can_only_be_read(bucket, run_a, flags):
+    before = bucket.contents(run_a)
+    bucket.set_faults(read_only=True)
+    try:
+        output = run(bucket, "train.py", *flags, "--run.name", "a", "--eval_only")
+        refusal = run(bucket, "train.py", *flags, "--run.name", "a", code=5)
+    finally:
+        bucket.set_faults()
+    (loss,) = [row[2] for row in losses(before["metrics.jsonl"]) if row[:2] == ("eval", 6)]
+    assert f"validation loss {loss:.4f}" in output
+    assert "cannot write to gs://bucket/runs/a" in refusal and "Traceback" not in refusal
+    assert bucket.contents(run_a) == before
+
+
 def test_a_run_is_sampled_from_its_bucket(bucket, run_a):
     request = ["--prompt", "import ", "--tokens", 4, "--temperature", 0, "--mesh.dp", 1]
     output = run(bucket, "scripts/sample.py", "--run", f"gs://bucket/{run_a}", *request)
