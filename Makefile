@@ -1,6 +1,6 @@
 # make demo: train a small language model and sample from it.   make lint: ruff.
 # make test: the tests, without the slow ones.   make test-full: all of them.
-# make test-faults MINUTES=30: random kills, damage and command lines, from a seed that is printed.
+# make test-faults MINUTES=30: random faults, from a seed that is printed.
 # make test-interop: compare models with Hugging Face transformers, and plans with the TPU compiler.
 # make hashes: make requirements.txt anew after a change of requirements.in.
 # PYTHON is any Python from 3.11 on; everything is installed into .venv.

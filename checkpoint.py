@@ -141,7 +141,7 @@ class Checkpoints:
     """How many checkpoints of lowest validation loss are kept, with best=True."""
 
     SLOWEST = 3600
-    """Seconds that a save may take before the next one finds that the storage fails."""
+    """The longest that a save may take, in seconds; then the run ends with STORAGE."""
 
     def __init__(
         self,
@@ -169,6 +169,8 @@ class Checkpoints:
         self.saved_at = time.monotonic()
         """When the last save was started, or this object made."""
         self.failing_since, self.retry_at = None, 0.0
+        self.items = ()
+        """The names of what was saved last."""
         self.failed = []
         """The steps whose saves have failed since one was complete."""
         self.warned_of = None
@@ -181,17 +183,18 @@ class Checkpoints:
         if self.keep == 0:
             options = ocp.CheckpointManagerOptions(read_only=True)
         else:
-            kept, loss = [checkpoint_managers.LatestN(self.keep)], {}
+            kept, by_loss = [checkpoint_managers.LatestN(self.keep)], {}
             if self.best:
                 choice = dict(n=self.BEST, reverse=True, keep_checkpoints_without_metrics=False)
                 kept.append(checkpoint_managers.BestN(get_metric_fn=loss_of, **choice))
-                loss = dict(best_fn=loss_of, best_mode="min")  # else no loss is written or read
+                by_loss = dict(best_fn=loss_of, best_mode="min")  # else no loss is written or read
             options = ocp.CheckpointManagerOptions(
                 preservation_policy=checkpoint_managers.AnyPreservationPolicy(kept),
                 create=True,
-                # orbax measures a save by the clock, which may jump; see SLOWEST.
+                # orbax times a save by the clock, which may jump, so its limit is out of reach;
+                # SLOWEST is ours.
                 async_options=ocp.AsyncOptions(timeout_secs=10**7),
-                **loss,
+                **by_loss,
             )
         self.manager = ocp.CheckpointManager(self.path, options=options)
 
@@ -336,11 +339,21 @@ class Checkpoints:
         self.open_manager()
         return moved_to
 
+    def is_writing(self) -> bool:
+        """Whether the last save is still being written.  Raises UserError STORAGE once that has
+        taken SLOWEST seconds."""
+        is_writing = self.manager.is_saving_in_progress()
+        if is_writing and (waited := time.monotonic() - self.saved_at) > self.SLOWEST:
+            what = f"checkpoint {self.newest} is still being written to {self.path}"
+            fix = "look at the storage, then run the same command again to resume"
+            raise UserError(config.STORAGE, f"{what} after {waited:.0f} s", fix)
+        return is_writing
+
     def is_late(self, every: int, minutes: float) -> bool:
         """Whether to save now, whatever the number of the update: the last save has failed and is
         to be tried again, or was started `minutes` ago; without both, once it is complete.  Raises
-        what `finish` raises."""
-        if self.manager.is_saving_in_progress():
+        what `is_writing` and `finish` raise."""
+        if self.is_writing():
             return False
         self.finish()
         now = time.monotonic()
@@ -355,14 +368,10 @@ class Checkpoints:
         object last saved or restored `step`, and only warns if the save before is not complete.
         last: wait for that one, and return when this one is complete.
         Returns whether it was started, and with `last` whether it is complete; if not, try again
-        later.  Raises UserError DIVERGED if a number in the state is not finite, STORAGE if the
-        save before takes longer than SLOWEST, and what `finish` raises.
+        later.  Raises UserError DIVERGED if a number in the state is not finite, and what
+        `is_writing` and `finish` raise.
         """
-        if not last and not all_agree(not self.manager.is_saving_in_progress()):
-            if (waited := time.monotonic() - self.saved_at) > self.SLOWEST:
-                what = f"checkpoint {self.newest} is still being written to {self.path}"
-                fix = "look at the storage, then run the same command again to resume"
-                raise UserError(config.STORAGE, f"{what} after {waited:.0f} s", fix)
+        if not last and not all_agree(not self.is_writing()):
             if self.warned_of != self.newest:
                 why = f"that of {self.newest} is still being written"
                 warn(f"no checkpoint after update {step}: {why}")
@@ -396,6 +405,7 @@ class Checkpoints:
         items = {name: ocp.args.StandardSave(tree) for name, tree in state.items()}
         args = ocp.args.Composite(**items, meta=ocp.args.JsonSave(meta))
         metrics = dict(loss=loss) if self.best and loss is not None else None
+        self.items = tuple(state)
         is_first, self.writing, self.saved_at = self.newest is None, step, time.monotonic()
         with self.storage_errors():
             started = self.manager.save(step, args=args, metrics=metrics, force=True)
@@ -417,20 +427,25 @@ class Checkpoints:
                 self.failed = []
 
     def check_written(self, step: int):
-        """Raises Damaged if meta or an array of a checkpoint is missing, and moves it to damaged/.
+        """Raises Damaged if meta, an item or an array of a checkpoint is missing.
 
         On an object store whose listings lag behind, orbax loses what is not listed yet, and
         reports success.  This opens every array and reads none.  Processes come here at different
-        times, so only process 0 does it, and with several the checkpoint stays.
+        times, so only process 0 does it.
         """
         if not is_lead():
             return
         try:
             (self.path / str(step) / "meta" / "metadata").read_bytes()
-            self.manager.item_metadata(step)
-        except (ValueError, OSError) as e:
-            where = self.move_to_damaged(step) if jax.process_count() == 1 else self.path
-            raise Damaged(f"not all that was written is there: {e} (see {where})") from e
+            found = self.manager.item_metadata(step)
+            if missing := [name for name in self.items if found.get(name) is None]:
+                raise FileNotFoundError(f"{' and '.join(missing)} of checkpoint {step}")
+        except Exception as e:  # orbax and its storage raise many types
+            if isinstance(e, FileNotFoundError) or "NOT_FOUND" in str(e):
+                raise Damaged(f"not all that was written is there: {e}") from e
+            if not (is_storage_error(e) or re.search(UNREACHABLE, str(e))):
+                raise
+            warn(f"checkpoint {step} could not be looked at ({type(e).__name__}: {str(e)[:200]})")
 
     @contextmanager
     def storage_errors(self):
@@ -454,7 +469,10 @@ class Checkpoints:
             self.failed.append(step)
             warn(f"{what}; the next try is in {wait:.0f} s, the last in {left:.0f} s")
             self.remove_parts()
-            self.open_manager()
+            if isinstance(e, Damaged):
+                self.move_to_damaged(step)  # opens the manager anew too
+            else:
+                self.open_manager()
             self.newest = self.complete
 
     def remove_parts(self):

@@ -104,7 +104,9 @@ def value_flags(section: str, field: str, value) -> list[str]:
     default = getattr(getattr(Config(), section), field, None)
     is_text = isinstance(value, str)
     if isinstance(value, list) and name == "run.accept":
-        return [f"--{name}", *map(str, value)]
+        if not all(isinstance(x, str) and not x.startswith("-") for x in value):
+            raise ValueError(f"{name}={json.dumps(value)} is not a list of settings")
+        return [f"--{name}", *value]
     if isinstance(value, list) and isinstance(default, tuple):
         return [f"--{name}", *(str(int(str(x))) for x in value)]  # int(1.5) would round
     # tyro refuses unknown fields, and suggests known ones.

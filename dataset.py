@@ -569,6 +569,9 @@ class Dataset:
     def read_train(self, step: int) -> list[Future]:
         return self.read_ahead(self.train_rows, range(step, max(self.cfg.train.steps, step + 1)))
 
+    def read_eval(self, numbers: list[int]) -> list[Future]:
+        return self.read_ahead(self.eval_rows, numbers)
+
     def batch(self, step: int):
         """The batch that update step + 1 trains on."""
         return self.read_train(step)[0].result()
@@ -576,7 +579,7 @@ class Dataset:
     def eval_batch(self, i: int):
         """Batch i of the set, from what eval_error has started to read if it is there."""
         found = self.reading.get((self.eval_rows.__name__, i))
-        return (found or self.read_ahead(self.eval_rows, range(i, self.n_eval_batches))[0]).result()
+        return (found or self.read_eval([*range(i, self.n_eval_batches)])[0]).result()
 
     def batch_error(self, step: int) -> BaseException | None:
         """What prevented the reading of `batch(step)` or of one of the NOTICE batches after it."""
@@ -584,7 +587,7 @@ class Dataset:
 
     def eval_error(self, numbers: list[int]) -> BaseException | None:
         """Likewise for the batches of an evaluation."""
-        return first_error(self.read_ahead(self.eval_rows, numbers))
+        return first_error(self.read_eval(numbers))
 
 
 def first_error(batches: list[Future]) -> BaseException | None:

@@ -122,7 +122,7 @@ class Lease:
         text = json.dumps(self.owner | dict(beat=beat))
         if written := self.file.write(text, generation):
             return written
-        # If the answer to our last write was lost, the lease is still ours, of another generation.
+        # If the answer to our last write was lost, the lease is still ours, of a newer generation.
         found, there = self.file.read()
         return self.file.write(text, found) if self.owner["id"] in there else None
 

@@ -76,7 +76,7 @@ class RowFile:
         try:
             f()
             self.failing_since = None
-        except Exception as e:  # of many types, from which is_storage_error chooses
+        except Exception as e:  # gcsfs and others raise many types
             if not is_storage_error(e):
                 raise
             if self.failing_since is None:

@@ -25,6 +25,7 @@ import jaxlib
 from etils import epath
 
 import config
+from cli import call_within
 from config import Config, Problem, Run, UserError
 from files import write_whole
 from restart import LAST_END
@@ -178,7 +179,7 @@ def greet_process_0(r: Run, address: tuple[str, int], deadline: float):
                 code, what, fix = json.loads(answer)
                 raise UserError(code, what, fix)
             reason = "it closed the connection"
-        except (OSError, ValueError, TypeError) as e:  # not there yet, or an earlier run's
+        except (OSError, ValueError, TypeError) as e:  # no listener, or an earlier run's
             reason = e
         if time.monotonic() > deadline:
             what = f"no process 0 at run.coordinator={r.coordinator} after {r.start_timeout} s"
@@ -255,10 +256,10 @@ class Stop:
     """Notices SIGTERM and Ctrl-C, which ask the run to save and exit; a second one exits at once.
     SIGUSR1 asks it to save.
 
-    All processes stop and save after the same update.  Each polls once for every update.  One that
-    is asked to stop writes into the store the number of the poll NOTICE after its own, and all look
-    there at each poll.  That is in time: an update needs the devices of every process, so none can
-    be NOTICE polls ahead of another.
+    All processes stop and save after the same update.  All make the same polls, one for each update
+    and each batch of an evaluation.  One that is asked to stop writes into the store the number of
+    the poll NOTICE after its own, and all look there at each poll.  That is in time: an update
+    needs the devices of every process, so none can be NOTICE polls ahead of another.
     """
 
     TOGETHER = 2.0
@@ -395,7 +396,10 @@ class Watchdog:
             write_whole(where, stacks)
         except Exception as e:  # whatever the storage raises, the process has to end
             os.write(2, f"warning: {where} was not written ({e})\n".encode())
-        late = within(10, self.who_is_late, "; process 0 does not answer")
+        try:
+            late = call_within(10, self.who_is_late)
+        except TimeoutError:  # JAX's store does not answer while process 0 is stopped
+            late = "; process 0 does not answer"
         what = f"no update, save or evaluation batch for {waited:.0f} s{late}"
         fix = f"look at the stacks, in {where}, then run the same command again to resume"
         os.write(2, f"{Problem(what, fix)}\n".encode())
@@ -413,16 +417,6 @@ class Watchdog:
         polls = {int(key.rsplit("/", 1)[1]): int(value) for key, value in found}
         late = [n for n in polls if polls[n] == min(polls.values())]
         return f"; all wait for {name_ids(late)}" if len(late) < len(polls) else ""
-
-
-def within(seconds: float, f, otherwise=None):
-    """f(), or `otherwise` where that takes longer.  A call of JAX's store does not end while
-    process 0 is stopped."""
-    answers = []
-    thread = threading.Thread(target=lambda: answers.append(f()), daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return answers[0] if answers else otherwise
 
 
 def main_thread_is_in(files: re.Pattern) -> bool:
@@ -492,8 +486,8 @@ def run_main(main, cfg: Config):
         traceback.print_exc()
         exit_with(None)
     finally:
-        # The run is over.  While Python ends it drops its handlers, and a signal would then kill
-        # it.
+        # Nothing is left to save.  Python's exit restores the default handlers, with which a signal
+        # would kill the process instead of letting it end with 0.
         if len(process_ids()) == 1:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)
@@ -503,18 +497,17 @@ def leave_last(seconds: float):
     """Let process 0 wait until the others are about to end too: JAX's store ends with it, and JAX
     then aborts them."""
 
-    def leave():
-        with suppress(jax.errors.JaxRuntimeError):
-            key = f"trifold/leaving/{process_id()}"
-            shared_store().key_value_set(key, "", allow_overwrite=True)
-            while (
-                process_id() == 0 and len(shared_store().key_value_dir_get("trifold/leaving")) < n
-            ):
-                time.sleep(0.1)
+    def n_leaving() -> int:
+        return len(shared_store().key_value_dir_get("trifold/leaving"))
 
-    n = len(process_ids())
-    if n > 1:
-        within(seconds, leave)
+    def leave():
+        shared_store().key_value_set(f"trifold/leaving/{process_id()}", "", allow_overwrite=True)
+        while process_id() == 0 and n_leaving() < len(process_ids()):
+            time.sleep(0.1)
+
+    if len(process_ids()) > 1:
+        with suppress(TimeoutError, jax.errors.JaxRuntimeError):
+            call_within(seconds, leave)
 
 
 def exit_with(error: UserError | None):

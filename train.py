@@ -63,6 +63,7 @@ from layers import BATCH
 from metrics import MetricsLog, print_end, print_eval
 from model import TOKEN_SPEC
 from optim import count_updates, learning_rate, optimizer, skip_unless_finite
+from processes import NOTICE
 from profiling import DATA_WAIT, Profile
 from rundir import open_run, record_start
 
@@ -353,9 +354,13 @@ def train_loop(run, store, state: State, train: Dataset, val: Dataset, stop, cfg
         if wants_sample and is_due(step, cfg.train.sample_every, cfg):
             log.add_sample(log.run_untimed(sample_row, state.params, step, cfg, train))
         c, last = cfg.checkpoint, step == cfg.train.steps
-        # An evaluation's batches too are read, and known to be there, before it begins.
-        numbers = val.eval_indices(next_evaluation(step, cfg))
-        error = train.batch_error(step) or val.eval_error(numbers)
+        with jax.profiler.TraceAnnotation(DATA_WAIT):
+            error = train.batch_error(step)
+            # The first batches of an evaluation are read, and known to be there, before it begins.
+            at = next_evaluation(step, cfg)
+            val.read_eval(val.eval_indices(at))
+            if at - step <= NOTICE:
+                error = error or val.eval_error(val.eval_indices(at))
         last = last or stop.agree_to_stop(error, updates=True)
         if store.is_late(c.every, c.minutes) and utils.is_lead():
             stop.ask_to_save()
@@ -366,9 +371,7 @@ def train_loop(run, store, state: State, train: Dataset, val: Dataset, stop, cfg
         if last:
             break
         with profile.trace_update(step + 1, log):
-            with jax.profiler.TraceAnnotation(DATA_WAIT):
-                batch = train.batch(step)
-            state, metrics = program(state, *batch)
+            state, metrics = program(state, *train.batch(step))
             log.add_update(step + 1, metrics)
     store.close()
     profile.report()

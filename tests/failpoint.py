@@ -15,12 +15,14 @@ import signal
 import sys
 from collections import Counter
 
-NAMES = ("rename", "replace", "unlink", "rmdir", "mkdir")
+WATCHED = dict(rename=os, replace=os, unlink=os, rmdir=os, mkdir=os, append=builtins)
 CALLS = Counter()
 
 
-def watch(module, function: str, name: str, at: int, after: bool):
-    """Replace a function by one that kills this process at its call number `at`, from 1."""
+def watch(name: str, at: int, after: bool):
+    """Replace a function of WATCHED by one that kills this process at its call number `at`, from
+    1."""
+    module, function = WATCHED[name], "open" if name == "append" else name
     call = getattr(module, function)
 
     def watched(*args, **kwargs):
@@ -39,9 +41,8 @@ def watch(module, function: str, name: str, at: int, after: bool):
 
 if __name__ == "__main__":
     chosen, number, when = os.environ.pop("FAILPOINT", "none:0:before").split(":")
-    for name in (*NAMES, "append"):
-        where = (builtins, "open") if name == "append" else (os, name)
-        watch(*where, name, int(number) if name == chosen else 0, when == "after")
+    for name in WATCHED:
+        watch(name, int(number) if name == chosen else 0, when == "after")
     atexit.register(lambda: print(f"calls: {dict(CALLS)}", file=sys.stderr))
     sys.argv = sys.argv[1:]
     sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))

@@ -11,10 +11,12 @@ those of docs/running.md.  The seed and the case are printed then, and the exit 
 
 import argparse
 import contextlib
+import functools
 import io
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -32,6 +34,7 @@ import pytest
 from buckets import emulate_bucket
 from conftest import MESHES, ROOT, on_mesh, prepare
 from etils import epath
+from failpoint import WATCHED
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from runs import final_weights, flags, free_port, losses, new_run, rows, wait_for_step
@@ -77,6 +80,22 @@ class World:
         )
         self.references, self.skips = {}, {}
 
+    @functools.cached_property
+    def tokens(self) -> tuple[bytes, str]:
+        return read_all(self, self.folder / "train")
+
+    @functools.cached_property
+    def saved(self) -> dict:
+        """{step: state} of two checkpoints whose values differ, in the folder `saved`."""
+        cfg = on_mesh(self.base, (1, 1, 1))
+        store = checkpoint.Checkpoints(epath.Path(self.folder / "saved"))
+        state = train.init_state(cfg)
+        states = {10: state, 20: jax.tree.map(lambda x: x + 1, state)}
+        for step, state in states.items():
+            assert store.save(step, train.checkpoint_items(state), last=True)
+        store.close()
+        return states
+
     def reference(self, n_processes: int) -> tuple[list, dict, dict]:
         """(losses, evaluations, final weights) of a run without faults."""
         if n_processes not in self.references:
@@ -87,15 +106,17 @@ class World:
 
     @contextlib.contextmanager
     def trial(self, n_processes: int = 0, on_disk: bool | None = None, **sections):
-        """A Trial in one process or two (0: at random), on disk or in a bucket (None)."""
+        """A Trial in n_processes (0: one or two), on disk or in a bucket (None: at random)."""
         n_processes = n_processes or self.random.choice([1, 1, 1, 2])
         if on_disk is None:
             on_disk = self.random.random() < 0.75
         with contextlib.nullcontext() if on_disk else emulate_bucket({**os.environ}) as bucket:
             trial = Trial(self, n_processes, bucket, **sections)
-            yield trial
-            trial.stop()
-            shutil.rmtree(trial.run, ignore_errors=True)
+            try:
+                yield trial
+            finally:
+                trial.stop()
+                shutil.rmtree(trial.run, ignore_errors=True)
 
 
 class Trial:
@@ -146,10 +167,17 @@ class Trial:
         self.start()
         assert self.finish() == [0] * self.n_processes, self.err
 
-    def has_rows(self) -> bool:
+    def read(self, name: str) -> bytes:
+        """A file of the run directory, empty if it is not there."""
         if self.bucket:
-            return self.bucket.has(f"runs/{self.run.name}/metrics.jsonl")
-        return (self.run / "metrics.jsonl").exists()
+            path = f"runs/{self.run.name}/{name}"
+            return self.bucket.read(path) if self.bucket.has(path) else b""
+        path = self.run / name
+        return path.read_bytes() if path.exists() else b""
+
+    def starts(self) -> list[dict]:
+        """The lines of history.jsonl: one for each start, written when all processes are there."""
+        return [json.loads(line) for line in self.read("history.jsonl").splitlines()]
 
     def fetch(self):
         """Copy the run directory from the bucket, if it is there."""
@@ -161,17 +189,23 @@ class Trial:
                 path.write_bytes(data)
 
     def saved(self) -> list[int]:
-        """The steps of the checkpoints."""
-        return sorted(int(p.name) for p in (self.run / "checkpoints").iterdir() if p.name.isdigit())
+        """The steps of the complete checkpoints."""
+        if self.bucket:
+            names = self.bucket.names(f"runs/{self.run.name}/checkpoints/")
+            found = [re.fullmatch(r"(\d+)/commit_success.txt", name) for name in names]
+            return sorted(int(match[1]) for match in found if match)
+        return sorted(int(p.name) for p in (self.run / "checkpoints").glob("*") if p.name.isdigit())
 
     def result(self):
         self.fetch()
         return losses(self.run), rows(self.run, "eval"), final_weights(self.run)
 
     def assert_whole(self):
-        """The run goes on to its end, and then has every row and every bit of one without
-        faults."""
+        """The run goes on from its newest checkpoint to its end, and then has every row and every
+        bit of one without faults."""
+        saved = self.saved()
         self.go_on()
+        assert self.starts()[-1]["step"] >= max(saved, default=0)
         *tables, weights = self.result()
         *expected, expected_weights = self.world.reference(self.n_processes)
         assert tables == expected
@@ -179,7 +213,7 @@ class Trial:
             np.testing.assert_array_equal(x, expected_weights[name])
 
 
-def some(world: World, things: list) -> list:
+def sample(world: World, things: list) -> list:
     """One or more of these."""
     return world.random.sample(things, world.random.randint(1, len(things)))
 
@@ -202,12 +236,12 @@ def kill(world: World) -> int:
     n = 0
     with world.trial() as trial:
         for _ in range(world.random.randint(2, 5)):
-            processes = trial.start()
-            time.sleep(world.random.uniform(0.5, 7 + 3 * (len(processes) - 1)))
-            killed = some(world, processes)
+            started = trial.start()
+            time.sleep(world.random.uniform(0.5, 7 + 3 * (len(started) - 1)))
+            killed = sample(world, started)
             for process in killed:
                 process.kill()
-            for process, code in zip(processes, trial.finish(), strict=True):
+            for process, code in zip(started, trial.finish(), strict=True):
                 expected = (KILLED, 0) if process in killed else (DISTRIBUTED, 0)
                 assert code in expected, (code, trial.err)
                 n += code == KILLED
@@ -219,8 +253,7 @@ def kill(world: World) -> int:
 
 def kill_at_failpoint(world: World) -> int:
     """SIGKILL before or after a call to the file system, then the run to its end."""
-    calls = ["rename", "replace", "unlink", "rmdir", "mkdir", "append"]
-    name, when = world.random.choice(calls), world.random.choice(["before", "after"])
+    name, when = world.random.choice([*WATCHED]), world.random.choice(["before", "after"])
     with world.trial(n_processes=1, on_disk=True) as trial:
         trial.start(f"{name}:{world.random.randint(1, 40)}:{when}")
         (code,) = trial.finish()
@@ -234,12 +267,13 @@ def terminate(world: World) -> int:
     n = 0
     with world.trial(checkpoint=dict(every=1000)) as trial:
         for _ in range(5):
-            processes = trial.start()
-            time.sleep(world.random.uniform(0.2, 7 + 3 * (len(processes) - 1)))
+            n_starts = len(trial.starts())
+            started = trial.start()
+            time.sleep(world.random.uniform(0.2, 7 + 3 * (len(started) - 1)))
             # One that starts does not know the others yet, so all get the signal.
-            trains = trial.has_rows()
+            trains = len(trial.starts()) > n_starts
             number = world.random.choice([signal.SIGTERM, signal.SIGINT])
-            for process in some(world, processes) if trains else processes:
+            for process in sample(world, started) if trains else started:
                 process.send_signal(number)
             codes = trial.finish()
             if codes == [0] * len(codes):
@@ -248,7 +282,9 @@ def terminate(world: World) -> int:
             allowed = (INTERRUPTED,) if len(codes) == 1 or trains else (INTERRUPTED, DISTRIBUTED)
             assert INTERRUPTED in codes and all(code in allowed for code in codes), trial.err
             n += 1
-            if trial.has_rows() and all("nothing is lost" not in err for err in trial.err):
+            if trial.read("metrics.jsonl") and all(
+                "nothing is lost" not in err for err in trial.err
+            ):
                 trial.fetch()
                 assert trial.saved()[-1] == len(rows(trial.run)), trial.err
         trial.assert_whole()
@@ -286,12 +322,12 @@ def change_mesh(world: World) -> int:
 def stand_still(world: World) -> int:
     """One of two processes is stopped: for a while, which changes nothing, or for good."""
     with world.trial(2, True, run=dict(hang_timeout=10)) as trial:
-        processes = trial.start()
-        wait_for_step(processes[0], trial.run, world.random.randint(1, 40))
-        process, for_good = world.random.choice(processes), world.random.random() < 0.3
+        started = trial.start()
+        wait_for_step(started[0], trial.run, world.random.randint(1, 40))
+        process, for_good = world.random.choice(started), world.random.random() < 0.3
         process.send_signal(signal.SIGSTOP)
         if for_good:
-            (other,) = {*processes} - {process}
+            (other,) = {*started} - {process}
             _, err = other.communicate(timeout=300)
             assert other.returncode == HUNG and "Traceback" not in err, err
             trial.stop()
@@ -306,7 +342,7 @@ def stand_still(world: World) -> int:
 def leave_one_out(world: World) -> int:
     """One of four processes does not come: the others name it, each after start_timeout."""
     missing = world.random.randrange(4)
-    with world.trial(4, True, run=dict(start_timeout=5)) as trial:
+    with world.trial(4, True, run=dict(start_timeout=15)) as trial:
         trial.start(only={0, 1, 2, 3} - {missing})
         assert trial.finish() == [DISTRIBUTED] * 3, trial.err
         assert all(f"process {missing}" in err for err in trial.err), trial.err
@@ -315,12 +351,16 @@ def leave_one_out(world: World) -> int:
 
 def start_four_at_once(world: World) -> int:
     """Of four processes on one run directory one trains, the others leave with 8."""
-    with world.trial(n_processes=1) as trial:
+    with world.trial(n_processes=1, train=dict(steps=100_000)) as trial:
         all_four = [process for _ in range(4) for process in trial.start()]
-        trial.processes = all_four
+        trial.processes, deadline = all_four, time.monotonic() + 120
+        while sum(process.poll() is None for process in all_four) > 1:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        for process in all_four:
+            process.terminate()
         codes = sorted(trial.finish())
-        assert codes == [0, BUSY, BUSY, BUSY], (codes, trial.err)
-        trial.assert_whole()
+        assert codes == [BUSY, BUSY, BUSY, INTERRUPTED], (codes, trial.err)
     return 1
 
 
@@ -344,10 +384,11 @@ def change_clock(world: World) -> int:
     do, then waits for days.
     """
     offset, ended = world.folder / "offset", threading.Event()
+    jumps = random.Random(world.random.getrandbits(32))
 
     def jump():
         while not ended.wait(0.2):
-            offset.with_suffix(".new").write_text(f"{random.uniform(-3, 3) * 86400}")
+            offset.with_suffix(".new").write_text(f"{jumps.uniform(-3, 3) * 86400}")
             offset.with_suffix(".new").replace(offset)
 
     offset.write_text("0")
@@ -357,9 +398,9 @@ def change_clock(world: World) -> int:
         thread = threading.Thread(target=jump)
         thread.start()
         try:
-            processes = trial.start()
+            started = trial.start()
             time.sleep(world.random.uniform(5, 10))
-            for process in processes:
+            for process in started:
                 process.kill()
             assert {*trial.finish()} <= {KILLED, 0}, trial.err
             trial.assert_whole()
@@ -376,7 +417,7 @@ def fail_requests(world: World) -> int:
     """A bucket that fails at random: the run is whole all the same."""
     with world.trial(on_disk=False) as trial:
         kinds = ["unavailable", "too_many", "slow", "cut", "lost"]
-        chosen, number = some(world, kinds), world.random.getrandbits(32)
+        chosen, number = sample(world, kinds), world.random.getrandbits(32)
         trial.bucket.set_faults(seed=number, **{kind: 0.05 / len(chosen) for kind in chosen})
         trial.start()
         assert trial.finish() == [0] * trial.n_processes, (chosen, trial.err)
@@ -390,7 +431,7 @@ def interrupt_storage(world: World) -> int:
     with world.trial(on_disk=False) as trial:
         trial.start()
         deadline = time.monotonic() + 60
-        while not trial.has_rows() and time.monotonic() < deadline:
+        while not trial.read("metrics.jsonl") and time.monotonic() < deadline:
             time.sleep(0.1)
         time.sleep(world.random.uniform(0, 5))
         trial.bucket.set_faults(unavailable=1)
@@ -421,11 +462,13 @@ def list_late(world: World) -> int:
 
 def fill_disk(world: World) -> int:
     """The disk is full for a while, from a random moment on."""
-    folder = world.folder / "disk"
+    folder, runs = world.folder / "disk", world.base.run.dir
     folder.mkdir(exist_ok=True)
     # What is on the small disk is gone with the process, so it is copied out before.
     script = f'mount -t tmpfs -o size=40m none {folder} && "$@"; code=$?; '
-    script += f"rm -f {folder}/ballast; cp -r {folder}/* {world.folder}/runs; exit $code"
+    script += (
+        f"rm -f {folder}/ballast; mkdir -p {runs}; cp -r {folder}/* {runs} || exit 1; exit $code"
+    )
     with world.trial(1, True) as trial:
         trial.cfg = replace(trial.cfg, run=replace(trial.cfg.run, dir=str(folder)))
         (process,) = trial.start(prefix=["unshare", "-rm", "sh", "-c", script, "sh"])
@@ -466,6 +509,7 @@ def train_with_nan(world: World, step: int, leaf: int | None = None, where: floa
     with world.trial(1, True, **sections) as trial:
         data = dataset.Dataset(on_mesh(trial.cfg, (1, 1, 1)), "train")
         bad_sum = int(np.asarray(data.batch(step)[0]).sum())
+        data.worker.shutdown()
         loss_and_grads = train.loss_and_grads
 
         def with_nan(params, tokens, targets, key, cfg):
@@ -479,6 +523,8 @@ def train_with_nan(world: World, step: int, leaf: int | None = None, where: floa
             leaves[n] = leaves[n].at[at].add(nan)
             return loss, jax.tree.unflatten(tree, leaves), stats
 
+        numbers = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
+        handlers = [signal.getsignal(number) for number in numbers]
         train.loss_and_grads = with_nan
         jax.clear_caches()
         try:
@@ -486,6 +532,8 @@ def train_with_nan(world: World, step: int, leaf: int | None = None, where: floa
         finally:
             train.loss_and_grads = loss_and_grads
             jax.clear_caches()
+            for number, handler in zip(numbers, handlers, strict=True):
+                signal.signal(number, handler)
         table = rows(trial.run)
         bad = [n for n, row in table.items() if None in (row["loss"], row["grad_norm"])]
         assert bad == [step + 1], bad
@@ -533,23 +581,18 @@ def damage(path: Path, world: World) -> str:
     return f"{kind} at {at} of {path}"
 
 
-def make_checkpoints(world: World):
-    """Two checkpoints whose values differ, in `saved` of the world's folder."""
-    world.cfg = on_mesh(world.base, (1, 1, 1))
-    store = checkpoint.Checkpoints(epath.Path(world.folder / "saved"))
-    state = train.init_state(world.cfg)
-    world.saved = {10: state, 20: jax.tree.map(lambda x: x + 1, state)}
-    for step, state in world.saved.items():
-        assert store.save(step, train.checkpoint_items(state), last=True)
-    store.close()
+def copy_checkpoints(world: World, name: str) -> Path:
+    """A run directory with copies of the checkpoints world.saved."""
+    assert sorted(world.saved) == [10, 20]
+    return Path(shutil.copytree(world.folder / "saved", world.folder / name))
 
 
 def restored(world: World, run: Path) -> tuple[int, bool]:
     """The step of the checkpoint that is used, and whether it is as it was saved."""
-    on_mesh(world.base, (1, 1, 1))
+    cfg = on_mesh(world.base, (1, 1, 1))
     store = checkpoint.Checkpoints(epath.Path(run))
     try:
-        found = store.restore(train.checkpoint_items(train.abstract_state(world.cfg)))
+        found = store.restore(train.checkpoint_items(train.abstract_state(cfg)))
     finally:
         store.manager.close()
     want = train.checkpoint_items(world.saved[store.newest])
@@ -559,9 +602,7 @@ def restored(world: World, run: Path) -> tuple[int, bool]:
 
 def damage_checkpoint(world: World) -> int:
     """One file of the newest checkpoint is damaged: the state is whole, or that before is used."""
-    if not hasattr(world, "saved"):
-        make_checkpoints(world)
-    copy = Path(shutil.copytree(world.folder / "saved", world.folder / "damaged"))
+    copy = copy_checkpoints(world, "damaged")
     files = sorted(p for p in (copy / "checkpoints" / "20").rglob("*") if p.is_file())
     done = damage(world.random.choice(files), world)
     _, is_whole = restored(world, copy)
@@ -573,9 +614,7 @@ def damage_checkpoint(world: World) -> int:
 def move_checkpoint(world: World) -> int:
     """The newest checkpoint is renamed, or replaced by a copy of the one before, or they are
     swapped: one whose step is not its folder's is not used."""
-    if not hasattr(world, "saved"):
-        make_checkpoints(world)
-    copy = Path(shutil.copytree(world.folder / "saved", world.folder / "damaged"))
+    copy = copy_checkpoints(world, "damaged")
     ten, twenty = copy / "checkpoints" / "10", copy / "checkpoints" / "20"
     kind = world.random.choice(["rename", "copy", "swap"])
     if kind == "rename":
@@ -613,17 +652,18 @@ def no_permission(path: Path, owned: Path):
 
 def seal_file(world: World) -> int:
     """One file of the newest checkpoint or of a data set may not be read: code 5, and it stays."""
-    if not hasattr(world, "saved"):
-        make_checkpoints(world)
     is_data = world.random.random() < 0.5
     copy = world.folder / "sealed"
-    shutil.copytree(world.folder / ("train" if is_data else "saved"), copy)
+    if is_data:
+        shutil.copytree(world.folder / "train", copy)
+    else:
+        copy_checkpoints(world, copy.name)
     inside = copy if is_data else copy / "checkpoints" / "20"
     file = world.random.choice(sorted(p for p in inside.rglob("*") if p.is_file()))
     try:
         with no_permission(file, copy):
             if is_data:
-                assert read_all(world, copy) == tokens(world), file
+                assert read_all(world, copy) == world.tokens, file
             else:
                 assert restored(world, copy) == (20, True), file
     except UserError as e:
@@ -644,19 +684,13 @@ def read_all(world: World, folder: Path) -> tuple[bytes, str]:
     return found, data.source.fingerprint
 
 
-def tokens(world: World) -> tuple[bytes, str]:
-    if not hasattr(world, "tokens"):
-        world.tokens = read_all(world, world.folder / "train")
-    return world.tokens
-
-
 def damage_data(world: World) -> int:
     """One file of a data set is damaged: all tokens are read as they were, or it is refused."""
     copy = Path(shutil.copytree(world.folder / "train", world.folder / "damaged_data"))
     if bare := world.random.random() < 0.3:
         (copy / "manifest.json").unlink()
     done = damage(world.random.choice(sorted(copy.iterdir())), world)
-    whole, fingerprint = tokens(world)
+    whole, fingerprint = world.tokens
     try:
         found, now = read_all(world, copy)
         # Without a manifest nothing says what the tokens were, but a run does not resume on others.
@@ -681,7 +715,8 @@ PRESET = st.sampled_from([*config.PRESETS, "nope", "", "/dev/null"])
 
 
 def parse_command_lines(world: World) -> int:
-    """A hundred command lines in this process: a config, or exit code 2 or 5, each in a second."""
+    """A hundred command lines in this process: a config, or exit code 2 or 5, each within two
+    seconds."""
 
     @seed(world.random.getrandbits(32))
     @settings(max_examples=100, deadline=None, database=None, suppress_health_check=[*HealthCheck])
@@ -711,9 +746,10 @@ def start_command_line(world: World) -> int:
             words = [*flags(trial.cfg), *words]
             try:
                 small = cli.parse(["--config", "tiny", *words])
+                is_small = train.model.param_count(small) < 1e6 and small.train.batch_size < 1000
             except (UserError, SystemExit):
                 continue
-            if train.model.param_count(small) < 1e6 and small.train.batch_size < 1000:
+            if is_small:
                 break
         command = [sys.executable, str(ROOT / "train.py"), "--config", "tiny", *words]
         done = subprocess.run(

@@ -51,13 +51,13 @@ class Faults:
     unavailable (503), too_many (429); slow: up to 3 s late; cut: 30 bytes of the answer's body,
     then the connection is closed; lost: carried out, but the connection is closed without an
     answer, so that a client that repeats a write on condition of a generation meets 412.
-    stale: seconds for which listings do not have a new object; read_only: 403 to all that writes.
+    stale: seconds for which listings do not have a new object.
+    read_only: 403 to every request but GET.
     """
 
     KINDS = ("unavailable", "too_many", "slow", "cut", "lost")
 
     def __init__(self):
-        self.counts = dict.fromkeys(self.KINDS, 0)
         self.set()
 
     def set(self, seed: int = 0, stale: float = 0, read_only: bool = False, **chances):
@@ -69,7 +69,6 @@ class Faults:
         x = self.random.random()
         for kind, chance in self.chances.items():
             if (x := x - chance) < 0:
-                self.counts[kind] += 1
                 return kind
         return ""
 
@@ -78,8 +77,8 @@ FAULTS = Faults()
 
 
 class Writer:
-    """Passes on what is written until the first `limit` bytes of a body have been; with a limit of
-    -1 nothing at all."""
+    """Passes on an answer's headers and the first `limit` bytes of its body; with limit=-1
+    nothing."""
 
     def __init__(self, file, limit: int):
         self.file, self.limit, self.is_body = file, limit, False
@@ -120,9 +119,8 @@ class Handler(server.RequestHandler):
 
 
 def set_faults(request, response, storage):
-    """POST sets the faults from now on; the answer is how many there were of each kind."""
+    """POST sets the faults from now on."""
     FAULTS.set(**json.loads(request.data))
-    response.json(FAULTS.counts)
 
 
 # ---- preconditions
@@ -256,12 +254,15 @@ COMPLETE = {}
 """{id of a resumable upload: what was answered when it was complete}"""
 
 
-def upload_part(request, response, storage, *, handler=objects.upload_partial, **_):
+UPLOAD_PART = objects.upload_partial
+
+
+def upload_part(request, response, storage):
     """Take a part of an upload; to one that is complete, repeat the answer, as Google does for a
     client that did not get it."""
     name = query_value(request, "upload_id")
     if name not in COMPLETE:
-        handler(request, response, storage)
+        UPLOAD_PART(request, response, storage)
         if response.status != HTTPStatus.OK:
             return
         COMPLETE[name] = json.loads(response._content)
@@ -273,9 +274,9 @@ def upload_part(request, response, storage, *, handler=objects.upload_partial, *
 
 def routes() -> tuple:
     """The package's table of (path, {method: handler}), with the handlers of this file."""
-    objects.upload_partial, whole = upload_part, objects.upload_partial  # insert calls it too
+    objects.upload_partial = upload_part  # insert calls it by this name
     replacements = {
-        whole: upload_part,
+        UPLOAD_PART: upload_part,
         objects.download: download,
         objects.get: get,
         objects.ls: list_objects,

@@ -151,9 +151,10 @@ def test_a_config_reads_back_from_its_json(preset, tmp_path):
     ('{"model": {"nonesuch": [1]}}', "model.nonesuch=[1] is not a setting"),
     ('{"model": {"nonesuch": null}}', "model.nonesuch=null is not a setting"),
     ('{"train": {"profile": [1.5, 2]}}', "1.5"),
+    ('{"run": {"accept": ["--fresh"]}}', 'run.accept=["--fresh"] is not a list of settings'),
     ("[" * 100_000, "recursion"),
     ("\xff\x00", "can't decode"),
-], ids=range(16))  # fmt: skip
+], ids=range(17))  # fmt: skip
 def test_a_malformed_config_file_is_an_error_not_a_traceback(text, words, tmp_path):
     path = tmp_path / "config.json"
     path.write_bytes(text.encode("latin-1"))

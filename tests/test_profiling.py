@@ -218,7 +218,8 @@ def test_a_run_writes_trace_ledger_and_program_and_compiles_once(cfg, capsys):
     assert wall * 2 == pytest.approx(sum(timed) * 1e3, rel=0.25)
     data = jax.profiler.ProfileData.from_file(str(trace))
     devices, marks = profiling.read_trace(data)
-    assert len(devices) == 8 and len(marks["update"]) == len(marks["data wait"]) == 2
+    assert len(devices) == 8 and len(marks["update"]) == 2
+    assert len(marks["data wait"]) == 1  # between the two updates
 
 
 class Log:

@@ -93,7 +93,7 @@ def test_every_setting_is_in_a_group():
     (dict(train=dict(dropout=0.2)), "changes the training"),
     (dict(train=dict(steps=24)), "same numbers"),  # the old run is at its end
 ])  # fmt: skip
-def test_a_change_is_printed_in_its_group_and_one_of_the_training_must_be_accepted(
+def test_a_change_is_printed_in_its_group_and_must_be_accepted_if_it_changes_the_training(
     base, reference, capsys, flags, group
 ):
     (section, fields), *_ = flags.items()
