@@ -396,11 +396,7 @@ class Watchdog:
             write_whole(where, stacks)
         except Exception as e:  # whatever the storage raises, the process has to end
             os.write(2, f"warning: {where} was not written ({e})\n".encode())
-        try:
-            late = call_within(10, self.who_is_late)
-        except TimeoutError:  # JAX's store does not answer while process 0 is stopped
-            late = "; process 0 does not answer"
-        what = f"no update, save or evaluation batch for {waited:.0f} s{late}"
+        what = f"no update, save or evaluation batch for {waited:.0f} s{self.who_is_late()}"
         fix = f"look at the stacks, in {where}, then run the same command again to resume"
         os.write(2, f"{Problem(what, fix)}\n".encode())
         leave_last(30)
@@ -410,9 +406,9 @@ class Watchdog:
         """The processes that have made the fewest polls, as far as the others know."""
         if len(process_ids()) == 1:
             return ""
-        try:
-            found = shared_store().key_value_dir_get("trifold/polls")
-        except jax.errors.JaxRuntimeError:  # process 0 has the store
+        try:  # JAX's store is that of process 0, and waits for it even while it is stopped
+            found = call_within(10, lambda: shared_store().key_value_dir_get("trifold/polls"))
+        except (TimeoutError, jax.errors.JaxRuntimeError):
             return "; process 0 does not answer"
         polls = {int(key.rsplit("/", 1)[1]): int(value) for key, value in found}
         late = [n for n in polls if polls[n] == min(polls.values())]
