@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore
 from etils import epath
 from jax import lax
 from orbax.checkpoint import checkpoint_managers
@@ -169,8 +170,8 @@ class Checkpoints:
         self.saved_at = time.monotonic()
         """When the last save was started, or this object made."""
         self.failing_since, self.retry_at = None, 0.0
-        self.items = ()
-        """The names of what was saved last."""
+        self.items = {}
+        """{item: how many arrays of it were saved last}."""
         self.failed = []
         """The steps whose saves have failed since one was complete."""
         self.warned_of = None
@@ -405,7 +406,7 @@ class Checkpoints:
         items = {name: ocp.args.StandardSave(tree) for name, tree in state.items()}
         args = ocp.args.Composite(**items, meta=ocp.args.JsonSave(meta))
         metrics = dict(loss=loss) if self.best and loss is not None else None
-        self.items = tuple(state)
+        self.items = {item: len(jax.tree.leaves(tree)) for item, tree in state.items()}
         is_first, self.writing, self.saved_at = self.newest is None, step, time.monotonic()
         with self.storage_errors():
             started = self.manager.save(step, args=args, metrics=metrics, force=True)
@@ -427,25 +428,33 @@ class Checkpoints:
                 self.failed = []
 
     def check_written(self, step: int):
-        """Raises Damaged if meta, an item or an array of a checkpoint is missing.
+        """Raises Damaged if meta or an array of a checkpoint is missing.
 
         On an object store whose listings lag behind, orbax loses what is not listed yet, and
-        reports success.  This opens every array and reads none.  Processes come here at different
-        times, so only process 0 does it.
+        reports success.  This reads the names of the arrays, in a millisecond where orbax's
+        item_metadata takes 40 and loses 0.2 MB of memory each time.  Processes come here at
+        different times, so only process 0 does it.
         """
         if not is_lead():
             return
         try:
             (self.path / str(step) / "meta" / "metadata").read_bytes()
-            found = self.manager.item_metadata(step)
-            if missing := [name for name in self.items if found.get(name) is None]:
-                raise FileNotFoundError(f"{' and '.join(missing)} of checkpoint {step}")
+            for item, n_arrays in self.items.items():
+                if (found := self.count_arrays(step, item)) < n_arrays:
+                    raise FileNotFoundError(f"{item} has {found} of {n_arrays} arrays")
         except Exception as e:  # orbax and its storage raise many types
             if isinstance(e, FileNotFoundError) or "NOT_FOUND" in str(e):
                 raise Damaged(f"not all that was written is there: {e}") from e
             if not (is_storage_error(e) or re.search(UNREACHABLE, str(e))):
                 raise
             warn(f"checkpoint {step} could not be looked at ({type(e).__name__}: {str(e)[:200]})")
+
+    def count_arrays(self, step: int, item: str) -> int:
+        """How many arrays the database of an item of checkpoint `step` lists."""
+        folder = f"{self.path / str(step) / item}/"
+        base = folder if is_remote(self.path) else f"file://{folder}"
+        keys = tensorstore.KvStore.open(dict(driver="ocdbt", base=base)).result().list().result()
+        return sum(key.endswith(b"/.zarray") for key in keys)
 
     @contextmanager
     def storage_errors(self):

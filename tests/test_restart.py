@@ -244,7 +244,7 @@ def test_a_full_disk_is_waited_for(base, tmp_path, recovers):
     assert "metrics.jsonl was not written (OSError" in err
 
 
-@pytest.mark.parametrize("part", ["params", "params/manifest.ocdbt", "meta/metadata"])
+@pytest.mark.parametrize("part", ["params", "params/manifest.ocdbt", "params/d", "meta/metadata"])
 def test_a_save_of_which_a_part_is_missing_has_failed(tmp_path, capsys, monkeypatch, part):
     """orbax reports success where a listing of a bucket, and so a copy, lacks what is new."""
     store = checkpoint.Checkpoints(files.absolute_path(str(tmp_path)), patience=600)
@@ -270,10 +270,10 @@ def test_a_save_that_cannot_be_looked_at_counts(tmp_path, capsys, monkeypatch):
     """It is verified before it is used in any case."""
     store = checkpoint.Checkpoints(files.absolute_path(str(tmp_path)))
 
-    def fail(step):
+    def fail(step, item):
         raise TimeoutError("the storage does not answer")
 
-    monkeypatch.setattr(store.manager, "item_metadata", fail)
+    monkeypatch.setattr(store, "count_arrays", fail)
     assert store.save(1, dict(params=dict(a=np.zeros(3, np.float32)))) and store.complete == 1
     assert "checkpoint 1 could not be looked at (TimeoutError" in capsys.readouterr().err
 
