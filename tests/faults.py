@@ -660,12 +660,18 @@ def seal_file(world: World) -> int:
         copy_checkpoints(world, copy.name)
     inside = copy if is_data else copy / "checkpoints" / "20"
     file = world.random.choice(sorted(p for p in inside.rglob("*") if p.is_file()))
+
+    def is_whole() -> bool:
+        return (
+            read_all(world, copy) == world.tokens
+            if is_data
+            else restored(world, copy) == (20, True)
+        )
+
+    assert is_whole()  # and what it imports is imported, because the other user may not read Python
     try:
         with no_permission(file, copy):
-            if is_data:
-                assert read_all(world, copy) == world.tokens, file
-            else:
-                assert restored(world, copy) == (20, True), file
+            assert is_whole(), file
     except UserError as e:
         assert e.code == STORAGE, (file, e)
     except PermissionError:  # run_main makes code 5 of it
