@@ -662,11 +662,9 @@ def seal_file(world: World) -> int:
     file = world.random.choice(sorted(p for p in inside.rglob("*") if p.is_file()))
 
     def is_whole() -> bool:
-        return (
-            read_all(world, copy) == world.tokens
-            if is_data
-            else restored(world, copy) == (20, True)
-        )
+        if is_data:
+            return read_all(world, copy) == world.tokens
+        return restored(world, copy) == (20, True)
 
     assert is_whole()  # and what it imports is imported, because the other user may not read Python
     try:

@@ -431,3 +431,9 @@ def test_a_cpu_chooses_few_tokens_at_a_time_no_recomputing_and_unrolled_layers()
 def test_json_has_every_section():
     record = json.loads(cli.to_json(config.demo()))
     assert list(record) == ["run", "mesh", "model", "data", "train", "optim", "checkpoint", "log"]
+
+
+def test_a_huge_number_is_an_error_within_a_second():
+    began = time.monotonic()
+    assert problems("--mesh.dp", "3", "--model.d_model", str(10**18 + 3))
+    assert time.monotonic() - began < 1
