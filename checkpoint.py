@@ -6,9 +6,10 @@ import json
 import os
 import re
 import stat
+import sys
+import threading
 import time
 import zlib
-from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 
@@ -24,7 +25,19 @@ from orbax.checkpoint import checkpoint_managers
 import config
 from config import UserError
 from files import free_name, is_remote, move_folder
-from utils import all_agree, is_lead, is_storage_error, leaf_table, run_on_lead, warn
+from processes import name_ids
+from utils import (
+    all_agree,
+    exchange,
+    is_lead,
+    is_storage_error,
+    leaf_table,
+    process_id,
+    process_ids,
+    run_on_lead,
+    shared_store,
+    warn,
+)
 
 # ---- digests
 
@@ -124,6 +137,59 @@ def loss_of(metrics: dict) -> float:
     return metrics["loss"]
 
 
+class SaveBarrier:
+    """Where the threads meet that write a checkpoint in the background, one in each process.
+
+    At JAX's own barrier, orbax's default, the others would wait for ever for one that cannot write.
+    Here each tells process 0 how it went, and process 0 tells all.
+    """
+
+    STAGES = ("async_write_complete", "async_commit_complete")
+    """In orbax's names of the moments at which they meet: every process has written its part;
+    process 0 has made the parts a checkpoint."""
+
+    def __init__(self):
+        self.saves, self.passed = 0, 0
+
+    def begin(self):
+        """To be called by every process before each save."""
+        if is_lead() and self.saves > 0:
+            shared_store().key_value_delete(f"trifold/save/{self.saves}/")
+        self.saves, self.passed = self.saves + 1, 0
+
+    def __call__(self, *, key: str, timeout_ms: int):
+        """Orbax's BarrierSyncFn.  Raises RuntimeError if a process has failed."""
+        ends = threading.current_thread() is not threading.main_thread()
+        if any(stage in key for stage in self.STAGES):
+            self.meet(timeout_ms)
+        elif ends and self.passed < len(self.STAGES):  # the save is over before its last stage
+            self.tell([process_id()])
+
+    def tell(self, failed: list[int]):
+        """Put the failed processes that this one knows of into the store."""
+        name = f"trifold/save/{self.saves}/{self.passed}/{process_id()}"
+        shared_store().key_value_set(name, json.dumps(failed), allow_overwrite=True)
+
+    def meet(self, timeout_ms: int):
+        """Tell that this process has come to the next stage, and wait until all may go on."""
+
+        def ask(n: int) -> list[int]:
+            name = f"trifold/save/{self.saves}/{self.passed}/{n}"
+            return json.loads(shared_store().blocking_key_value_get(name, timeout_ms))
+
+        if is_lead():
+            others = process_ids()[1:] if self.passed == 0 else []  # then they wait for this one
+            failed = [n for n in others if ask(n)]
+            self.tell(failed)
+        else:
+            self.tell([])
+            failed = ask(0)
+        if failed:
+            self.passed = len(self.STAGES)  # nothing is left to tell
+            raise RuntimeError(f"{name_ids(failed)} could not write")
+        self.passed += 1
+
+
 class Checkpoints:
     """The checkpoints of a run, saved in the background and verified when they are restored.
 
@@ -156,11 +222,10 @@ class Checkpoints:
         """run: the run directory.  keep: how many checkpoints to keep; 0 only reads them.
         settings: saved as `must`, and compared with `must` of a checkpoint that is restored, except
         those that accept names.  best: keep those of lowest loss too.  patience: seconds for which
-        saving may fail, in a run of one process; several would have to open their managers anew
-        together."""
+        saving may fail."""
         self.run, self.path, self.keep = run, run / "checkpoints", keep
         self.settings, self.accept, self.best = dict(settings), accept, best
-        self.patience = patience if jax.process_count() == 1 else 0
+        self.patience = patience
         self.newest = None
         """The step of the last checkpoint that this object restored, saved or started to save."""
         self.complete = None
@@ -169,7 +234,12 @@ class Checkpoints:
         """The step that is being written in the background."""
         self.saved_at = time.monotonic()
         """When the last save was started, or this object made."""
-        self.failing_since, self.retry_at = None, 0.0
+        self.barrier = SaveBarrier() if jax.process_count() > 1 else None
+        self.failure = None
+        """The UserError of the last save, if it has failed, until `recover`."""
+        self.failing_since, self.retry_at, self.gives_up = None, 0.0, False
+        self.damaged = None
+        """The step of the last save, if orbax has reported success and it is damaged."""
         self.items = {}
         """{item: how many arrays of it were saved last}."""
         self.failed = []
@@ -194,7 +264,7 @@ class Checkpoints:
                 create=True,
                 # orbax times a save by the clock, which may jump, so its limit is out of reach;
                 # SLOWEST is ours.
-                async_options=ocp.AsyncOptions(timeout_secs=10**7),
+                async_options=ocp.AsyncOptions(timeout_secs=10**7, barrier_sync_fn=self.barrier),
                 **by_loss,
             )
         self.manager = ocp.CheckpointManager(self.path, options=options)
@@ -343,7 +413,7 @@ class Checkpoints:
     def is_writing(self) -> bool:
         """Whether the last save is still being written.  Raises UserError STORAGE once that has
         taken SLOWEST seconds."""
-        is_writing = self.manager.is_saving_in_progress()
+        is_writing = self.failure is None and self.manager.is_saving_in_progress()
         if is_writing and (waited := time.monotonic() - self.saved_at) > self.SLOWEST:
             what = f"checkpoint {self.newest} is still being written to {self.path}"
             fix = "look at the storage, then run the same command again to resume"
@@ -353,12 +423,12 @@ class Checkpoints:
     def is_late(self, every: int, minutes: float) -> bool:
         """Whether to save now, whatever the number of the update: the last save has failed and is
         to be tried again, or was started `minutes` ago; without both, once it is complete.  Raises
-        what `is_writing` and `finish` raise."""
+        what `is_writing` raises."""
         if self.is_writing():
             return False
         self.finish()
         now = time.monotonic()
-        if self.failing_since is not None:
+        if self.failure is not None:
             return now >= self.retry_at
         return now >= self.saved_at + 60 * minutes if minutes else every == 0
 
@@ -370,7 +440,7 @@ class Checkpoints:
         last: wait for that one, and return when this one is complete.
         Returns whether it was started, and with `last` whether it is complete; if not, try again
         later.  Raises UserError DIVERGED if a number in the state is not finite, and what
-        `is_writing` and `finish` raise.
+        `is_writing` and `recover` raise.
         """
         if not last and not all_agree(not self.is_writing()):
             if self.warned_of != self.newest:
@@ -379,8 +449,9 @@ class Checkpoints:
             self.warned_of = self.newest
             return False
         self.finish()
-        waits = self.failing_since is not None and time.monotonic() < self.retry_at
-        if step != self.newest and not waits:
+        if not self.recover():
+            return False
+        if step != self.newest:
             table = leaf_table(state)
             values, finite = digests(list(table.values()))
             if not finite:
@@ -391,13 +462,14 @@ class Checkpoints:
             self.write(step, state, leaf_digests, loss)
         if last:
             self.finish()
-        return self.newest == step
+        return all_agree(self.failure is None)
 
     def write(self, step: int, state: dict, leaf_digests: dict[str, list[int]], loss=None):
         """Start to write checkpoint `step`: the items of `state`, and meta with their digests.
 
         The first checkpoint of a new run is complete on return, so that too little room is reported
-        before the first update.  Raises what `finish` raises.
+        before the first update.  Raises UserError STORAGE if that fails, or if one of several
+        processes cannot even start.
         """
         table = leaf_table(state)
         leaves = {n: [list(x.shape), str(x.dtype), leaf_digests[n]] for n, x in table.items()}
@@ -407,25 +479,95 @@ class Checkpoints:
         args = ocp.args.Composite(**items, meta=ocp.args.JsonSave(meta))
         metrics = dict(loss=loss) if self.best and loss is not None else None
         self.items = {item: len(jax.tree.leaves(tree)) for item, tree in state.items()}
-        is_first, self.writing, self.saved_at = self.newest is None, step, time.monotonic()
-        with self.storage_errors():
+        is_first, self.saved_at = self.newest is None, time.monotonic()
+        self.newest = step
+        if self.barrier is not None:
+            self.barrier.begin()
+        try:
             started = self.manager.save(step, args=args, metrics=metrics, force=True)
             assert started, f"orbax declined to save {step}; it has {self.manager.all_steps()}"
-            self.newest = step
+        except Exception as e:
+            self.note_failure(step, e)
+            if self.barrier is not None:  # the others wait for this one in the midst of it
+                raise self.failure from e
+        else:
+            self.writing = step
         if is_first:
             self.finish()
+            self.recover()
 
     def finish(self):
-        """Wait until the last save is complete.  A failure is a warning until it has lasted for
-        self.patience seconds, then raises UserError STORAGE; that of the first save at once."""
-        if self.writing is not None:
-            with self.storage_errors():
-                self.manager.wait_until_finished()
-                self.check_written(self.writing)
-                self.complete, self.writing = self.writing, None
-                self.failing_since = None
-                self.remove_parts()  # again: what failed may have gone on in the background
-                self.failed = []
+        """Wait until the last save is complete.  If it has failed, warn; `recover` is to follow."""
+        if self.writing is None:
+            return
+        try:
+            self.manager.wait_until_finished()
+            self.check_written(self.writing)
+        except Exception as e:
+            self.note_failure(self.writing, e)
+        else:
+            self.complete, self.failing_since = self.writing, None
+            self.remove_parts()  # again: what failed may have gone on in the background
+            self.failed = []
+        self.writing = None
+
+    def note_failure(self, step: int, error: Exception):
+        """Note that saving `step` has failed and when to try again.  Raises the error if storage
+        cannot be its cause."""
+        # orbax raises many types for storage; others are bugs
+        if not (isinstance(error, ValueError | RuntimeError) or is_storage_error(error)):
+            raise error
+        reason = re.sub(r"\s+", " ", str(error).replace(f"{self.path}/", ""))[:400]
+        what = f"checkpoint {step} could not be written to {self.path}: {reason}"
+        fix = "make room or fix the storage, and run the same command again to resume"
+        self.failure = UserError(config.STORAGE, what, fix)
+        self.failure.__cause__ = error
+        now = time.monotonic()
+        self.failing_since = self.failing_since or now
+        left = self.failing_since + self.patience - now
+        wait = max(0, min(60, 5 * 2 ** len(self.failed), left))
+        self.retry_at, self.gives_up = now + wait, left <= 0 or self.complete is None
+        self.failed.append(step)
+        if isinstance(error, Damaged):
+            self.damaged = step
+        if not is_lead():
+            print(f"warning: {what}", file=sys.stderr, flush=True)
+        elif not self.gives_up:
+            warn(f"{what}; the next try is in {wait:.0f} s, the last in {left:.0f} s")
+
+    def recover(self) -> bool:
+        """Whether to save now, asked by all processes together after `finish`.
+
+        If the last save has failed in one of them, False until process 0's time for the next try.
+        Then what is left of it is removed, and orbax's manager opened anew, because the old one
+        counts it as saved.  Raises UserError STORAGE in all processes if saves have failed for
+        self.patience seconds, or the first one has.
+        """
+        if all_agree(self.failure is None):
+            return True
+        run_on_lead(self.give_up)
+        ours = [time.monotonic() >= self.retry_at, self.complete, self.damaged]
+        is_time, self.complete, self.damaged = json.loads(exchange(json.dumps(ours))[0])
+        if not is_time:
+            return False
+        try:
+            self.remove_parts()
+            if self.damaged is None:
+                self.open_manager()
+            else:
+                self.move_to_damaged(self.damaged)
+        except Exception as e:
+            if self.barrier is not None:
+                raise
+            self.note_failure(self.failed[-1], e)
+            return False
+        self.newest, self.failure, self.damaged = self.complete, None, None
+        return True
+
+    def give_up(self):
+        """Raise the failure of the last save if there is to be no other try."""
+        if self.failure is not None and self.gives_up:
+            raise self.failure
 
     def check_written(self, step: int):
         """Raises Damaged if meta or an array of a checkpoint is missing.
@@ -456,41 +598,15 @@ class Checkpoints:
         keys = tensorstore.KvStore.open(dict(driver="ocdbt", base=base)).result().list().result()
         return sum(key.endswith(b"/.zarray") for key in keys)
 
-    @contextmanager
-    def storage_errors(self):
-        """Note what orbax raises when it cannot write, and open its manager anew: the old one
-        counts the checkpoint that failed as saved."""
-        try:
-            yield
-        except Exception as e:  # orbax raises many types for storage; others are bugs
-            if not (isinstance(e, ValueError | RuntimeError) or is_storage_error(e)):
-                raise
-            step, self.writing, now = self.writing, None, time.monotonic()
-            self.failing_since = self.failing_since or now
-            left = self.failing_since + self.patience - now
-            reason = re.sub(r"\s+", " ", str(e))[:300]
-            what = f"checkpoint {step} could not be written to {self.path}: {reason}"
-            if left <= 0 or self.complete is None:
-                fix = "make room or fix the storage, and run the same command again to resume"
-                raise UserError(config.STORAGE, what, fix) from e
-            wait = min(60, 5 * 2 ** len(self.failed), left)
-            self.retry_at = now + wait
-            self.failed.append(step)
-            warn(f"{what}; the next try is in {wait:.0f} s, the last in {left:.0f} s")
-            self.remove_parts()
-            if isinstance(e, Damaged):
-                self.move_to_damaged(step)  # opens the manager anew too
-            else:
-                self.open_manager()
-            self.newest = self.complete
-
     def remove_parts(self):
         """Remove what failed saves have left, which may be why the disk is full."""
-        for step in self.failed if not is_remote(self.path) else []:
+        for step in self.failed if is_lead() and not is_remote(self.path) else []:
             for folder in self.path.glob(f"{step}.orbax-checkpoint-tmp*"):
                 folder.rmtree()
 
     def close(self):
-        """Return once every checkpoint is complete.  Raises what `finish` raises."""
+        """Return once every checkpoint is complete.  Raises UserError STORAGE if one is not."""
         self.finish()
+        if self.failure is not None:
+            raise self.failure
         self.manager.close()

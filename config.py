@@ -335,7 +335,7 @@ class Checkpoint:
     best: bool = False
     """True: save after each evaluation too, and keep the two checkpoints of lowest loss."""
     patience: int = 600
-    """Seconds for which saving may fail and is tried again, in a run of one process."""
+    """Seconds for which saving may fail and is tried again."""
 
 
 @dataclass(frozen=True)

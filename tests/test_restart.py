@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -244,6 +245,33 @@ def test_a_full_disk_is_waited_for(base, tmp_path, recovers):
     assert "metrics.jsonl was not written (OSError" in err
 
 
+@pytest.mark.parametrize(("number", "recovers"), [(0, True), (1, True), (1, False)])
+def test_one_process_of_two_that_cannot_write_is_waited_for(base, number, recovers):
+    sections = dict(checkpoint=dict(every=10, patience=600 if recovers else 8), train=ENDLESS)
+    cfg, run = new_run(base, f"unwritable_{number}_{recovers}", **sections)
+    both = start_two(cfg)
+    wait_for_step(both[0], run, 3)
+    unlimited = resource.RLIM_INFINITY
+    resource.prlimit(both[number].pid, resource.RLIMIT_FSIZE, (0, unlimited))
+    before = len((run / "metrics.jsonl").read_text().splitlines())
+    if recovers:
+        time.sleep(6)
+        failed_at = max(saved(run))
+        resource.prlimit(both[number].pid, resource.RLIMIT_FSIZE, (unlimited, unlimited))
+        wait_until(lambda: max(saved(run)) > max(failed_at, before) + 20, both[0])
+        assert len(rows(run)) > before + 20  # none is missing
+        both[1].send_signal(signal.SIGTERM)
+    expected = INTERRUPTED if recovers else STORAGE
+    for n, process in enumerate(both):
+        code, _, err = finish(process)
+        assert code == expected and "Traceback" not in err, err
+        assert ("File too large" in err) == (n == number), err
+        if n == 0:
+            assert "the next try is in 5 s" in err, err
+            assert "process 1 could not write" in err or number == 0, err
+    assert not [*run.glob("checkpoints/*tmp*")] or not recovers
+
+
 @pytest.mark.parametrize("part", ["params", "params/manifest.ocdbt", "params/d", "meta/metadata"])
 def test_a_save_of_which_a_part_is_missing_has_failed(tmp_path, capsys, monkeypatch, part):
     """orbax reports success where a listing of a bucket, and so a copy, lacks what is new."""
@@ -259,11 +287,30 @@ def test_a_save_of_which_a_part_is_missing_has_failed(tmp_path, capsys, monkeypa
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     monkeypatch.setattr(store.manager, "wait_until_finished", wait_and_lose)
-    assert not store.save(2, state, last=True) and saved(tmp_path) == {1}
+    assert not store.save(2, state, last=True)
     assert "not all that was written is there" in capsys.readouterr().err
-    assert (tmp_path / "damaged" / "2").exists()
     store.retry_at = 0
     assert store.save(2, state, last=True) and saved(tmp_path) == {1, 2}
+    assert (tmp_path / "damaged" / "2").exists()
+
+
+def test_storage_that_still_fails_when_it_is_tried_again_is_waited_for(tmp_path, monkeypatch):
+    store = checkpoint.Checkpoints(files.absolute_path(str(tmp_path)), patience=600)
+    state = dict(params=dict(a=np.zeros(3, np.float32)))
+    assert store.save(1, state)
+
+    def fail(*_, **__):
+        raise TimeoutError("the storage does not answer")
+
+    monkeypatch.setattr(store.manager, "save", fail)
+    assert not store.save(2, state) and not store.save(2, state)
+    with monkeypatch.context() as still:
+        still.setattr(store, "open_manager", fail)
+        store.retry_at = 0
+        assert not store.save(3, state) and store.retry_at > 0
+    store.retry_at = 0
+    assert store.is_late(every=10, minutes=0)
+    assert store.save(4, state, last=True) and saved(tmp_path) == {1, 4}
 
 
 def test_a_save_that_cannot_be_looked_at_counts(tmp_path, capsys, monkeypatch):
