@@ -17,6 +17,7 @@ import json
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -485,6 +486,22 @@ def fill_disk(world: World) -> int:
     return 1
 
 
+def limit_files(world: World) -> int:
+    """A process of one or two cannot write a byte into any file for a while."""
+    unlimited = resource.RLIM_INFINITY
+    with world.trial(on_disk=True) as trial:
+        started = trial.start()
+        wait_for_step(started[0], trial.run, world.random.randint(1, 40))
+        process = world.random.choice(started)
+        with contextlib.suppress(ProcessLookupError):  # its run is over
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (0, unlimited))
+            time.sleep(world.random.uniform(0, 12))
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (unlimited, unlimited))
+        assert trial.finish() == [0] * trial.n_processes, trial.err
+        trial.assert_whole()
+    return 1
+
+
 # ---- numbers that are not finite
 
 
@@ -800,6 +817,7 @@ ROWS = {
     interrupt_storage: (1, 6),
     list_late: (1, 6),
     fill_disk: (1, 6),
+    limit_files: (1, 10),
     poison: (1, 20),
     damage_checkpoint: (60, 1000),
     move_checkpoint: (4, 60),
