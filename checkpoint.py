@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import zlib
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 
@@ -101,6 +102,11 @@ def meta_checksum(meta: dict) -> int:
 # ---- checkpoints
 
 
+# Without orbax's notes on the shapes of shards: nothing here reads them, and to write them each
+# process waits up to 600 s for a folder that process 0 makes.
+ocp.type_handlers.register_type_handler(jax.Array, ocp.type_handlers.ArrayHandler(), override=True)
+
+
 class Damaged(ValueError):
     """A checkpoint that differs from what was saved, or cannot be read."""
 
@@ -137,6 +143,10 @@ def loss_of(metrics: dict) -> float:
     return metrics["loss"]
 
 
+class PeerFailed(RuntimeError):
+    """Another process could not write its part of a checkpoint."""
+
+
 class SaveBarrier:
     """Where the threads meet that write a checkpoint in the background, one in each process.
 
@@ -149,45 +159,55 @@ class SaveBarrier:
     process 0 has made the parts a checkpoint."""
 
     def __init__(self):
-        self.saves, self.passed = 0, 0
+        self.save, self.passed, self.over, self.lock = 0, 0, True, threading.Lock()
 
-    def begin(self):
-        """To be called by every process before each save."""
-        if is_lead() and self.saves > 0:
-            shared_store().key_value_delete(f"trifold/save/{self.saves}/")
-        self.saves, self.passed = self.saves + 1, 0
+    def begin(self, save: int):
+        """To be called by every process before each save.  save: how many there were before."""
+        if is_lead() and save > 0:
+            shared_store().key_value_delete(f"trifold/save/{save - 1}/")
+        self.save, self.passed, self.over = save, 0, False
 
     def __call__(self, *, key: str, timeout_ms: int):
-        """Orbax's BarrierSyncFn.  Raises RuntimeError if a process has failed."""
-        ends = threading.current_thread() is not threading.main_thread()
+        """Orbax's BarrierSyncFn.  Raises PeerFailed, and RuntimeError if this process has."""
         if any(stage in key for stage in self.STAGES):
             self.meet(timeout_ms)
-        elif ends and self.passed < len(self.STAGES):  # the save is over before its last stage
-            self.tell([process_id()])
+        elif threading.current_thread() is not threading.main_thread():
+            # Orbax calls this around its flag of a save under way too: on the main thread as a save
+            # begins, and on another as it ends, whether it has failed or not.
+            self.end()
 
-    def tell(self, failed: list[int]):
-        """Put the failed processes that this one knows of into the store."""
-        name = f"trifold/save/{self.saves}/{self.passed}/{process_id()}"
+    def put(self, stage: int, failed: list[int]):
+        """Let the store say which processes have failed, as far as this one knows."""
+        name = f"trifold/save/{self.save}/{stage}/{process_id()}"
         shared_store().key_value_set(name, json.dumps(failed), allow_overwrite=True)
 
     def meet(self, timeout_ms: int):
         """Tell that this process has come to the next stage, and wait until all may go on."""
 
         def ask(n: int) -> list[int]:
-            name = f"trifold/save/{self.saves}/{self.passed}/{n}"
+            name = f"trifold/save/{self.save}/{self.passed}/{n}"
             return json.loads(shared_store().blocking_key_value_get(name, timeout_ms))
 
-        if is_lead():
-            others = process_ids()[1:] if self.passed == 0 else []  # then they wait for this one
-            failed = [n for n in others if ask(n)]
-            self.tell(failed)
-        else:
-            self.tell([])
-            failed = ask(0)
-        if failed:
-            self.passed = len(self.STAGES)  # nothing is left to tell
-            raise RuntimeError(f"{name_ids(failed)} could not write")
-        self.passed += 1
+        # At the second stage process 0 waits for none.
+        others = process_ids()[1:] if is_lead() and self.passed == 0 else []
+        failed = [n for n in others if ask(n)]
+        with self.lock:
+            if self.over:
+                raise RuntimeError("this process could not write all")
+            self.put(self.passed, failed)
+        failed = failed if is_lead() else ask(0)
+        with self.lock:
+            if failed:
+                self.over = True
+                raise PeerFailed(f"{name_ids(failed)} could not write")
+            self.passed += 1
+
+    def end(self):
+        """Tell that no more comes from this process: where a stage is left, it has failed."""
+        with self.lock:
+            for stage in range(self.passed, len(self.STAGES)) if not self.over else []:
+                self.put(stage, [process_id()])
+            self.over = True
 
 
 class Checkpoints:
@@ -234,12 +254,13 @@ class Checkpoints:
         """The step that is being written in the background."""
         self.saved_at = time.monotonic()
         """When the last save was started, or this object made."""
-        self.barrier = SaveBarrier() if jax.process_count() > 1 else None
+        self.several, self.n_saves = jax.process_count() > 1, 0
         self.failure = None
         """The UserError of the last save, if it has failed, until `recover`."""
-        self.failing_since, self.retry_at, self.gives_up = None, 0.0, False
-        self.damaged = None
-        """The step of the last save, if orbax has reported success and it is damaged."""
+        self.failing_since = None
+        """When the first save failed since one was complete."""
+        self.retry_at, self.gives_up = 0.0, False
+        """When `recover` may go on after a failure, and whether it raises it instead."""
         self.items = {}
         """{item: how many arrays of it were saved last}."""
         self.failed = []
@@ -249,6 +270,7 @@ class Checkpoints:
         self.open_manager()
 
     def open_manager(self):
+        self.barrier = SaveBarrier() if self.several else None
         if not is_remote(self.path):
             run_on_lead(self.move_pipes)
         if self.keep == 0:
@@ -423,7 +445,7 @@ class Checkpoints:
     def is_late(self, every: int, minutes: float) -> bool:
         """Whether to save now, whatever the number of the update: the last save has failed and is
         to be tried again, or was started `minutes` ago; without both, once it is complete.  Raises
-        what `is_writing` raises."""
+        what `is_writing` and `note_failure` raise."""
         if self.is_writing():
             return False
         self.finish()
@@ -440,7 +462,7 @@ class Checkpoints:
         last: wait for that one, and return when this one is complete.
         Returns whether it was started, and with `last` whether it is complete; if not, try again
         later.  Raises UserError DIVERGED if a number in the state is not finite, and what
-        `is_writing` and `recover` raise.
+        `is_writing`, `write` and `recover` raise.
         """
         if not last and not all_agree(not self.is_writing()):
             if self.warned_of != self.newest:
@@ -481,17 +503,17 @@ class Checkpoints:
         self.items = {item: len(jax.tree.leaves(tree)) for item, tree in state.items()}
         is_first, self.saved_at = self.newest is None, time.monotonic()
         self.newest = step
-        if self.barrier is not None:
-            self.barrier.begin()
+        if self.several:
+            self.barrier.begin(self.n_saves)
+        self.n_saves += 1
         try:
             started = self.manager.save(step, args=args, metrics=metrics, force=True)
             assert started, f"orbax declined to save {step}; it has {self.manager.all_steps()}"
-        except Exception as e:
-            self.note_failure(step, e)
-            if self.barrier is not None:  # the others wait for this one in the midst of it
-                raise self.failure from e
-        else:
             self.writing = step
+        except Exception as e:
+            # The other processes wait for this one at orbax's collectives, on the main thread.
+            self.note_failure(step, e, is_final=self.several)
+            self.give_up()
         if is_first:
             self.finish()
             self.recover()
@@ -500,69 +522,81 @@ class Checkpoints:
         """Wait until the last save is complete.  If it has failed, warn; `recover` is to follow."""
         if self.writing is None:
             return
+        step, self.writing = self.writing, None
         try:
             self.manager.wait_until_finished()
-            self.check_written(self.writing)
+            self.check_written(step)
         except Exception as e:
-            self.note_failure(self.writing, e)
+            self.note_failure(step, e)
         else:
-            self.complete, self.failing_since = self.writing, None
+            self.complete, self.failing_since = step, None
             self.remove_parts()  # again: what failed may have gone on in the background
             self.failed = []
-        self.writing = None
 
-    def note_failure(self, step: int, error: Exception):
-        """Note that saving `step` has failed and when to try again.  Raises the error if storage
-        cannot be its cause."""
+    def note_failure(self, step: int, error: Exception, is_final: bool = False):
+        """Note that saving `step` has failed, and when to try again, if not is_final.  Raises the
+        error if storage cannot be its cause."""
         # orbax raises many types for storage; others are bugs
         if not (isinstance(error, ValueError | RuntimeError) or is_storage_error(error)):
             raise error
         reason = re.sub(r"\s+", " ", str(error).replace(f"{self.path}/", ""))[:400]
         what = f"checkpoint {step} could not be written to {self.path}: {reason}"
         fix = "make room or fix the storage, and run the same command again to resume"
-        self.failure = UserError(config.STORAGE, what, fix)
-        self.failure.__cause__ = error
-        now = time.monotonic()
+        self.failure, now = UserError(config.STORAGE, what, fix), time.monotonic()
         self.failing_since = self.failing_since or now
         left = self.failing_since + self.patience - now
         wait = max(0, min(60, 5 * 2 ** len(self.failed), left))
-        self.retry_at, self.gives_up = now + wait, left <= 0 or self.complete is None
+        self.retry_at = now + wait
+        self.gives_up = is_final or left <= 0 or self.complete is None
         self.failed.append(step)
-        if isinstance(error, Damaged):
-            self.damaged = step
-        if not is_lead():
-            print(f"warning: {what}", file=sys.stderr, flush=True)
-        elif not self.gives_up:
+        if not self.several:  # which may still write there
+            self.remove_parts()
+        if is_lead() and not self.gives_up:
             warn(f"{what}; the next try is in {wait:.0f} s, the last in {left:.0f} s")
+        elif not is_lead() and not isinstance(error, PeerFailed):
+            print(f"warning: {what}", file=sys.stderr, flush=True)
 
     def recover(self) -> bool:
         """Whether to save now, asked by all processes together after `finish`.
 
         If the last save has failed in one of them, False until process 0's time for the next try.
-        Then what is left of it is removed, and orbax's manager opened anew, because the old one
-        counts it as saved.  Raises UserError STORAGE in all processes if saves have failed for
+        Then what is left of it is cleared away, and orbax's manager opened anew, because the old
+        one counts it as saved.  Raises UserError STORAGE in all processes if saves have failed for
         self.patience seconds, or the first one has.
         """
         if all_agree(self.failure is None):
             return True
         run_on_lead(self.give_up)
-        ours = [time.monotonic() >= self.retry_at, self.complete, self.damaged]
-        is_time, self.complete, self.damaged = json.loads(exchange(json.dumps(ours))[0])
+        ours = [time.monotonic() >= self.retry_at, self.complete, self.failed[-1:]]
+        is_time, self.complete, failed = json.loads(exchange(json.dumps(ours))[0])
         if not is_time:
             return False
         try:
+            with suppress(Exception):  # those of the failed save; its threads have ended then
+                self.manager.close()
             self.remove_parts()
-            if self.damaged is None:
-                self.open_manager()
-            else:
-                self.move_to_damaged(self.damaged)
+            self.open_manager()
+            if failed and failed[0] in self.manager.all_steps():
+                self.judge(failed[0])
         except Exception as e:
-            if self.barrier is not None:
-                raise
-            self.note_failure(self.failed[-1], e)
+            self.note_failure(self.failed[-1], e, is_final=self.several)
+            self.give_up()
             return False
-        self.newest, self.failure, self.damaged = self.complete, None, None
+        self.newest, self.failure = self.complete, None
         return True
+
+    def judge(self, step: int):
+        """Take a checkpoint that is there although its save has failed for complete, or move it to
+        damaged/."""
+        fault = ""
+        try:
+            self.check_written(step)
+        except Damaged as e:
+            fault = str(e)
+        if all_agree(not fault):
+            self.complete = step
+        else:
+            self.move_to_damaged(step)
 
     def give_up(self):
         """Raise the failure of the last save if there is to be no other try."""
@@ -601,8 +635,9 @@ class Checkpoints:
     def remove_parts(self):
         """Remove what failed saves have left, which may be why the disk is full."""
         for step in self.failed if is_lead() and not is_remote(self.path) else []:
-            for folder in self.path.glob(f"{step}.orbax-checkpoint-tmp*"):
-                folder.rmtree()
+            with suppress(OSError):  # it is tried again after the next save
+                for folder in self.path.glob(f"{step}.orbax-checkpoint-tmp*"):
+                    folder.rmtree()
 
     def close(self):
         """Return once every checkpoint is complete.  Raises UserError STORAGE if one is not."""

@@ -272,6 +272,8 @@ class Stop:
         """When the first signal to stop came."""
         self.error = None
         """Why this process asks to stop, if not because of a signal."""
+        self.asked_for = 0
+        """The poll at which all save because this process has asked for it."""
         self.stops = self.saves = False
         """What all have agreed on; saves until it is done."""
         self.polls, self.last_poll, self.last_update = 0, time.monotonic(), None
@@ -309,7 +311,9 @@ class Stop:
             asked.add("stop")
         if self.wants_save:
             self.wants_save = False
-            asked.add("save")
+            if self.polls > self.asked_for:  # otherwise the save that it asked for is to come
+                asked.add("save")
+                self.asked_for = self.polls + (NOTICE if len(process_ids()) > 1 else 0)
         if len(process_ids()) > 1:
             for what in asked:
                 key = f"trifold/asked/{self.polls + NOTICE}/{what}/{process_id()}"
@@ -338,6 +342,10 @@ class Stop:
 # ---- hanging
 
 
+HANGS = threading.Event()
+"""Set once a Watchdog ends the process."""
+
+
 class Watchdog:
     """Within its block, ends the process when Stop was not polled for too long: after the stacks of
     all threads are written, on stderr and to crash/ in the run directory."""
@@ -345,7 +353,7 @@ class Watchdog:
     FIRST = 12
     """The start and the first update may take this many times as long, and so may what LONG names:
     XLA's compiler, the wait for a checkpoint, the end of Weights & Biases."""
-    LONG = re.compile(r"jax/_src/compiler\.py|checkpoint_manager\.py|/wandb/")
+    LONG = re.compile(r"jax/_src/compiler\.py|/checkpoint(_manager)?\.py|/wandb/")
 
     def __init__(self, stop: Stop, run: epath.Path, cfg: Config):
         self.stop, self.run, self.seconds = stop, run, cfg.run.hang_timeout
@@ -383,6 +391,7 @@ class Watchdog:
                 shared_store().key_value_set(key, str(self.stop.polls), allow_overwrite=True)
 
     def give_up(self, waited: float):
+        HANGS.set()
         threading.Timer(60, os._exit, [config.HUNG]).start()  # storage may be what hangs
         with tempfile.TemporaryFile() as f:
             faulthandler.dump_traceback(f, all_threads=True)
@@ -511,6 +520,8 @@ def exit_with(error: UserError | None):
 
     At once, because a normal exit waits for lost peers and for failed saves.
     """
+    if HANGS.is_set():  # the error comes from that, as when Gloo waits no longer
+        threading.Event().wait()
     if error is not None:
         print(error, file=sys.stderr)
     sys.stdout.flush()

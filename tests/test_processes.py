@@ -216,4 +216,4 @@ def test_a_process_0_that_stands_still_ends_the_others(base):
     code, _, err = finish(both[1])
     both[0].kill()
     finish(both[0])
-    assert code == HUNG and "process 0 does not answer" in err
+    assert code == HUNG and "process 0 does not answer" in err, err
