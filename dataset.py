@@ -1,246 +1,35 @@
-"""Data: files of tokens, the windows cut from them, and the batch of step s on the mesh.  The batch
-is a pure function of (data, seed, s).
+"""Data: windows of tokens, their order, and the batch of step s on the mesh.  The batch is a pure
+function of (data, seed, s).
 
-scripts/prepare_data.py makes the files from text; nothing here does.  Another file format is one
-entry in READERS, another source of tokens is one class and its entry in SOURCES.
+Files of tokens are in shards.py.  Another source of tokens is one class and its entry in SOURCES.
 
 Dimension key: A accumulation slices, M microbatches, B sequences, L sequence length.
 """
 
-import hashlib
-import json
 import os
-import re
-import stat
 import tempfile
-import tokenize
 import uuid
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import fsspec
 import jax
 import numpy as np
 from etils import epath
 from jax.sharding import NamedSharding
 
-from config import DATA, STORAGE, Config, Problem, UserError, or_list
-from files import absolute_path, is_remote, leaves_folder, read_limited
+from config import DATA, STORAGE, Config, Problem, UserError
+from files import absolute_path, is_remote
 from model import TOKEN_SPEC
 from processes import NOTICE
-
-
-def data_error(what: str, fix: str) -> UserError:
-    return UserError(DATA, what, fix)
-
-
-# ---- readers: what a file holds, from its header
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One file of tokens."""
-
-    path: epath.Path
-    n_tokens: int
-    dtype: str
-    """A numpy dtype, such as "uint16" or ">u2"."""
-    offset: int
-    """Bytes before the first token."""
-    sha256: str = ""
-    """The checksum of the whole file; empty without a manifest."""
-
-
-# Of .npy shards; those of a manifest are unsigned.
-DTYPES = ("uint16", "uint32", "int32", "int64")
-
-
-# What numpy raises for a header that is damaged, since it evaluates it as a Python literal, and for
-# a file that cannot be read.
-NPY_ERRORS = (
-    *(ValueError, OSError, SyntaxError, TypeError, IndexError, MemoryError, RecursionError),
-    tokenize.TokenError,
+from shards import (
+    Shard,
+    check_is_part,
+    data_error,
+    file_sha256,
+    file_state,
+    find_shards,
+    fingerprint,
 )
-
-
-def npy_shard(path: epath.Path) -> Shard:
-    """A .npy file of one dimension.
-
-    Raises UserError for pickles, other shapes and dtypes, and a size that does not fit the header.
-    """
-    fix = "make the shard again, as a 1-D .npy of token ids"
-
-    def error(why: str) -> UserError:
-        return data_error(f"shard {path.name!r}: {why}", fix)
-
-    npy = np.lib.format
-    try:
-        with path.open("rb") as f:
-            version_1 = npy.read_magic(f) == (1, 0)
-            read_header = npy.read_array_header_1_0 if version_1 else npy.read_array_header_2_0
-            shape, _, dtype = read_header(f, max_header_size=10_000)
-            offset = f.tell()
-        size = path.stat().length
-    except FileNotFoundError:
-        what = f"shard {path.name!r} is missing from {path.parent}"
-        raise data_error(what, "copy it there, or make the data set again") from None
-    except PermissionError:
-        raise  # becomes STORAGE: the data may be sound
-    except NPY_ERRORS as e:
-        raise error(str(e)[:200]) from None
-    if dtype.hasobject or dtype.name not in DTYPES or dtype.byteorder == ">":
-        raise error(f"dtype {dtype} is not one of {', '.join(DTYPES)}")
-    if len(shape) != 1 or not shape[0]:
-        raise error(f"shape {shape} is not one dimension with tokens in it")
-    promised = offset + shape[0] * dtype.itemsize
-    if size != promised:
-        raise error(f"{size} bytes, but its header promises {promised}")
-    return Shard(path, shape[0], dtype.name, offset)
-
-
-def bin_shard(path: epath.Path) -> Shard:
-    """nanoGPT's format: uint16 tokens without a header."""
-    size = path.stat().length
-    if size % 2 or not size:
-        what = f"shard {path.name!r}: {size} bytes is not a whole number of uint16 tokens"
-        raise data_error(what, "copy the file again")
-    return Shard(path, size // 2, "uint16", 0)
-
-
-def check_is_file(path: epath.Path):
-    """Raise UserError for a folder, pipe or device of this machine; a pipe may never end."""
-    if not is_remote(path) and path.exists() and not stat.S_ISREG(os.stat(path).st_mode):
-        fix = "put a file there, or set --data.train or --data.val to another data set"
-        raise data_error(f"{path} is not a file but a folder, pipe or device", fix)
-
-
-def check_is_part(path: epath.Path):
-    """check_is_file, and raise UserError for a link that leaves the folder of the data set."""
-    check_is_file(path)
-    if path.exists() and leaves_folder(path, path.parent):
-        target = os.path.realpath(path)
-        what = f"{path} is a link to {target}, outside of its data set"
-        raise data_error(what, "copy the file, or name the folder that it is in")
-
-
-# {suffix: the function that describes such a file as a Shard}, in the order in which folders are
-# searched for them.
-READERS = {".npy": npy_shard, ".bin": bin_shard}
-
-
-def read_shard(path: epath.Path) -> Shard:
-    """The file as the reader of its suffix describes it; a file with another suffix is a .npy."""
-    check_is_file(path)
-    return READERS.get(path.suffix, npy_shard)(path)
-
-
-# ---- the files of a path
-
-
-def read_manifest(folder: epath.Path) -> tuple[list[Shard], dict]:
-    """The shards that manifest.json lists, and the manifest.
-
-    Shard names are plain file names, so that a manifest cannot reach outside its folder.
-    """
-    path = folder / "manifest.json"
-    fix = "make the data set again with scripts/prepare_data.py"
-    try:
-        manifest = json.loads(read_limited(path))
-        shards = []
-        for entry in manifest["shards"]:
-            name, dtype, n_tokens, sha256 = (
-                entry[key] for key in ("name", "dtype", "tokens", "sha256")
-            )
-            if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}", name):
-                raise ValueError(f"shard name {name!r} is not a plain file name")
-            is_count = isinstance(n_tokens, int) and n_tokens > 0
-            is_checksum = re.fullmatch(r"[0-9a-f]{64}", sha256)
-            if dtype not in ("uint16", "uint32") or not is_count or not is_checksum:
-                facts = f"dtype {dtype!r}, {n_tokens!r} tokens, sha256 {sha256!r}"
-                raise ValueError(f"shard {name!r} has {facts}")
-            check_is_part(folder / name)
-            shard = npy_shard(folder / name)
-            if (shard.dtype, shard.n_tokens) != (dtype, n_tokens):
-                holds = f"{shard.n_tokens} {shard.dtype} tokens"
-                what = f"shard {name!r} holds {holds}, its manifest says {n_tokens} {dtype}"
-                raise data_error(what, fix)
-            shards.append(replace(shard, sha256=sha256))
-        counts = [manifest["vocab_size"], manifest["bytes"], len(shards)]
-        if not all(isinstance(n, int) and n > 0 for n in counts) or manifest["format"] != 1:
-            raise ValueError("it needs format 1, shards, and vocab_size and bytes above 0")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-        what = f"{path} is not a manifest: {type(e).__name__} {str(e)[:200]}"
-        raise data_error(what, fix) from None
-    return shards, manifest
-
-
-# nanoGPT's folders hold one file for each split.
-SPLIT_FILES = {"train": "train.bin", "val": "val.bin"}
-
-
-def find_shards(path: epath.Path, split: str) -> tuple[list[Shard], dict]:
-    """The shards of a data set and its manifest, {} where it has none.
-
-    The path is one file, or a folder with a manifest.json, with {split}.bin (nanoGPT), or with bare
-    shards of one format (JAXformer's are .npy), which are taken in the order of their names.
-    """
-    if not path.exists():
-        fix = f"make it with scripts/prepare_data.py, or set --data.{split}"
-        raise data_error(f"data.{split}={path} does not exist", fix)
-    if not path.is_dir():
-        return [read_shard(path)], {}
-    if (path / "manifest.json").exists():
-        check_is_part(path / "manifest.json")
-        return read_manifest(path)
-    if (path / SPLIT_FILES[split]).exists():
-        check_is_part(path / SPLIT_FILES[split])
-        return [read_shard(path / SPLIT_FILES[split])], {}
-    names = sorted(p.name for p in path.iterdir() if p.name not in SPLIT_FILES.values())
-    for suffix, read in READERS.items():
-        if found := [path / name for name in names if name.endswith(suffix)]:
-            for file in found:
-                check_is_part(file)
-            return [read(file) for file in found], {}
-    wanted = or_list(["manifest.json", *(f"*{suffix}" for suffix in READERS)])
-    what = f"no shards in data.{split}={path}: no {wanted} among {len(names)} other files"
-    raise data_error(what, "make them with scripts/prepare_data.py")
-
-
-def file_state(file: str | int) -> list[int]:
-    """What changes when a file is written or replaced; file: a path or an open file's number."""
-    facts = os.stat(file)
-    return [facts.st_size, facts.st_mtime_ns, facts.st_ino]
-
-
-def file_sha256(path: str) -> str:
-    with open(path, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
-
-
-PAGES, PAGE_SIZE = 64, 16 * 1024
-"""Of a shard without a checksum, that its fingerprint covers."""
-
-
-def sample_pages(shard: Shard) -> bytes:
-    """All tokens of a small shard, or pages spread evenly from its first token to its last."""
-    fs, path = fsspec.url_to_fs(os.fspath(shard.path))
-    begin, size = shard.offset, shard.n_tokens * np.dtype(shard.dtype).itemsize
-    if size <= PAGES * PAGE_SIZE:
-        return fs.cat_file(path, begin, begin + size)
-    starts = [begin + i * (size - PAGE_SIZE) // (PAGES - 1) for i in range(PAGES)]
-    ends = [start + PAGE_SIZE for start in starts]
-    return b"".join(fs.cat_ranges([path] * PAGES, starts, ends, on_error="raise"))
-
-
-def fingerprint(shards: list[Shard]) -> str:
-    """A hash that changes with the tokens: of the manifest's checksums, or else of each file's size
-    and of pages of it, 1 MiB in all, so that the start of a run does not wait for all data."""
-    facts = []
-    for shard in shards:
-        checksum = shard.sha256 or hashlib.sha256(sample_pages(shard)).hexdigest()
-        facts.append([shard.n_tokens, shard.dtype, checksum])
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
-
 
 # ---- sources: from the number of a window to its tokens
 

@@ -12,15 +12,17 @@ from conftest import on_mesh
 from etils import epath
 
 import dataset
+import shards
 import train
 from config import DATA, STORAGE, UserError
-from dataset import Dataset, Shard, Source
+from dataset import Dataset, Source
+from shards import Shard
 
 
 def all_tokens(folder) -> np.ndarray:
     """Every token of a prepared set, read directly from the .npy files."""
-    shards = json.loads((folder / "manifest.json").read_text())["shards"]
-    return np.concatenate([np.load(folder / s["name"]) for s in shards])
+    found = json.loads((folder / "manifest.json").read_text())["shards"]
+    return np.concatenate([np.load(folder / s["name"]) for s in found])
 
 
 def open_set(cfg, path, split="train") -> Dataset:
@@ -191,7 +193,7 @@ def test_a_format_is_one_entry_in_readers(cfg, corpus, tmp_path, monkeypatch):
     def big_endian_shard(path) -> Shard:
         return Shard(path, n_tokens=path.stat().length // 2, dtype=">u2", offset=0)
 
-    monkeypatch.setitem(dataset.READERS, ".be16", big_endian_shard)
+    monkeypatch.setitem(shards.READERS, ".be16", big_endian_shard)
     assert "no manifest.json, *.npy, *.bin or *.be16 among 0" in problem_of(cfg, tmp_path)
     tokens = all_tokens(corpus / "train")
     tokens[:9000].astype(">u2").tofile(tmp_path / "a.be16")
@@ -378,7 +380,7 @@ def test_no_flipped_bit_in_a_header_is_a_traceback(tmp_path):
         flipped[bit // 8] ^= 1 << bit % 8
         path.write_bytes(bytes(flipped))
         try:
-            assert dataset.read_shard(path).n_tokens == 100
+            assert shards.read_shard(path).n_tokens == 100
         except UserError as error:
             assert error.code == DATA
             n_refused += 1
@@ -452,8 +454,8 @@ def test_the_fingerprint_of_a_large_bare_shard_covers_its_middle(cfg, tmp_path, 
         changed = tokens.copy()
         changed[start : start + 2**16] = 0
         assert fingerprint(changed) != want, start
-    shard = dataset.read_shard(epath.Path(tmp_path / name))
-    assert len(dataset.sample_pages(shard)) == 2**20
+    shard = shards.read_shard(epath.Path(tmp_path / name))
+    assert len(shards.sample_pages(shard)) == 2**20
 
 
 def test_a_data_set_that_is_itself_a_link_and_links_within_it_are_read(cfg, corpus, tmp_path):
