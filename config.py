@@ -212,7 +212,8 @@ class Data:
     """The data sets, and where documents end."""
 
     train: str = "data/demo/train"
-    """Training set: a folder of token shards, or one .npy or nanoGPT .bin file; local or gs://."""
+    """Training set: a folder of token shards, or one .npy or nanoGPT .bin file; local or gs://.
+    synthetic: seeded random tokens with structure, without files."""
     val: str = "data/demo/val"
     """Held-out set for evaluation, in the same formats."""
     document_mask: bool = False

@@ -11,6 +11,7 @@ import tempfile
 import uuid
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from types import MappingProxyType
 
 import jax
 import numpy as np
@@ -30,6 +31,39 @@ from shards import (
     find_shards,
     fingerprint,
 )
+
+# ---- the order
+
+
+def scramble(x):
+    """uint64 to well-mixed uint64 (the finalizer of SplitMix64)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def permute(i, n: int, key: int):
+    """Elements i of the permutation of range(n) that key selects.
+
+    There is no table, so that a billion windows cost no memory.  A Feistel network permutes the
+    range up to the next power of four; what falls outside range(n) goes through it again until it
+    falls inside (cycle walking: Black and Rogaway 2002), on average at most four times.
+    """
+    half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    keys = scramble(scramble(np.full(6, key, np.uint64)) + np.arange(6, dtype=np.uint64))
+
+    def network(x):
+        left, right = x >> half, x & mask
+        for k in keys:
+            left, right = right, left ^ (scramble(right ^ k) & mask)
+        return left << half | right
+
+    x = network(np.asarray(i, np.uint64))
+    while (outside := x >= n).any():
+        x = np.where(outside, network(x), x)
+    return x.astype(np.int64)
+
 
 # ---- sources: from the number of a window to its tokens
 
@@ -178,49 +212,46 @@ class TokenFiles(Source):
         return os.fspath(local)
 
 
-# {prefix: class}: a --data.train or --data.val that starts with the prefix makes that Source, any
-# other makes TokenFiles of a path.
-SOURCES = {}
+class Synthetic(Source):
+    """Random tokens with structure, which need no files: for benchmarks and first tries.
+
+    Each token has SUCCESSORS tokens that may follow it, the same in every set, and one of them
+    follows by chance.  So the best model's loss is log(SUCCESSORS), 1.386 nats, or a little less
+    where some of a token's successors are the same.
+    """
+
+    SUCCESSORS = 4
+    WINDOWS = MappingProxyType(dict(train=2**32, val=256))
+
+    def __init__(self, cfg: Config, split: str):
+        self.cfg, self.fingerprint = cfg, f"synthetic {split} {cfg.model.vocab_size}"
+        self.n_tokens = self.WINDOWS[split] * cfg.train.seq_len + 1
+        self.first = 0 if split == "val" else self.WINDOWS["val"]  # the sets have no common window
+
+    def __str__(self):
+        return f"{super().__str__()}, synthetic"
+
+    def windows(self, rows: np.ndarray) -> np.ndarray:
+        V, L = self.cfg.model.vocab_size, self.cfg.train.seq_len
+        place = (rows[:, None] + self.first) * (L + 1) + np.arange(L + 1)
+        draw = scramble(scramble(place.astype(np.uint64)) + np.uint64(self.cfg.run.seed))
+        tokens = np.empty(draw.shape, np.int32)
+        tokens[:, 0] = draw[:, 0] % np.uint64(V)
+        choice = draw % np.uint64(self.SUCCESSORS)
+        for i in range(L):
+            edge = tokens[:, i].astype(np.uint64) * np.uint64(self.SUCCESSORS) + choice[:, i + 1]
+            tokens[:, i + 1] = scramble(edge) % np.uint64(V)
+        return tokens
+
+
+# {name: class}: a --data.train or --data.val that is such a name, or begins with it and a colon,
+# makes that Source; any other is a path and makes TokenFiles.
+SOURCES = {"synthetic": Synthetic}
 
 
 def open_source(cfg: Config, split: str) -> Source:
-    for prefix, source_class in SOURCES.items():
-        if getattr(cfg.data, split).startswith(prefix):
-            return source_class(cfg, split)
-    return TokenFiles(cfg, split)
-
-
-# ---- the order
-
-
-def scramble(x):
-    """uint64 to well-mixed uint64 (the finalizer of SplitMix64)."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-def permute(i, n: int, key: int):
-    """Elements i of the permutation of range(n) that key selects.
-
-    There is no table, so that a billion windows cost no memory.  A Feistel network permutes the
-    range up to the next power of four; what falls outside range(n) goes through it again until it
-    falls inside (cycle walking: Black and Rogaway 2002), on average at most four times.
-    """
-    half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
-    mask = (np.uint64(1) << half) - np.uint64(1)
-    keys = scramble(scramble(np.full(6, key, np.uint64)) + np.arange(6, dtype=np.uint64))
-
-    def network(x):
-        left, right = x >> half, x & mask
-        for k in keys:
-            left, right = right, left ^ (scramble(right ^ k) & mask)
-        return left << half | right
-
-    x = network(np.asarray(i, np.uint64))
-    while (outside := x >= n).any():
-        x = np.where(outside, network(x), x)
-    return x.astype(np.int64)
+    name = getattr(cfg.data, split).partition(":")[0]
+    return SOURCES.get(name, TokenFiles)(cfg, split)
 
 
 # ---- batches

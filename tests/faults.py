@@ -1,7 +1,7 @@
 """Random faults for as long as you like: kills, signals, storage that fails, damage, meshes and
 command lines.
 
-    python tests/faults.py --minutes 30 --seed 7        rows at random
+    python tests/faults.py --minutes 30 --seed 7        each row once, then rows at random
     python tests/faults.py --full                       each row as often as ROWS says
 
 Each row of ROWS makes one random case at a time and raises where a promise is broken: work that is
@@ -888,12 +888,14 @@ def make_cases(world: World, progress: Progress, chosen: list, minutes: float, i
         if is_full:
             chosen = [row for row in chosen if progress.left(row)]
             weights, left = [1] * len(chosen), progress.seconds_left()
+            rows = chosen
         else:
-            weights = [ROWS[row][0] for row in chosen]
+            rows = [row for row in chosen if not progress.counts[row]] or chosen  # each row once
+            weights = [ROWS[row][0] for row in rows]
             left = 60 * minutes - (time.monotonic() - progress.began)
         if not chosen or left <= 0:
             break
-        (row,) = world.random.choices(chosen, weights)
+        (row,) = world.random.choices(rows, weights)
         progress.run(row, world)
         progress.show(left)
 

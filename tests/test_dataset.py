@@ -1,5 +1,6 @@
 """Data: what is read and in which order, what is refused, and the seams for formats and sources."""
 
+import itertools
 import json
 import os
 import shutil
@@ -217,8 +218,29 @@ class Counting(Source):
         return (rows[:, None] + increments[:, None] * self.positions) % 512
 
 
+def test_synthetic_tokens_have_four_successors_each_and_can_be_learnt(cfg, tmp_path):
+    few = dict(steps=30, eval_every=15)
+    cfg = on_mesh(cfg, (2, 2, 2), data=dict(train="synthetic", val="synthetic"), train=few)
+    cfg = replace(cfg, model=replace(cfg.model, vocab_size=32), run=replace(cfg.run, name="chain"))
+    sets = {split: Dataset(cfg, split).source for split in ("train", "val")}
+    for source in sets.values():
+        windows = source.windows(np.array([0, 3, 200]))
+        np.testing.assert_array_equal(windows[1:2], source.windows(np.array([3])))
+    windows = {split: source.windows(np.arange(200)) for split, source in sets.items()}
+    pairs = {(a, b) for w in windows.values() for row in w for a, b in itertools.pairwise(row)}
+    assert 3.5 * 32 < len(pairs) <= 4 * 32  # the same successors in both sets
+    assert not {*map(bytes, windows["train"])} & {*map(bytes, windows["val"])}
+    other = replace(cfg, run=replace(cfg.run, seed=1))
+    assert (Dataset(other, "train").source.windows(np.arange(9)) != windows["train"][:9]).any()
+
+    train.main(cfg)
+    text = (Path(cfg.run.dir) / cfg.run.name / "metrics.jsonl").read_text()
+    evals = [row["loss"] for row in map(json.loads, text.splitlines()) if row["kind"] == "eval"]
+    assert np.log(4) < evals[1] < evals[0] < np.log(32)
+
+
 def test_a_source_is_one_class(cfg, monkeypatch):
-    monkeypatch.setitem(dataset.SOURCES, "counting:", Counting)
+    monkeypatch.setitem(dataset.SOURCES, "counting", Counting)
     few = dict(steps=12, eval_every=6)
     cfg = on_mesh(cfg, (2, 2, 2), data=dict(train="counting:", val="counting:"), train=few)
     data = Dataset(cfg, "train")
