@@ -510,8 +510,9 @@ class Checkpoints:
             started = self.manager.save(step, args=args, metrics=metrics, force=True)
             assert started, f"orbax declined to save {step}; it has {self.manager.all_steps()}"
             self.writing = step
-        except Exception as e:
-            # The other processes wait for this one at orbax's collectives, on the main thread.
+        except Exception as e:  # note_failure raises what is no storage's
+            # The other processes wait for this one at orbax's collectives, on the main thread, so
+            # it cannot go on with training.
             self.note_failure(step, e, is_final=self.several)
             self.give_up()
         if is_first:
@@ -526,7 +527,7 @@ class Checkpoints:
         try:
             self.manager.wait_until_finished()
             self.check_written(step)
-        except Exception as e:
+        except Exception as e:  # note_failure raises what is no storage's
             self.note_failure(step, e)
         else:
             self.complete, self.failing_since = step, None
@@ -549,7 +550,7 @@ class Checkpoints:
         self.retry_at = now + wait
         self.gives_up = is_final or left <= 0 or self.complete is None
         self.failed.append(step)
-        if not self.several:  # which may still write there
+        if not self.several:  # other processes may still write there
             self.remove_parts()
         if is_lead() and not self.gives_up:
             warn(f"{what}; the next try is in {wait:.0f} s, the last in {left:.0f} s")
@@ -579,7 +580,7 @@ class Checkpoints:
             if failed and failed[0] in self.manager.all_steps():
                 self.judge(failed[0])
         except Exception as e:
-            self.note_failure(self.failed[-1], e, is_final=self.several)
+            self.note_failure(self.newest, e, is_final=self.several)
             self.give_up()
             return False
         self.newest, self.failure = self.complete, None
@@ -594,7 +595,7 @@ class Checkpoints:
         except Damaged as e:
             fault = str(e)
         if all_agree(not fault):
-            self.complete = step
+            self.complete, self.failing_since, self.failed = step, None, []
         else:
             self.move_to_damaged(step)
 

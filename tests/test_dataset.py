@@ -218,7 +218,7 @@ class Counting(Source):
         return (rows[:, None] + increments[:, None] * self.positions) % 512
 
 
-def test_synthetic_tokens_have_four_successors_each_and_can_be_learnt(cfg, tmp_path):
+def test_synthetic_tokens_have_four_successors_each_and_can_be_learnt(cfg):
     few = dict(steps=30, eval_every=15)
     cfg = on_mesh(cfg, (2, 2, 2), data=dict(train="synthetic", val="synthetic"), train=few)
     cfg = replace(cfg, model=replace(cfg.model, vocab_size=32), run=replace(cfg.run, name="chain"))
