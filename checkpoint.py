@@ -1,5 +1,5 @@
-"""Checkpoints: digests of arrays, saving a state with its digests, and restoring it verified.  What
-a state holds, and which settings must not change between starts, is decided in train.py."""
+"""Checkpoints: saving a state with its arrays' digests, and restoring it verified.  What a state
+holds, and which settings must not change between starts, is decided in train.py."""
 
 import errno
 import json
@@ -15,16 +15,15 @@ from pathlib import Path
 from types import MappingProxyType
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
 from etils import epath
-from jax import lax
 from orbax.checkpoint import checkpoint_managers
 
 import config
 from config import UserError
+from digests import digest_leaves
 from files import free_name, is_remote, move_folder
 from processes import name_ids
 from utils import (
@@ -40,66 +39,11 @@ from utils import (
     warn,
 )
 
-# ---- digests
-
-
-def mix_bits(x):
-    """A bijection of uint32 in which every input bit affects every output bit (the finalizer of
-    MurmurHash3)."""
-    x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
-    return x ^ (x >> 16)
-
-
-def digest_terms(bits, index) -> list:
-    """The two numbers that each element adds to a digest, as two uint32 arrays.
-
-    bits: the elements' bits; index: their indices in the flattened array; both uint32.
-    """
-    return [mix_bits(bits ^ mix_bits(index + np.uint32(seed))) for seed in (0x9E3779B9, 0x7F4A7C15)]
-
-
-@jax.jit
-def digest(x):
-    """(uint32 [2] that changes with any bit of x and with any move of an element, whether every
-    float in x is finite).
-
-    It is a sum over elements: integer addition is associative, so every mesh computes the same
-    digest.  It detects accidents, not forgery.
-    """
-    words = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
-    bits = lax.bitcast_convert_type(x, words).astype(jnp.uint32)
-    index, stride = jnp.zeros(x.shape, jnp.uint32), 1
-    for dim in reversed(range(x.ndim)):
-        index += lax.broadcasted_iota(jnp.uint32, x.shape, dim) * np.uint32(stride % 2**32)
-        stride *= x.shape[dim]
-    finite = jnp.isfinite(x) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.full(x.shape, True)
-
-    def combine(some, others):
-        return some[0] + others[0], some[1] + others[1], some[2] & others[2]
-
-    # One reduction of all three at once: XLA on a CPU compiles it in a third of the time of three,
-    # runs it in a seventh, and keeps no term in memory.
-    terms = *digest_terms(bits, index), finite
-    empty = np.uint32(0), np.uint32(0), np.bool_(True)
-    *sums, finite = lax.reduce(terms, empty, combine, range(x.ndim))
-    return jnp.stack(sums), finite
-
-
-@jax.jit
-def digests(leaves: list):
-    """uint32 [leaf, 2], the digest of each array, and whether every float in them is finite."""
-    sums, finite = zip(*map(digest, leaves), strict=True)
-    return jnp.stack(sums), jnp.stack(finite).all()
-
 
 def meta_checksum(meta: dict) -> int:
     """CRC-32 of a checkpoint's meta without its checksum."""
     rest = {name: value for name, value in meta.items() if name != "checksum"}
     return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
-
-
-# ---- checkpoints
 
 
 # Without orbax's notes on the shapes of shards: nothing here reads them, and to write them each
@@ -360,7 +304,7 @@ class Checkpoints:
         found = self.read(step, **items)
         tree = {name: found[name] for name in abstract}
         table = leaf_table(tree)
-        values = np.asarray(digests(list(table.values()))[0]).tolist()
+        values = np.asarray(digest_leaves(list(table.values()))[0]).tolist()
         wrong = [n for n, x in zip(table, values, strict=True) if x != meta["leaves"][n][2]]
         if wrong:
             raise Damaged(f"{len(wrong)} of {len(table)} arrays are not as saved, {wrong[0]} first")
@@ -475,7 +419,7 @@ class Checkpoints:
             return False
         if step != self.newest:
             table = leaf_table(state)
-            values, finite = digests(list(table.values()))
+            values, finite = digest_leaves(list(table.values()))
             if not finite:
                 what = f"the state after update {step} holds a NaN or infinity; it was not saved"
                 fix = f"resume from checkpoint {self.newest} with a lower --optim.lr"

@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from jax import lax
 
-import checkpoint
+import digests
 
 # ---- writing
 
@@ -91,17 +91,17 @@ BLOCK = 2**18  # elements; all blocks are padded to it, so that one program is c
 
 @jax.jit
 def block_digest(bits, n, first, column, columns, stride):
-    """The sums of checkpoint.digest over the first n elements of a block, uint32 [2], and whether
+    """The sums of digests.digest over the first n elements of a block, uint32 [2], and whether
     all n are finite as float32.
 
     bits: the elements' bits, uint32 [BLOCK].  The other arguments are uint32, modulo 2**32 as in
-    checkpoint.digest.  The index of element i in the flattened array is
+    digests.digest.  The index of element i in the flattened array is
     first + (column + i) // columns * stride + (column + i) % columns.
     """
     i = lax.iota(jnp.uint32, BLOCK)
     row, column = jnp.divmod(column + i, columns)
     counted = i < n
-    terms = checkpoint.digest_terms(bits, first + row * stride + column)
+    terms = digests.digest_terms(bits, first + row * stride + column)
     sums = [jnp.where(counted, x, 0).sum(dtype=jnp.uint32) for x in terms]
     infinite = np.uint32(0x7F800000)
     return jnp.stack(sums), ~(counted & (bits & infinite == infinite)).any()
@@ -128,7 +128,7 @@ def equal_rows(x, first: int, strides: list[int]):
 
 
 def digest_blocks(blocks, shape) -> tuple[list[int], bool]:
-    """(checkpoint.digest, whether all is finite) of a float32 array of that shape.
+    """(digests.digest, whether all is finite) of a float32 array of that shape.
 
     blocks: [(index, part of the array)], in any order.
     """

@@ -16,6 +16,7 @@ from etils import epath
 
 import checkpoint
 import config
+import digests
 import train
 import utils
 from config import CHECKPOINT, STORAGE, UserError
@@ -26,7 +27,7 @@ SLOW = pytest.mark.slow
 
 
 def digest(x) -> list[int]:
-    return np.asarray(checkpoint.digest(x)[0]).tolist()
+    return np.asarray(digests.digest(x)[0]).tolist()
 
 
 def test_a_digest_is_the_same_on_every_mesh_and_layout():
@@ -56,7 +57,7 @@ def test_a_digest_changes_with_any_bit_and_any_move():
 def test_digests_keep_no_array_of_terms_in_memory():
     cfg = on_mesh(config.PRESETS["llama3_8b"](), (2, 2, 2))
     leaves = list(utils.leaf_table(train.abstract_state(cfg).params).values())
-    memory = checkpoint.digests.lower(leaves).compile().memory_analysis()
+    memory = digests.digest_leaves.lower(leaves).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 1e-4 * memory.argument_size_in_bytes
 
 

@@ -28,6 +28,7 @@ import checkpoint
 import checks
 import cli
 import config
+import digests
 import files
 import model
 import train
@@ -307,7 +308,7 @@ def test_a_checkpoint_of_training_is_exported(tmp_path):
     table = utils.leaf_table(dict(params=params))
     embeds = {"params/embed_VD", "params/unembed_DV"}  # their padding rows become zero
     for name in set(table) - embeds:
-        assert again[name][2] == np.asarray(checkpoint.digest(table[name])[0]).tolist(), name
+        assert again[name][2] == np.asarray(digests.digest(table[name])[0]).tolist(), name
 
 
 def test_the_digest_of_blocks_is_that_of_the_whole_array():
@@ -318,10 +319,10 @@ def test_the_digest_of_blocks_is_that_of_the_whole_array():
         if len(shape) == 5:  # as experts are: gate and up are tensors of their own
             indices = [(n, e, slice(6), c, slice(7)) for n, e, c in np.ndindex(2, 4, 2)]
         blocks = [(index, np.asarray(x[index])) for index in indices]
-        whole = np.asarray(checkpoint.digest(jnp.asarray(x))[0]).tolist()
+        whole = np.asarray(digests.digest(jnp.asarray(x))[0]).tolist()
         assert hf_arrays.digest_blocks(blocks, shape) == (whole, True)
         assert hf_arrays.digest_blocks(reversed(blocks), shape) == (whole, True)
-        zero = np.asarray(checkpoint.digest(jnp.zeros(shape))[0]).tolist()
+        zero = np.asarray(digests.digest(jnp.zeros(shape))[0]).tolist()
         assert hf_arrays.zero_digest(shape) == zero
     x, shape = np.arange(72, dtype=np.float32).reshape(3, 3, 2, 2, 2), (3, 3, 2, 2, 2)
     index = (slice(1, 3), slice(1, 3), slice(2), slice(1, 2), slice(2))  # gaps in two dims
