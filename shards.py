@@ -23,6 +23,22 @@ def data_error(what: str, fix: str) -> UserError:
     return UserError(DATA, what, fix)
 
 
+# ---- pages: what a file is verified by
+
+PAGE = 64 * 1024
+"""Bytes of a page."""
+
+
+def page_digest(page: bytes) -> bytes:
+    return hashlib.blake2b(page, digest_size=16).digest()
+
+
+def page_digests(data: bytes) -> bytes:
+    """The digests of a file's pages, 16 bytes each, one after the other: the content of the file
+    NAME.pages beside it, whose own page_digest is in the manifest."""
+    return b"".join(page_digest(data[i : i + PAGE]) for i in range(0, len(data), PAGE))
+
+
 # ---- readers: what a file holds, from its header
 
 
@@ -206,19 +222,19 @@ def file_sha256(path: str) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
-PAGES, PAGE_SIZE = 64, 16 * 1024
-"""Of a shard without a checksum, that its fingerprint covers."""
+SAMPLES, SAMPLE = 64, 16 * 1024
+"""How many samples of a shard without a checksum its fingerprint covers, and their bytes."""
 
 
 def sample_pages(shard: Shard) -> bytes:
     """All tokens of a small shard, or pages spread evenly from its first token to its last."""
     fs, path = fsspec.url_to_fs(os.fspath(shard.path))
     begin, size = shard.offset, shard.n_tokens * np.dtype(shard.dtype).itemsize
-    if size <= PAGES * PAGE_SIZE:
+    if size <= SAMPLES * SAMPLE:
         return fs.cat_file(path, begin, begin + size)
-    starts = [begin + i * (size - PAGE_SIZE) // (PAGES - 1) for i in range(PAGES)]
-    ends = [start + PAGE_SIZE for start in starts]
-    return b"".join(fs.cat_ranges([path] * PAGES, starts, ends, on_error="raise"))
+    starts = [begin + i * (size - SAMPLE) // (SAMPLES - 1) for i in range(SAMPLES)]
+    ends = [start + SAMPLE for start in starts]
+    return b"".join(fs.cat_ranges([path] * SAMPLES, starts, ends, on_error="raise"))
 
 
 def fingerprint(shards: list[Shard]) -> str:
