@@ -493,9 +493,8 @@ def run_main(main, cfg: Config):
     finally:
         # Nothing is left to save.  Python's exit restores the default handlers, with which a signal
         # would kill the process instead of letting it end with 0.
-        if len(process_ids()) == 1:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, signal.SIG_IGN)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
 
 
 def leave_last(seconds: float):

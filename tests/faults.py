@@ -281,7 +281,10 @@ def terminate(world: World) -> int:
                 break
             # The end of process 0 may be noticed before the signal.
             allowed = (INTERRUPTED,) if len(codes) == 1 or trains else (INTERRUPTED, DISTRIBUTED)
-            assert INTERRUPTED in codes and all(code in allowed for code in codes), trial.err
+            assert INTERRUPTED in codes and all(code in allowed for code in codes), (
+                codes,
+                trial.err,
+            )
             n += 1
             if trial.read("metrics.jsonl") and all(
                 "nothing is lost" not in err for err in trial.err

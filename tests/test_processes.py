@@ -110,6 +110,20 @@ def test_two_processes_train_like_one_stop_together_and_resume_as_one(base, refe
 
 
 @pytest.mark.slow
+def test_a_signal_while_python_ends_changes_nothing(base):
+    """Processes wait for each other as Python ends."""
+    cfg, _ = new_run(base, "late", train=dict(steps=2, eval_every=0, eval_batches=1))
+    both = start_two(cfg)
+    while not both[0].stdout.readline().startswith("finished:"):
+        assert both[0].poll() is None
+    while None in [process.poll() for process in both]:
+        for process in both:
+            process.send_signal(signal.SIGTERM)
+        time.sleep(0.01)
+    assert [finish(process)[0] for process in both] == [0, 0]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("lost, words", [
     (1, ["error: a peer process was lost"]),
     (0, ["error: a peer process was lost", "error: JAX aborted this process"]),
