@@ -21,6 +21,7 @@ from config import (
     n_blocks,
     or_list,
 )
+from mixture import read_sets, read_skip, read_stages
 
 
 def check(cfg: Config) -> Config:
@@ -152,6 +153,9 @@ RANGES = {  # field: (lowest, highest) allowed value
     "optim.b2": (0.0, 0.9999999),
     "optim.eps": (1e-30, 1.0),
     "optim.clip_norm": (1e-9, 1e9),
+    "data.epochs_max": (0, BIG),
+    "data.prefetch": (1, 1000),
+    "data.cache_gb": (0.0, 1e6),
     "checkpoint.every": (0, BIG),
     "checkpoint.minutes": (0.0, 1e6),
     "checkpoint.patience": (0, BIG),
@@ -378,6 +382,12 @@ def missing_problems(m: Model, names: list[str], why: str):
 # ---- everything else
 
 
+MIXTURE_FIX = (
+    "give them as in --data.train web=data/web:0.7,code=data/code:0.3 --data.val web=data/web-val "
+    "--data.stages 8000:web=0.2,code=0.8"
+)
+
+
 def other_problems(cfg: Config):
     r, t = cfg.run, cfg.train
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", r.name) or r.name.startswith("."):
@@ -402,8 +412,18 @@ def other_problems(cfg: Config):
     if t.profile != (0, 0) and not (0 < first < first + n <= t.steps + 1):
         what = f"train.profile={first} {n} must be updates between 1 and train.steps={t.steps}"
         yield Problem(what, "give the number of the first update and how many to trace, or 0 0")
-    for name in ("run.dir", "data.train", "data.val"):
-        path = field_value(cfg, name)
+    paths = [("run.dir", r.dir)]
+    try:
+        sets = {name: read_sets(field_value(cfg, name)) for name in ("data.train", "data.val")}
+        paths += [(name, part.path) for name, parts in sets.items() for part in parts.values()]
+        read_stages(cfg.data.stages, sets["data.train"])
+    except ValueError as e:
+        yield Problem(f"data.train, data.val or data.stages: {e}", MIXTURE_FIX)
+    try:
+        read_skip(cfg.data.skip)
+    except ValueError as e:
+        yield Problem(f"data.skip: {e}", "give updates as in --data.skip 1200:1250,1311")
+    for name, path in paths:
         if not path or "\0" in path or re.match(r"[a-z]+://[^/]*@", path):
             what = f"{name}={path!r} must be a path without NUL bytes or credentials"
             yield Problem(what, f"give --{name} a local path or gs://bucket/path")

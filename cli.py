@@ -103,9 +103,9 @@ def value_flags(section: str, field: str, value) -> list[str]:
     name = f"{section}.{field}"
     default = getattr(getattr(Config(), section), field, None)
     is_text = isinstance(value, str)
-    if isinstance(value, list) and name == "run.accept":
+    if isinstance(value, list) and name in ("run.accept", "data.stages"):
         if not all(isinstance(x, str) and not x.startswith("-") for x in value):
-            raise ValueError(f"{name}={json.dumps(value)} is not a list of settings")
+            raise ValueError(f"{name}={json.dumps(value)} is not a list of words")
         return [f"--{name}", *value]
     if isinstance(value, list) and isinstance(default, tuple):
         return [f"--{name}", *(str(int(str(x))) for x in value)]  # int(1.5) would round

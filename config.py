@@ -213,16 +213,31 @@ class Data:
 
     train: str = "data/demo/train"
     """Training set: a folder of token shards, or one .npy or nanoGPT .bin file; local or gs://.
-    synthetic: seeded random tokens with structure, without files."""
+    synthetic: seeded random tokens with structure, without files.
+    NAME=PATH:WEIGHT,NAME=PATH:WEIGHT: a mixture of sets, whose rows are in these proportions."""
     val: str = "data/demo/val"
-    """Held-out set for evaluation, in the same formats."""
+    """Held-out set for evaluation, in the same formats.
+    NAME=PATH,NAME=PATH: several, each evaluated; the first decides which checkpoints are best."""
+    stages: Annotated[tuple[str, ...], tyro.conf.arg(metavar="STAGES")] = ()
+    """Other weights from some update on: UPDATES:NAME=WEIGHT,NAME=WEIGHT for each stage.
+    UPDATES is the number of updates before it."""
+    skip: str = ""
+    """Updates whose rows are left out, such as 1200:1250,1311: those from 1200 to 1249, and 1311.
+    Later rows move up.  Updates are counted as without data.skip."""
+    epochs_max: int = 0
+    """How often a set may be trained on.  A run that would repeat one more often does not start.
+    0 sets no limit."""
     document_mask: bool = False
     """True: tokens attend only within their document, and positions restart with each document."""
     end_id: int = -1
     """Id of the token that ends a document, for data.document_mask and for scripts.
     -1 takes it from the data's manifest, and in scripts from the tokenizer."""
+    prefetch: int = 8
+    """Batches that are read ahead."""
     cache: str = ""
-    """Local folder for copies of shards from gs://; by default in the system's temporary folder."""
+    """Local folder for pages of shards from gs://; by default in the system's temporary folder."""
+    cache_gb: float = 4.0
+    """Size of that folder at most, in units of 2**30 bytes; 0 keeps no pages on disk."""
 
 
 @dataclass(frozen=True)

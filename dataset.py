@@ -1,14 +1,14 @@
-"""Data: windows of tokens, their order, and the batch of step s on the mesh.  The batch is a pure
-function of (data, seed, s).
+"""Data: sources of tokens, and the batch of step s on the mesh.  The batch is a pure function of
+(data, seed, s).
 
-Files of tokens are in shards.py.  Another source of tokens is one class and its entry in SOURCES.
+Which window a row is is decided in order.py; files of tokens are in shards.py and pages.py.
+Another source of tokens is one class and its entry in SOURCES.
 
 Dimension key: A accumulation slices, M microbatches, B sequences, L sequence length.
 """
 
-import os
-import tempfile
-import uuid
+import hashlib
+import json
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from types import MappingProxyType
@@ -18,52 +18,15 @@ import numpy as np
 from etils import epath
 from jax.sharding import NamedSharding
 
-from config import DATA, STORAGE, Config, Problem, UserError
-from files import absolute_path, is_remote
+import mixture
+from config import DATA, Config, Problem, UserError
+from files import absolute_path
+from mixture import read_sets
 from model import TOKEN_SPEC
+from order import Order, scramble
+from pages import DamagedPage, PageReader
 from processes import NOTICE
-from shards import (
-    Shard,
-    check_is_part,
-    data_error,
-    file_sha256,
-    file_state,
-    find_shards,
-    fingerprint,
-)
-
-# ---- the order
-
-
-def scramble(x):
-    """uint64 to well-mixed uint64 (the finalizer of SplitMix64)."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-def permute(i, n: int, key: int):
-    """Elements i of the permutation of range(n) that key selects.
-
-    There is no table, so that a billion windows cost no memory.  A Feistel network permutes the
-    range up to the next power of four; what falls outside range(n) goes through it again until it
-    falls inside (cycle walking: Black and Rogaway 2002), on average at most four times.
-    """
-    half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
-    mask = (np.uint64(1) << half) - np.uint64(1)
-    keys = scramble(scramble(np.full(6, key, np.uint64)) + np.arange(6, dtype=np.uint64))
-
-    def network(x):
-        left, right = x >> half, x & mask
-        for k in keys:
-            left, right = right, left ^ (scramble(right ^ k) & mask)
-        return left << half | right
-
-    x = network(np.asarray(i, np.uint64))
-    while (outside := x >= n).any():
-        x = np.where(outside, network(x), x)
-    return x.astype(np.int64)
-
+from shards import check_is_part, data_error, find_shards, fingerprint
 
 # ---- sources: from the number of a window to its tokens
 
@@ -93,6 +56,11 @@ class Source:
         """int32 [len(rows), seq_len + 1]: tokens from row * seq_len on, and -1 after the last."""
         raise NotImplementedError
 
+    def scored(self, rows: np.ndarray) -> np.ndarray | None:
+        """bool [len(rows), seq_len + 1], whether each token of the windows counts in the loss as a
+        target; None where all do."""
+        return None
+
     def __str__(self):
         return f"{self.n_tokens:,} tokens"
 
@@ -103,113 +71,101 @@ class Source:
 
 
 class TokenFiles(Source):
-    """The shards of a local or remote path, read as one long array.
-
-    Before its first use a remote shard is fetched, and a shard's checksum is verified.
-    """
+    """The shards of a local or remote path, read as one long array."""
 
     def __init__(self, cfg: Config, split: str):
         path = absolute_path(getattr(cfg.data, split))
-        self.shards, manifest = find_shards(path, split)
-        self.cfg, self.fingerprint = cfg, fingerprint(self.shards)
-        self.opened = {}  # {number of a shard: (its local path, its file_state)}
+        found = find_shards(path, split)
+        self.shards, self.masks, manifest = found.shards, found.masks, found.manifest
+        self.cfg, self.fingerprint, self.pages = cfg, fingerprint(found), PageReader(cfg)
         self.ends = np.cumsum([shard.n_tokens for shard in self.shards])
         self.n_tokens = int(self.ends[-1])
         self.vocab_size = manifest.get("vocab_size", 0)
         self.end_id = manifest.get("eot_id", -1)
-        self.bytes_per_token = manifest["bytes"] / self.n_tokens if manifest else None
+        if manifest and not any(self.masks):
+            self.bytes_per_token = manifest["bytes"] / self.n_tokens
         tokenizer = path / "tokenizer.json"
         check_is_part(tokenizer)
         self.tokenizer = tokenizer if path.is_dir() and tokenizer.exists() else None
 
     def __str__(self):
-        return f"{super().__str__()} in {len(self.shards)} shard(s)"
+        masked = ", masked" if any(self.masks) else ""
+        return f"{super().__str__()} in {len(self.shards)} shard(s){masked}"
 
     def windows(self, rows: np.ndarray) -> np.ndarray:
+        return self.cut(rows, self.shards, -1, np.int32)
+
+    def scored(self, rows: np.ndarray) -> np.ndarray | None:
+        if not any(self.masks):
+            return None
+        return self.cut(rows, self.masks, 1, np.uint8) != 0
+
+    def cut(self, rows: np.ndarray, files: list, otherwise: int, dtype) -> np.ndarray:
+        """[len(rows), seq_len + 1] of what files hold for these windows: the shards or the masks;
+        `otherwise` where there is none."""
         L = self.cfg.train.seq_len
-        windows = np.full((len(rows), L + 1), -1, np.int32)
+        windows = np.full((len(rows), L + 1), otherwise, dtype)
+        places, pieces = [], []
         for window, row in zip(windows, rows.tolist(), strict=True):
-            tokens = self.read(row * L, min(row * L + L + 1, self.n_tokens))
-            window[: len(tokens)] = tokens
+            at = row * L
+            for n, start, stop in self.spans(at, min(at + L + 1, self.n_tokens)):
+                if files[n] is not None:
+                    first = start + self.first(n) - at
+                    places.append((window[first : first + stop - start], n, start))
+                    pieces.append((files[n], start, stop))
+        for (place, n, start), piece in zip(places, self.read_pieces(pieces), strict=True):
+            if files is self.shards:
+                self.check_tokens(piece, n, start)
+            place[:] = piece
         return windows
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens start to stop - 1 as int32, each checked to be below model.vocab_size."""
-        pieces = []
+        """Tokens start to stop - 1 as int32."""
+        spans = list(self.spans(start, stop))
+        pieces = self.read_pieces([(self.shards[n], a, b) for n, a, b in spans])
+        for piece, (n, a, _) in zip(pieces, spans, strict=True):
+            self.check_tokens(piece, n, a)
+        return np.concatenate(pieces).astype(np.int32)
+
+    def first(self, n: int) -> int:
+        """The place of shard n's first token in the whole."""
+        return int(self.ends[n]) - self.shards[n].n_tokens
+
+    def spans(self, start: int, stop: int):
+        """(n, start, stop) of each part of a shard n that is in tokens start to stop - 1."""
         while start < stop:
             n = int(np.searchsorted(self.ends, start, side="right"))
-            first = int(self.ends[n]) - self.shards[n].n_tokens
-            piece = self.read_shard(n, start - first, stop - first)
-            if piece.max() >= self.cfg.model.vocab_size or piece.min() < 0:
-                raise self.token_error(piece, n, start - first)
-            pieces.append(piece.astype(np.int32))
-            start += len(piece)
-        return np.concatenate(pieces)
+            end = min(stop, int(self.ends[n]))
+            yield n, start - self.first(n), end - self.first(n)
+            start = end
 
-    def token_error(self, piece, n: int, first: int) -> UserError:
-        """The error that names the first bad token of a piece, which begins at index `first` of
-        shard n."""
+    def read_pieces(self, pieces: list) -> list[np.ndarray]:
+        """As PageReader.read; the error of a damaged page says in which windows it is."""
+        try:
+            return self.pages.read(pieces)
+        except DamagedPage as e:
+            files = self.masks if e.block.path.suffix == ".mask" else self.shards
+            n = next((n for n, x in enumerate(files) if x and x.path == e.block.path), None)
+            if n is None:  # a file of digests
+                raise
+            file, L = files[n], self.cfg.train.seq_len
+            start, stop = ((at - file.offset) // file.itemsize for at in e.block[1:3])
+            begin, end = self.first(n) + max(0, start), self.first(n) + stop
+            e.windows = range(max(0, -(-(begin - L) // L)), (end - 1) // L + 1)
+            raise
+
+    def check_tokens(self, piece: np.ndarray, n: int, first: int):
+        """Raise the UserError that names the first token of a piece that is not below
+        model.vocab_size; the piece begins at index `first` of shard n."""
         limit = self.cfg.model.vocab_size
+        if piece.max() < limit and piece.min() >= 0:
+            return
         i = int(np.argmax((piece >= limit) | (piece < 0)))
         what = f"token id {piece[i]} at index {first + i} is not below model.vocab_size={limit}"
         fix = "make the shards again with the right tokenizer"
         if piece.min() >= 0:
             fix += f", or set --model.vocab_size {int(piece.max()) + 1} or more"
-        return data_error(f"shard {self.shards[n].path.name!r}: {what}", fix)
-
-    def read_shard(self, n: int, start: int, stop: int) -> np.ndarray:
-        """Tokens start to stop - 1 of shard n, fewer at its end.  Raises UserError if the file is
-        not the one that was verified.
-
-        It is opened for each piece and not mapped: a file that is cut while it is mapped ends the
-        process by a signal.
-        """
-        shard = self.shards[n]
-        try:
-            if n not in self.opened or (shard.sha256 and not self.is_unchanged(n)):
-                self.opened[n] = self.open_shard(shard)
-            itemsize, count = np.dtype(shard.dtype).itemsize, min(stop, shard.n_tokens) - start
-            with open(self.opened[n][0], "rb") as f:
-                data = os.pread(f.fileno(), count * itemsize, shard.offset + start * itemsize)
-            if len(data) == count * itemsize and self.is_unchanged(n):
-                return np.frombuffer(data, shard.dtype)
-        except FileNotFoundError:
-            what = f"shard {shard.path.name!r} is missing from {shard.path.parent}"
-            raise data_error(what, "copy it there again") from None
-        what = f"shard {shard.path.name!r} was changed while the run used it"
-        raise data_error(what, "do not change data that a run uses; copy the shard again")
-
-    def is_unchanged(self, n: int) -> bool:
-        """Whether the file of shard n is as it was when it was opened first."""
-        local, state = self.opened[n]
-        return file_state(local) == state
-
-    def open_shard(self, shard: Shard) -> tuple[str, list[int]]:
-        """The shard's local path and its file_state, once its checksum is verified."""
-        local = self.fetch(shard) if is_remote(shard.path) else os.fspath(shard.path)
-        state = file_state(local)
-        if shard.sha256 and file_sha256(local) != shard.sha256:
-            what = f"shard {shard.path.name!r}: its checksum is not the manifest's"
-            raise data_error(what, "copy it again, or make the data set again")
-        return local, state
-
-    def fetch(self, shard: Shard) -> str:
-        """The path of a remote shard's local copy, which later runs use too if the shard has a
-        checksum."""
-        key = shard.sha256[:32] or uuid.uuid4().hex
-        default = os.path.join(tempfile.gettempdir(), f"trifold-shards-{os.getuid()}")
-        folder = epath.Path(self.cfg.data.cache or default)
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        owner = os.stat(folder)
-        if owner.st_uid != os.getuid() or owner.st_mode & 0o022:
-            what = f"the cache {folder} belongs to another user, or others can write to it"
-            raise UserError(STORAGE, what, "set --data.cache to a folder of your own, of mode 700")
-        local = folder / f"{key}-{shard.path.name}"
-        if not local.exists() or (shard.sha256 and file_sha256(os.fspath(local)) != shard.sha256):
-            part = folder / f"{local.name}.{uuid.uuid4().hex}.part"
-            shard.path.copy(part, overwrite=True)
-            part.replace(local)
-        return os.fspath(local)
+        raise data_error(f"shard {self.shards[n].path.name!r}: {what}", fix)
 
 
 class Synthetic(Source):
@@ -249,9 +205,67 @@ class Synthetic(Source):
 SOURCES = {"synthetic": Synthetic}
 
 
-def open_source(cfg: Config, split: str) -> Source:
-    name = getattr(cfg.data, split).partition(":")[0]
-    return SOURCES.get(name, TokenFiles)(cfg, split)
+def open_source(cfg: Config, split: str, path: str) -> Source:
+    cfg = replace(cfg, data=replace(cfg.data, **{split: path}))
+    return SOURCES.get(path.partition(":")[0], TokenFiles)(cfg, split)
+
+
+class Mixture(Source):
+    """Several sources.  Its windows are those of the first, then those of the second, and so on."""
+
+    def __init__(self, cfg: Config, split: str, parts: dict[str, mixture.Part]):
+        self.parts = {name: open_source(cfg, split, part.path) for name, part in parts.items()}
+        sources, L = [*self.parts.values()], cfg.train.seq_len
+        self.n_windows = [(source.n_tokens - 1) // L for source in sources]
+        self.ends = np.cumsum(self.n_windows)
+        self.n_tokens = int(self.ends[-1]) * L + 1
+        self.vocab_size = max(source.vocab_size for source in sources)
+        self.end_id = max(source.end_id for source in sources)
+        self.tokenizer = next((x.tokenizer for x in sources if x.tokenizer is not None), None)
+        facts = [[name, str(parts[name].weight), x.fingerprint] for name, x in self.parts.items()]
+        self.fingerprint = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+
+    def __str__(self):
+        return "; ".join(f"{name}: {source}" for name, source in self.parts.items())
+
+    def problems(self):
+        """Why these sources cannot be trained on together."""
+        for what in ("end_id", "tokenizer"):
+            seen = {}
+            for name, source in self.parts.items():
+                value = getattr(source, what)
+                if value not in (None, -1):
+                    seen[name] = value.read_text() if what == "tokenizer" else value
+            if len(set(seen.values())) > 1:
+                names = " and ".join(seen)
+                what = f"data.train: {names} have different tokenizers"
+                return [Problem(what, "prepare them with one, --tokenizer PATH/tokenizer.json")]
+        return []
+
+    def windows(self, rows: np.ndarray) -> np.ndarray:
+        return self.gather(rows, "windows")
+
+    def scored(self, rows: np.ndarray) -> np.ndarray | None:
+        return self.gather(rows, "scored")
+
+    def gather(self, rows: np.ndarray, what: str) -> np.ndarray | None:
+        numbers, found = np.searchsorted(self.ends, rows, side="right"), None
+        for n, source in enumerate(self.parts.values()):
+            here = numbers == n
+            first = int(self.ends[n]) - self.n_windows[n]
+            part = self.read_part(n, source, rows[here] - first, what) if here.any() else None
+            if part is not None:
+                if found is None:
+                    found = np.ones((len(rows), part.shape[1]), part.dtype)
+                found[here] = part
+        return found
+
+    def read_part(self, n: int, source: Source, rows: np.ndarray, what: str):
+        try:
+            return getattr(source, what)(rows)
+        except DamagedPage as e:
+            e.source = n
+            raise
 
 
 # ---- batches
@@ -264,10 +278,6 @@ def with_end_id(cfg: Config, source: Source) -> Config:
     return replace(cfg, data=replace(cfg.data, end_id=source.end_id))
 
 
-READ_AHEAD = 2 * NOTICE
-"""Batches that are being read or wait for their update."""
-
-
 class Dataset:
     """Batches of a source's windows: sequences of tokens and their next-token targets.
 
@@ -277,17 +287,30 @@ class Dataset:
     by with_end_id.  Raises UserError DATA with every reason why cfg cannot use the data.
     """
 
-    def __init__(self, cfg: Config, split: str):
-        self.split, self.source = split, open_source(cfg, split)
+    def __init__(self, cfg: Config, split: str, name: str = ""):
+        """name: which of the sets of data.val."""
+        parts, self.split, self.name = read_sets(getattr(cfg.data, split)), split, name
+        if split == "train" and "" not in parts:
+            self.source = Mixture(cfg, split, parts)
+        else:
+            self.source = open_source(cfg, split, parts[name].path)
         self.cfg = with_end_id(cfg, self.source)
         L, n_targets = cfg.train.seq_len, self.source.n_tokens - 1
         self.n_windows = n_targets // L  # evaluation also has the rest, in a padded window
         self.n_eval_windows = -(-n_targets // L)
         self.n_eval_batches = -(-self.n_eval_windows // cfg.train.batch_size)
         self.sharding = NamedSharding(jax.sharding.get_mesh(), TOKEN_SPEC)
-        self.worker, self.reading = ThreadPoolExecutor(1), {}
+        self.workers, self.reading = ThreadPoolExecutor(4), {}
         if found := list(self.problems()):
             raise UserError(DATA, problems=found)
+        if split == "train":
+            self.first_window = np.zeros(1, np.int64)  # of each source, in its numbers here
+            n_windows = [self.n_windows]
+            if isinstance(self.source, Mixture):
+                n_windows = self.source.n_windows
+                self.first_window = self.source.ends - n_windows
+            self.order = Order(self.cfg, n_windows)
+            self.check_epochs()
 
     def __str__(self):
         L = self.cfg.train.seq_len
@@ -322,13 +345,27 @@ class Dataset:
             fix = "prepare the data with scripts/prepare_data.py, or set --train.sample_every 0"
             yield Problem(what, fix)
 
+    def check_epochs(self):
+        """Raise UserError DATA if the run would repeat a source more often than data.epochs_max."""
+        limit = self.cfg.data.epochs_max
+        if limit and (found := self.order.first_beyond(limit)):
+            name, update = found
+            what = f"data.epochs_max={limit}, but update {update} would begin epoch {limit + 1}"
+            what += f" of {name or 'data.train'}"
+            fix = f"set --train.steps {update - 1}, give more data, or a larger --data.epochs_max"
+            raise UserError(DATA, what, fix)
+
     def train_rows(self, step: int) -> np.ndarray:
-        """The windows of the step's batch: each epoch has a seeded order of its own, and the
-        batches run through the epochs without a break."""
-        B, n, seed = self.cfg.train.batch_size, self.n_windows, self.cfg.run.seed
-        epoch, i = np.divmod(step * B + np.arange(B), n)
-        order = [permute(i[epoch == e], n, seed << 32 | int(e)) for e in np.unique(epoch)]
-        return np.concatenate(order)
+        """The windows of the step's batch."""
+        sources, _, windows = self.order.batch(step)
+        return self.first_window[sources] + windows
+
+    def tokens_by_source(self, step: int) -> dict[str, int]:
+        """{name: tokens that the first `step` updates trained on} of a mixture, else {}."""
+        if not isinstance(self.source, Mixture):
+            return {}
+        L = self.cfg.train.seq_len
+        return {name: n * L for name, n in self.order.trained_on(step).items()}
 
     def eval_rows(self, i: int) -> np.ndarray:
         return i * self.cfg.train.batch_size + np.arange(self.cfg.train.batch_size)
@@ -340,50 +377,67 @@ class Dataset:
         n_before = max(0, -(-step // t.eval_every) - 1) if t.eval_every and t.eval_rolling else 0
         return [(n_before * count + k) % n for k in range(count)]
 
-    def windows(self, rows: np.ndarray) -> np.ndarray:
-        """int32 [len(rows), seq_len + 1], -1 in the rows after the last window."""
+    def read_rows(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens, targets) of these windows, both int32 [len(rows), seq_len]; those after the last
+        window have no targets."""
         windows = np.full((len(rows), self.cfg.train.seq_len + 1), -1, np.int32)
         exists, limit = rows < self.n_eval_windows, self.cfg.model.vocab_size
+        targets = windows[:, 1:]
         if exists.any():
-            found = self.source.windows(rows[exists])
+            try:
+                found, scored = self.source.windows(rows[exists]), self.source.scored(rows[exists])
+            except DamagedPage as e:
+                self.say_updates(e)
+                raise
             wrong = found[(found < -1) | (found >= limit)]
             if wrong.size:
                 what = f"data.{self.split} gives token id {wrong[0]}, not below"
                 fix = "correct the data, or set a larger --model.vocab_size"
                 raise data_error(f"{what} model.vocab_size={limit}", fix)
             windows[exists] = found
-        return windows
+            if scored is not None:
+                targets = targets.copy()
+                targets[exists] = np.where(scored[:, 1:], targets[exists], -1)
+        return np.maximum(windows[:, :-1], 0), targets
+
+    def say_updates(self, error: DamagedPage):
+        """Add to the error of a page which updates would have trained on it."""
+        problem = error.problems[0]
+        if self.split != "train" or error.windows is None:
+            return
+        windows = range(error.windows.start, min(error.windows.stop, self.n_windows))
+        updates = self.order.updates_of(error.source, windows)
+        feeds = "no update of this run" if not updates else f"updates {name_numbers(updates)}"
+        error.problems[0] = Problem(f"{problem.what}; it feeds {feeds}", problem.fix)
 
     def make_batch(self, rows: np.ndarray) -> tuple[jax.Array, jax.Array]:
         """(tokens, targets) of these windows on the mesh."""
         t = self.cfg.train
         row_AMB = rows.reshape(t.grad_accum, t.microbatches, -1)
-        pieces = {}  # devices that differ in tp alone ask for the same piece
+        shape = (*row_AMB.shape, t.seq_len)
+        places = self.sharding.addressable_devices_indices_map(shape).values()
+        # This process's rows, read at once, because each request to a bucket takes its time.
+        ours = np.unique(np.concatenate([row_AMB[place[:3]].ravel() for place in places]))
 
-        def read(index):
-            key = tuple((s.start, s.stop) for s in index[:3])
-            if key not in pieces:
-                piece_AMB = row_AMB[index[:3]]
-                windows = self.windows(piece_AMB.ravel())
-                pieces[key] = windows.reshape(*piece_AMB.shape, t.seq_len + 1)
-            return pieces[key]
+        def put(array):
+            def read(place):
+                return array[np.searchsorted(ours, row_AMB[place[:3]])]
 
-        def put(read_piece):
-            shape = (*row_AMB.shape, t.seq_len)
-            return jax.make_array_from_callback(shape, self.sharding, read_piece)
+            return jax.make_array_from_callback(shape, self.sharding, read)
 
-        tokens = put(lambda index: np.maximum(read(index)[..., :-1], 0))
-        return tokens, put(lambda index: read(index)[..., 1:])
+        tokens, targets = self.read_rows(ours)
+        return put(tokens), put(targets)
 
     def read_ahead(self, rows_of, numbers) -> list[Future]:
-        """The batches of rows_of(n) for the first READ_AHEAD of these numbers n, which a thread
-        starts to read unless it already has."""
-        keys = [(rows_of.__name__, n) for n in numbers[:READ_AHEAD]]
+        """The batches of rows_of(n) for the first of these numbers n, which threads start to read
+        unless they already have."""
+        n_batches = max(self.cfg.data.prefetch, NOTICE + 1)
+        keys = [(rows_of.__name__, n) for n in numbers[:n_batches]]
         for key in set(self.reading) - set(keys):
             del self.reading[key]
         for key in keys:
             if key not in self.reading:
-                self.reading[key] = self.worker.submit(self.make_batch, rows_of(key[1]))
+                self.reading[key] = self.workers.submit(self.make_batch, rows_of(key[1]))
         return [self.reading[key] for key in keys]
 
     def read_train(self, step: int) -> list[Future]:
@@ -413,3 +467,9 @@ class Dataset:
 def first_error(batches: list[Future]) -> BaseException | None:
     errors = (batch.exception() for batch in batches[: NOTICE + 1])
     return next((e for e in errors if e is not None), None)
+
+
+def name_numbers(numbers: list[int]) -> str:
+    """3, 7 and 9; of more than ten the first and how many more."""
+    more = f" and {len(numbers) - 10} more" if len(numbers) > 10 else ""
+    return ", ".join(map(str, numbers[:10])) + more

@@ -19,6 +19,7 @@ from etils import epath
 import config
 from config import Config, UserError
 from files import is_remote, write_whole
+from mixture import read_sets
 from utils import (
     finite_or_none,
     format_duration,
@@ -202,8 +203,17 @@ class MetricsLog:
 
     MAX_SKIPS = 10
 
-    def __init__(self, run: epath.Path, cfg: Config, step: int, flops_per_token: float):
-        """step: the update the run resumes from; flops_per_token: forward and backward."""
+    def __init__(
+        self,
+        run: epath.Path,
+        cfg: Config,
+        step: int,
+        flops_per_token: float,
+        by_source=lambda _: {},
+    ):
+        """step: the update the run resumes from.  flops_per_token: forward and backward.
+        by_source: the function from a step to {source: tokens until then}."""
+        self.by_source = by_source
         self.cfg, self.run, self.first_step = cfg, run, step
         self.flops_per_token, self.peak = flops_per_token, peak_flops(cfg)
         self.tokens_per_step = cfg.train.batch_size * cfg.train.seq_len
@@ -211,7 +221,10 @@ class MetricsLog:
         self.start = self.clock = time.perf_counter()
         self.pending = None  # (step, metrics) of the newest update, not written yet
         self.skips = 0  # updates in a row, up to the newest, that were not finite
-        self.train_losses, self.eval_losses = {}, {}  # by step, for the curve
+        self.train_losses = {}  # {step: loss}, for the curve
+        self.eval_losses = {name: {} for name in read_sets(cfg.data.val)}  # of each set
+        self.best_losses = next(iter(self.eval_losses.values()))
+        """Of the set that decides which checkpoints are best."""
         self.panels = {name: panel(cfg) for name, panel in PANELS.items()}
         patience = cfg.checkpoint.patience
         self.metrics_file = RowFile(run / "metrics.jsonl", step, patience)
@@ -231,7 +244,7 @@ class MetricsLog:
             self.train_losses[row["step"]] = row["loss"]
             self.skips = self.skips + 1 if None in (row["loss"], row["grad_norm"]) else 0
         elif row["kind"] == "eval":
-            self.eval_losses[row["step"]] = row["loss"]
+            self.eval_losses.setdefault(row.get("set", ""), {})[row["step"]] = row["loss"]
         elif row["kind"] in self.panels:
             self.panels[row["kind"]].track(row)
 
@@ -264,7 +277,9 @@ class MetricsLog:
         speed = dict(step_time=seconds, tokens_per_sec=rate, mfu=mfu)
         fields = {name: finite_or_none(x) for name, x in scalars.items()}
         tokens = self.first_tokens + (step - self.first_step) * self.tokens_per_step
-        self.write(dict(kind="train", step=step, **fields, tokens=tokens, **speed))
+        sources = self.by_source(step)
+        by_source = dict(tokens_by_source=sources) if sources else {}
+        self.write(dict(kind="train", step=step, **fields, tokens=tokens, **by_source, **speed))
         is_first_or_last = step in (self.first_step + 1, self.cfg.train.steps)
         if is_first_or_last or step % self.cfg.log.every == 0:
             summaries = [self.write_panel(step, name, panels[name]) for name in panels]
@@ -353,7 +368,8 @@ class MetricsLog:
 
     def is_finished(self) -> bool:
         """Whether the evaluation after the last update is written."""
-        return self.cfg.train.steps in self.eval_losses
+        names = read_sets(self.cfg.data.val)
+        return all(self.cfg.train.steps in self.eval_losses[name] for name in names)
 
 
 # ---- the console
@@ -365,7 +381,8 @@ def print_eval(step: int, result: dict):
 
     loss, bits = number(result["loss"]), number(result["bits_per_byte"])
     n = result["tokens"]
-    say(f"update {step}  validation loss {loss}  bits per byte {bits}  over {n:,} tokens")
+    name = f"{result['set']} " if "set" in result else ""
+    say(f"update {step}  {name}validation loss {loss}  bits per byte {bits}  over {n:,} tokens")
 
 
 def print_end(log: MetricsLog, step: int):
@@ -381,14 +398,17 @@ def print_end(log: MetricsLog, step: int):
 
 
 def draw_loss(path: epath.Path, train_losses: dict, eval_losses: dict):
-    """The loss curves, {step: loss or None}, as a PNG."""
+    """The loss curves as a PNG.  train_losses: {step: loss or None}; eval_losses: {name of a set:
+    the same}."""
     from matplotlib.figure import Figure  # imported here because it takes 0.3 s
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
     finite = {step: loss for step, loss in train_losses.items() if loss is not None}
     axes.plot(list(finite), list(finite.values()), lw=0.8, label="train")
-    axes.plot(list(eval_losses), list(eval_losses.values()), "o-", label="validation")
+    for name, losses in eval_losses.items():
+        label = f"validation {name}".strip()
+        axes.plot(list(losses), list(losses.values()), "o-", label=label)
     axes.set(xlabel="update", ylabel="loss (nats per token)", title=path.parent.name)
     axes.grid(alpha=0.3)
     axes.legend()
@@ -462,7 +482,11 @@ def send_to_wandb(session, row: dict):
         fields = {name: row[name] for name in row if name not in ("kind", "step")}
         if row["kind"] in PANELS:
             fields = PANELS[row["kind"]].wandb_fields(row)
-        fields = {f"{row['kind']}/{name}": value for name, value in fields.items()}
+        if "set" in row:  # its loss is val/name
+            prefix = f"val/{fields.pop('set')}"
+            fields = {prefix: fields.pop("loss")} | {f"{prefix}/{x}": y for x, y in fields.items()}
+        else:
+            fields = {f"{row['kind']}/{name}": value for name, value in fields.items()}
         session.log(fields | dict(step=row["step"]))
     except Exception as e:  # wandb raises many types, and none of them may stop the run
         warn(f"wandb lost a row ({type(e).__name__}: {str(e)[:200]})")

@@ -199,7 +199,7 @@ def name_ids(ids) -> str:
 # ---- agreeing
 
 # Flags that processes of one run may give differently.
-OWN_FLAGS = {"run.process_id", "run.coordinator", "data.cache"}
+OWN_FLAGS = {"run.process_id", "run.coordinator", "data.cache", "data.cache_gb"}
 
 
 def differences(facts: dict[str, str]) -> dict[str, str]:

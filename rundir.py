@@ -152,7 +152,8 @@ def read_record(path: epath.Path) -> dict:
 # ---- what a start changes
 
 SAME_NUMBERS = {
-    "data.train", "data.val", "data.cache", "train.eval_every", "train.eval_batches",
+    "data.train", "data.val", "data.cache", "data.cache_gb", "data.prefetch", "data.epochs_max",
+    "train.eval_every", "train.eval_batches",
     "train.eval_rolling", "train.sample_every", "train.sample_tokens", "train.profile",
 }  # fmt: skip
 """Besides the sections checkpoint and log, settings that do not change what is trained; for data,

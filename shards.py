@@ -9,6 +9,7 @@ import os
 import re
 import stat
 import tokenize
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import fsspec
@@ -42,7 +43,7 @@ def page_digests(data: bytes) -> bytes:
 # ---- readers: what a file holds, from its header
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Shard:
     """One file of tokens."""
 
@@ -53,7 +54,18 @@ class Shard:
     offset: int
     """Bytes before the first token."""
     sha256: str = ""
-    """The checksum of the whole file; empty without a manifest."""
+    """The checksum of the whole file; empty without a manifest of format 1."""
+    pages: bytes = b""
+    """The digest of the file NAME.pages; empty without a manifest of format 2."""
+
+    @property
+    def itemsize(self) -> int:
+        return np.dtype(self.dtype).itemsize
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self.offset + self.n_tokens * self.itemsize
 
 
 # Of .npy shards; those of a manifest are unsigned.
@@ -142,49 +154,104 @@ def read_shard(path: epath.Path) -> Shard:
 # ---- the files of a path
 
 
-def read_manifest(folder: epath.Path) -> tuple[list[Shard], dict]:
-    """The shards that manifest.json lists, and the manifest.
+@dataclass
+class TokenSet:
+    """What a path holds."""
 
-    Shard names are plain file names, so that a manifest cannot reach outside its folder.
+    shards: list[Shard]
+    masks: list[Shard | None]
+    """Of each shard, a file with a byte for each token: 0 where it is not scored."""
+    manifest: dict
+    """{} without one."""
+
+
+def read_manifest(folder: epath.Path) -> TokenSet:
+    """The shards that manifest.json lists.
+
+    Of format 2 nothing else is read.  Shard names are plain file names, so that a manifest cannot
+    reach outside its folder.
     """
     path = folder / "manifest.json"
     fix = "make the data set again with scripts/prepare_data.py"
     try:
         manifest = json.loads(read_limited(path))
-        shards = []
-        for entry in manifest["shards"]:
-            name, dtype, n_tokens, sha256 = (
-                entry[key] for key in ("name", "dtype", "tokens", "sha256")
-            )
-            if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}", name):
-                raise ValueError(f"shard name {name!r} is not a plain file name")
-            is_count = isinstance(n_tokens, int) and n_tokens > 0
-            is_checksum = re.fullmatch(r"[0-9a-f]{64}", sha256)
-            if dtype not in ("uint16", "uint32") or not is_count or not is_checksum:
-                facts = f"dtype {dtype!r}, {n_tokens!r} tokens, sha256 {sha256!r}"
-                raise ValueError(f"shard {name!r} has {facts}")
-            check_is_part(folder / name)
-            shard = npy_shard(folder / name)
-            if (shard.dtype, shard.n_tokens) != (dtype, n_tokens):
-                holds = f"{shard.n_tokens} {shard.dtype} tokens"
-                what = f"shard {name!r} holds {holds}, its manifest says {n_tokens} {dtype}"
-                raise data_error(what, fix)
-            shards.append(replace(shard, sha256=sha256))
-        counts = [manifest["vocab_size"], manifest["bytes"], len(shards)]
-        if not all(isinstance(n, int) and n > 0 for n in counts) or manifest["format"] != 1:
-            raise ValueError("it needs format 1, shards, and vocab_size and bytes above 0")
+        make = {1: verified_shard, 2: paged_shard}[manifest["format"]]
+        pairs = [make(folder, entry, manifest) for entry in manifest["shards"]]
+        counts = [manifest["vocab_size"], manifest["bytes"], len(pairs)]
+        if not all(isinstance(n, int) and n > 0 for n in counts):
+            raise ValueError("it needs shards, and vocab_size and bytes above 0")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         what = f"{path} is not a manifest: {type(e).__name__} {str(e)[:200]}"
         raise data_error(what, fix) from None
-    return shards, manifest
+    return TokenSet(*map(list, zip(*pairs, strict=True)), manifest)
+
+
+PLAIN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+
+
+def check_entry(entry: dict, dtype: str, numbers: list, digest: str, n_digits: int):
+    """Raise ValueError for an entry of a manifest that cannot be right."""
+    if not PLAIN_NAME.fullmatch(entry["name"]):
+        raise ValueError(f"shard name {entry['name']!r} is not a plain file name")
+    are_counts = all(type(n) is int and n > 0 for n in numbers)
+    is_digest = len(digest) == n_digits and re.fullmatch("[0-9a-f]+", digest)
+    if dtype not in ("uint16", "uint32") or not are_counts or not is_digest:
+        facts = f"dtype {dtype!r}, {numbers!r} tokens, digest {digest!r}"
+        raise ValueError(f"shard {entry['name']!r} has {facts}")
+
+
+def verified_shard(folder: epath.Path, entry: dict, manifest: dict) -> tuple[Shard, None]:
+    """A shard of format 1, in whose entry there is a checksum of all of it."""
+    name, dtype, n_tokens, sha256 = (entry[key] for key in ("name", "dtype", "tokens", "sha256"))
+    check_entry(entry, dtype, [n_tokens], sha256, 64)
+    check_is_part(folder / name)
+    shard = npy_shard(folder / name)
+    if (shard.dtype, shard.n_tokens) != (dtype, n_tokens):
+        holds = f"{shard.n_tokens} {shard.dtype} tokens"
+        what = f"shard {name!r} holds {holds}, its manifest says {n_tokens} {dtype}"
+        raise data_error(what, "make the data set again with scripts/prepare_data.py")
+    return replace(shard, sha256=sha256), None
+
+
+def paged_shard(folder: epath.Path, entry: dict, manifest: dict) -> tuple[Shard, Shard | None]:
+    """A shard of format 2 and its mask."""
+    name, n_tokens, offset, pages = (entry[key] for key in ("name", "tokens", "offset", "pages"))
+    check_entry(entry, manifest["dtype"], [n_tokens, offset], pages, 32)
+    shard = Shard(folder / name, n_tokens, manifest["dtype"], offset, pages=bytes.fromhex(pages))
+    if "mask" not in entry:
+        return shard, None
+    check_entry(entry, "uint16", [], entry["mask"], 32)
+    file = folder / f"{name.removesuffix('.npy')}.mask"
+    return shard, Shard(file, n_tokens, "uint8", 0, pages=bytes.fromhex(entry["mask"]))
+
+
+def bare_set(paths: list[epath.Path], read) -> TokenSet:
+    """Shards without a manifest, whose headers are read at once, and their masks."""
+    with ThreadPoolExecutor(32) as pool:
+        shards = list(pool.map(read, paths))
+        return TokenSet(shards, list(pool.map(bare_mask, shards)), {})
+
+
+def bare_mask(shard: Shard) -> Shard | None:
+    """The mask beside a shard without a manifest, if there is one."""
+    path = shard.path.with_suffix(".mask")
+    if not path.exists():
+        return None
+    check_is_part(path)
+    if (size := path.stat().length) != shard.n_tokens:
+        what = (
+            f"mask {path.name!r} has {size} bytes, but {shard.path.name!r} {shard.n_tokens} tokens"
+        )
+        raise data_error(what, "make the mask again, with a byte for each token")
+    return Shard(path, size, "uint8", 0)
 
 
 # nanoGPT's folders hold one file for each split.
 SPLIT_FILES = {"train": "train.bin", "val": "val.bin"}
 
 
-def find_shards(path: epath.Path, split: str) -> tuple[list[Shard], dict]:
-    """The shards of a data set and its manifest, {} where it has none.
+def find_shards(path: epath.Path, split: str) -> TokenSet:
+    """What a path holds.
 
     The path is one file, or a folder with a manifest.json, with {split}.bin (nanoGPT), or with bare
     shards of one format (JAXformer's are .npy), which are taken in the order of their names.
@@ -193,19 +260,19 @@ def find_shards(path: epath.Path, split: str) -> tuple[list[Shard], dict]:
         fix = f"make it with scripts/prepare_data.py, or set --data.{split}"
         raise data_error(f"data.{split}={path} does not exist", fix)
     if not path.is_dir():
-        return [read_shard(path)], {}
+        return bare_set([path], read_shard)
     if (path / "manifest.json").exists():
         check_is_part(path / "manifest.json")
         return read_manifest(path)
     if (path / SPLIT_FILES[split]).exists():
         check_is_part(path / SPLIT_FILES[split])
-        return [read_shard(path / SPLIT_FILES[split])], {}
+        return bare_set([path / SPLIT_FILES[split]], read_shard)
     names = sorted(p.name for p in path.iterdir() if p.name not in SPLIT_FILES.values())
     for suffix, read in READERS.items():
         if found := [path / name for name in names if name.endswith(suffix)]:
             for file in found:
                 check_is_part(file)
-            return [read(file) for file in found], {}
+            return bare_set(found, read)
     wanted = or_list(["manifest.json", *(f"*{suffix}" for suffix in READERS)])
     what = f"no shards in data.{split}={path}: no {wanted} among {len(names)} other files"
     raise data_error(what, "make them with scripts/prepare_data.py")
@@ -217,8 +284,8 @@ def file_state(file: str | int) -> list[int]:
     return [facts.st_size, facts.st_mtime_ns, facts.st_ino]
 
 
-def file_sha256(path: str) -> str:
-    with open(path, "rb") as f:
+def file_sha256(path: epath.Path) -> str:
+    with path.open("rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
@@ -237,11 +304,13 @@ def sample_pages(shard: Shard) -> bytes:
     return b"".join(fs.cat_ranges([path] * SAMPLES, starts, ends, on_error="raise"))
 
 
-def fingerprint(shards: list[Shard]) -> str:
-    """A hash that changes with the tokens: of the manifest's checksums, or else of each file's size
-    and of pages of it, 1 MiB in all, so that the start of a run does not wait for all data."""
+def fingerprint(found: TokenSet) -> str:
+    """A hash that changes with the tokens and masks: of the manifest's digests, or else of each
+    file's size and of samples of it, 1 MiB in all, so that the start of a run does not wait for all
+    data."""
     facts = []
-    for shard in shards:
-        checksum = shard.sha256 or hashlib.sha256(sample_pages(shard)).hexdigest()
-        facts.append([shard.n_tokens, shard.dtype, checksum])
+    for shard in [*found.shards, *filter(None, found.masks)]:
+        known = shard.sha256 or shard.pages.hex()
+        digest = known or hashlib.sha256(sample_pages(shard)).hexdigest()
+        facts.append([shard.n_tokens, shard.dtype, digest])
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]

@@ -61,6 +61,7 @@ from generate import generate
 from gradient import add_slice_gradient, prepare_parts, reduce_total, zero_total
 from layers import BATCH
 from metrics import MetricsLog, print_end, print_eval
+from mixture import read_sets
 from model import TOKEN_SPEC
 from optim import count_updates, learning_rate, optimizer, skip_unless_finite
 from processes import NOTICE
@@ -283,8 +284,10 @@ def evaluate(params, data: Dataset, step: int, cfg: Config, stop=None) -> dict |
             return None
         nll, n, _ = utils.wait_for(eval_step(params, *data.eval_batch(i), cfg))
         total, tokens = total + float(nll), tokens + int(n)
-    loss, bytes_per_token = total / tokens, data.source.bytes_per_token
+    loss, bytes_per_token = total / max(1, tokens), data.source.bytes_per_token
     result = dict(loss=utils.finite_or_none(loss), bits_per_byte=None, tokens=tokens)
+    if data.name:
+        result = dict(set=data.name) | result
     if bytes_per_token is not None:
         bits = loss / math.log(2) / bytes_per_token
         result |= dict(bits_per_byte=utils.finite_or_none(bits))
@@ -327,19 +330,19 @@ def compile_step(cfg: Config):
 
 def save(store, step: int, state: State, last: bool, log: MetricsLog, stop):
     """Save the state; for the last time, return only when it is complete."""
-    items, loss = checkpoint_items(state), log.eval_losses.get(step)
+    items, loss = checkpoint_items(state), log.best_losses.get(step)
     while not (saved := store.save(step, items, loss, last)) and last:
         time.sleep(1)
         stop.poll()  # so that the Watchdog sees that the run goes on
     stop.saves = stop.saves and not saved  # what a signal asked for is done when it can be
 
 
-def train_loop(run, store, state: State, train: Dataset, val: Dataset, stop, cfg: Config):
+def train_loop(run, store, state: State, train: Dataset, vals: list[Dataset], stop, cfg: Config):
     """(state, log) after training to the last step, or until `stop`, with the evaluations, samples
     and checkpoints on the way."""
     start = int(state.step)
     utils.run_on_lead(record_start, run, cfg, train.source, start)
-    log = MetricsLog(run, cfg, start, model.flops_per_token(cfg))
+    log = MetricsLog(run, cfg, start, model.flops_per_token(cfg), train.tokens_by_source)
     # Before the first checkpoint, because compiling may fail, or show that memory is too small.
     program = log.run_untimed(compile_step, cfg) if start < cfg.train.steps else None
     if store.newest is None:
@@ -347,9 +350,12 @@ def train_loop(run, store, state: State, train: Dataset, val: Dataset, stop, cfg
             log.run_untimed(store.save, start, checkpoint_items(state))
     profile = Profile(run, program, cfg)
     for step in range(start, cfg.train.steps + 1):
-        evaluates = is_due(step, cfg.train.eval_every, cfg) and step not in log.eval_losses
-        if evaluates:
-            log.add_evaluation(step, log.run_untimed(evaluate, state.params, val, step, cfg, stop))
+        is_evaluated = all(step in log.eval_losses[val.name] for val in vals)
+        evaluates = is_due(step, cfg.train.eval_every, cfg) and not is_evaluated
+        for val in vals if evaluates else []:
+            if step not in log.eval_losses[val.name]:
+                result = log.run_untimed(evaluate, state.params, val, step, cfg, stop)
+                log.add_evaluation(step, result)
         wants_sample = cfg.train.sample_every > 0 and step not in log.sampled_steps
         if wants_sample and is_due(step, cfg.train.sample_every, cfg):
             log.add_sample(log.run_untimed(sample_row, state.params, step, cfg, train))
@@ -358,9 +364,10 @@ def train_loop(run, store, state: State, train: Dataset, val: Dataset, stop, cfg
             error = train.batch_error(step)
             # The first batches of an evaluation are read, and known to be there, before it begins.
             at = next_evaluation(step, cfg)
-            val.read_eval(val.eval_indices(at))
-            if at - step <= NOTICE:
-                error = error or val.eval_error(val.eval_indices(at))
+            for val in vals:
+                val.read_eval(val.eval_indices(at))
+                if at - step <= NOTICE:
+                    error = error or val.eval_error(val.eval_indices(at))
         last = last or stop.agree_to_stop(error, updates=True)
         if store.is_late(c.every, c.minutes) and utils.is_lead():
             stop.ask_to_save()
@@ -370,6 +377,9 @@ def train_loop(run, store, state: State, train: Dataset, val: Dataset, stop, cfg
             log.run_untimed(save, store, step, state, last, log, stop)
         if last:
             break
+        for name, epoch in train.order.new_epochs(step).items():
+            if epoch <= 10:  # a small set has thousands
+                utils.say(f"update {step + 1} begins epoch {epoch} of {name or 'data.train'}")
         with profile.trace_update(step + 1, log):
             state, metrics = program(state, *train.batch(step))
             log.add_update(step + 1, metrics)
@@ -389,14 +399,14 @@ def main(cfg: Config, held=None) -> State | None:
         processes.compare_settings(cfg)
         cfg = utils.start_mesh(cfg)
         warn_of_warmup(cfg)
-        train, val = open_data(cfg)
+        train, vals = open_data(cfg)
         cfg = train.cfg  # now with the data's end-of-document id
         with open_run(cfg, train.source, held) as run:
             store, state = restore_or_init(run, train, cfg)
             if cfg.eval_only:
-                return evaluate_once(state, val, stop, cfg)
-            print_sizes(train, val, cfg)
-            state, log = train_loop(run, store, state, train, val, stop, cfg)
+                return evaluate_once(state, vals, stop, cfg)
+            print_sizes(train, vals, cfg)
+            state, log = train_loop(run, store, state, train, vals, stop, cfg)
             utils.together(stop.raise_error)
             print_end(log, int(state.step))
             if not log.is_finished():
@@ -410,30 +420,33 @@ def warn_of_warmup(cfg: Config):
         utils.warn(f"{what}: the learning rate will not reach optim.lr={cfg.optim.lr}")
 
 
-def open_data(cfg: Config) -> tuple[Dataset, Dataset]:
-    """The training set and the validation set, the same in every process."""
+def open_data(cfg: Config) -> tuple[Dataset, list[Dataset]]:
+    """The training set and the validation sets, the same in every process."""
     with utils.say_time("data"):
         train = utils.together(Dataset, cfg, "train")
-        val = utils.together(Dataset, train.cfg, "val")
-        seen = {f"data.{data.split}": data.source.fingerprint for data in (train, val)}
+        names = read_sets(cfg.data.val)
+        vals = [utils.together(Dataset, train.cfg, "val", name) for name in names]
+        seen = {f"data.{x.split} {x.name}".strip(): x.source.fingerprint for x in (train, *vals)}
         processes.compare_data(seen)
-    return train, val
+    return train, vals
 
 
-def print_sizes(train: Dataset, val: Dataset, cfg: Config):
+def print_sizes(train: Dataset, vals: list[Dataset], cfg: Config):
     n_params, n_active = model.param_count(cfg), model.param_count(cfg, active=True)
     active = f", {n_active:,} active" if n_active < n_params else ""
-    utils.say(f"train: {train}\nval: {val}\nmodel: {n_params:,} parameters{active}")
+    sets = "".join(f"{f'val {val.name}'.strip()}: {val}\n" for val in vals)
+    utils.say(f"train: {train}\n{sets}model: {n_params:,} parameters{active}")
 
 
-def evaluate_once(state: State, val: Dataset, stop, cfg: Config):
+def evaluate_once(state: State, vals: list[Dataset], stop, cfg: Config):
     """What --eval_only does."""
     step = int(state.step)
-    result = evaluate(state.params, val, step, cfg, stop)
-    utils.together(stop.raise_error)
-    if result is None:
-        sys.exit(INTERRUPTED)
-    print_eval(step, result)
+    for val in vals:
+        result = evaluate(state.params, val, step, cfg, stop)
+        utils.together(stop.raise_error)
+        if result is None:
+            sys.exit(INTERRUPTED)
+        print_eval(step, result)
 
 
 if __name__ == "__main__":

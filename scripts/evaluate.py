@@ -57,29 +57,37 @@ import processes
 import train
 import utils
 from dataset import Dataset
+from mixture import read_sets
 
 
 def main(args: Args, cfg: config.Config):
-    """Score every token of the set, print the means, and write --per_token."""
+    """Score every set, print the means, and write --per_token."""
     cfg = utils.start_mesh(cfg, rows=args.batch_size)
-    data = Dataset(cfg, "val")
     params = train.load_params(files.absolute_path(args.run), cfg, args.step)
+    for name in read_sets(cfg.data.val):
+        score(args, cfg, params, Dataset(cfg, "val", name))
+
+
+def score(args: Args, cfg: config.Config, params, data: Dataset):
+    """Score every token of one set."""
     if utils.is_lead():  # on stderr: stdout is for the result
         print(f"evaluating on {data.source}", file=sys.stderr, flush=True)
     hidden = None if utils.is_lead() else True  # None shows the bar on a terminal only
-    nlls = []
+    nlls, n_scored = [], 0
     for i in tqdm(
         range(data.n_eval_batches), "evaluate", unit="batch", leave=False, disable=hidden
     ):
-        _, _, nll_AMBL = train.eval_step(params, *data.eval_batch(i), cfg)
+        _, n, nll_AMBL = train.eval_step(params, *data.eval_batch(i), cfg)
+        n_scored += int(n)
         nlls.append(np.asarray(multihost_utils.process_allgather(nll_AMBL, tiled=True)).ravel())
     nll = np.concatenate(nlls)[: data.source.n_tokens - 1]  # without the padding of the last batch
-    loss = nll.sum(dtype=np.float64) / len(nll)
+    loss = nll.sum(dtype=np.float64) / max(1, n_scored)
     bytes_per_token = data.source.bytes_per_token
     bits = loss / math.log(2) / bytes_per_token if bytes_per_token is not None else math.nan
     scores = dict(loss=loss, perplexity=np.exp(loss), bits_per_byte=bits)
     scores = {name: utils.finite_or_none(x) for name, x in scores.items()}  # JSON has no NaN
-    utils.say(json.dumps(scores | dict(tokens=len(nll))))
+    name = dict(set=data.name) if data.name else {}
+    utils.say(json.dumps(name | scores | dict(tokens=n_scored)))
     if args.per_token and utils.is_lead():
         files.write_whole(files.absolute_path(args.per_token), files.npy_bytes(-nll))
 

@@ -20,9 +20,9 @@ from config import USAGE, UserError
 
 # A module imports only modules that stand before it here.
 MODULES = """
-    config checks files cli lock restart utils processes weights layers blockwise attention grouped
-    experts pipeline model gradient generate optim shards dataset rundir metrics digests
-    checkpoint profiling train
+    config mixture checks files cli lock restart utils processes weights layers blockwise attention
+    grouped experts pipeline model gradient generate optim order shards pages dataset rundir metrics
+    digests checkpoint profiling train
 """.split()  # noqa: SIM905
 
 

@@ -13,6 +13,8 @@ from conftest import on_mesh
 from etils import epath
 
 import dataset
+import order
+import pages
 import shards
 import train
 from config import DATA, STORAGE, UserError
@@ -48,9 +50,9 @@ def problem_of(cfg, path, split="train", read=False) -> str:
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 64, 1000])
 def test_an_epoch_is_a_permutation(n):
     for key in (0, 1, 12345678901234567):
-        assert sorted(dataset.permute(np.arange(n), n, key)) == list(range(n))
+        assert sorted(order.permute(np.arange(n), n, key)) == list(range(n))
     if n > 60:
-        first, second = (dataset.permute(np.arange(n), n, key) for key in (1, 2))
+        first, second = (order.permute(np.arange(n), n, key) for key in (1, 2))
         assert (first != second).mean() > 0.9
         distance = np.abs(first - np.arange(n)).mean() / n
         assert 0.25 < distance < 0.42  # a third of n for a random permutation
@@ -58,7 +60,7 @@ def test_an_epoch_is_a_permutation(n):
 
 def test_billions_of_windows_need_no_table():
     n = 5_000_000_000
-    got = dataset.permute(np.arange(1000), n, 3)
+    got = order.permute(np.arange(1000), n, 3)
     assert len(set(got.tolist())) == 1000 and 0.4 < got.mean() / n < 0.6
     assert got.min() >= 0 and got.max() < n
 
@@ -491,13 +493,11 @@ def test_a_data_set_that_is_itself_a_link_and_links_within_it_are_read(cfg, corp
     np.testing.assert_array_equal(found.read(0, 20_000), want.read(0, 20_000))
 
 
-def test_a_cache_that_others_can_write_to_is_refused(cfg, corpus, tmp_path):
-    source = open_set(cfg, corpus / "train").source
+def test_a_cache_that_others_can_write_to_is_refused(tmp_path):
     cache = tmp_path / "cache"
-    source.cfg = replace(cfg, data=replace(cfg.data, cache=str(cache)))
-    source.fetch(source.shards[0])
+    pages.DiskCache(cache, 1000)
     assert cache.stat().st_mode & 0o777 == 0o700
     cache.chmod(0o777)
     with pytest.raises(UserError, match="others can write to it") as error:
-        source.fetch(source.shards[0])
+        pages.DiskCache(cache, 1000)
     assert error.value.code == STORAGE

@@ -1,0 +1,72 @@
+"""The words of data.train, data.val, data.stages and data.skip.  Their errors are ValueErrors."""
+
+import re
+from fractions import Fraction
+from typing import NamedTuple
+
+NUMBER = r"(?:\d{1,9}(?:\.\d{0,9})?|\.\d{1,9})"
+
+
+class Part(NamedTuple):
+    """One of the sets that data.train or data.val names."""
+
+    path: str
+    weight: Fraction
+
+
+def read_sets(text: str) -> dict[str, Part]:
+    """{name: part} of NAME=PATH:WEIGHT,NAME=PATH:WEIGHT,..; {"": part} of a path alone.  A weight
+    that is not given is 1."""
+    if not re.match(r"[\w-]+=", text):
+        return {"": Part(text, Fraction(1))}
+    found = {}
+    for word in text.split(","):
+        match = re.fullmatch(rf"([\w-]+)=(.+?)(?::({NUMBER}))?", word)
+        if not match:
+            raise ValueError(f"{word!r} is not NAME=PATH or NAME=PATH:WEIGHT")
+        name, path, weight = match.groups()
+        if name in found:
+            raise ValueError(f"the name {name!r} is given twice")
+        found[name] = Part(path, Fraction(weight or 1))
+    if not any(part.weight for part in found.values()):
+        raise ValueError("all weights are 0")
+    return found
+
+
+def read_stages(words: tuple[str, ...], parts: dict[str, Part]) -> dict[int, dict[str, Fraction]]:
+    """{number of updates before it: weights} of each stage, from UPDATES:NAME=WEIGHT,.. words."""
+    stages = {0: {name: part.weight for name, part in parts.items()}}
+    for word in words:
+        start, _, text = word.partition(":")
+        pairs = [re.fullmatch(rf"([\w-]+)=({NUMBER})", pair) for pair in text.split(",")]
+        if not re.fullmatch(r"\d{1,12}", start) or not all(pairs):
+            raise ValueError(f"{word!r} is not UPDATES:NAME=WEIGHT,NAME=WEIGHT")
+        weights = {pair[1]: Fraction(pair[2]) for pair in pairs}
+        if unknown := sorted(weights.keys() - parts.keys()):
+            names = ", ".join(parts) if "" not in parts else "no names"
+            raise ValueError(f"{word!r} names {unknown[0]!r}, but data.train has {names}")
+        if len(weights) < len(pairs) or not any(weights.values()):
+            raise ValueError(f"{word!r} names a set twice, or has no weight above 0")
+        if word is not words[0] and int(start) <= max(stages):
+            raise ValueError(f"{word!r} does not begin after the stage before it")
+        stages[int(start)] = weights
+    return stages
+
+
+def read_skip(text: str) -> list[tuple[int, int]]:
+    """The ranges of updates that A:B,C,.. leaves out, as (first, stop), counted from 0, in order
+    and without overlaps.  A:B are updates A to B - 1."""
+    ranges = []
+    for word in filter(None, text.split(",")):
+        match = re.fullmatch(r"(\d{1,12})(?::(\d{1,12}))?", word)
+        first = int(match[1]) if match else 0
+        stop = int(match[2]) if match and match[2] else first + 1
+        if not 0 < first < stop:
+            raise ValueError(f"{word!r} is neither an update nor FIRST:STOP, counted from 1")
+        ranges.append((first - 1, stop - 1))
+    merged = []
+    for first, stop in sorted(ranges):
+        if merged and first <= merged[-1][1]:
+            first, stop = merged[-1][0], max(stop, merged.pop()[1])
+        merged.append((first, stop))
+    return merged

@@ -1,0 +1,226 @@
+"""The order of a run's rows: which source each comes from, and which of its windows it is.  All of
+it is computed from the seed and the row's number, so there is nothing to save.
+"""
+
+import math
+import zlib
+from fractions import Fraction
+
+import numpy as np
+
+from config import DATA, Config, UserError
+from mixture import read_sets, read_skip, read_stages
+
+# ---- permutations
+
+
+def scramble(x):
+    """uint64 to well-mixed uint64 (the finalizer of SplitMix64)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def permute(i, n: int, key: int, inverse: bool = False):
+    """Elements i of the permutation of range(n) that key selects, or of its inverse.
+
+    There is no table, so that a billion windows cost no memory.  A Feistel network permutes the
+    range up to the next power of four; what falls outside range(n) goes through it again until it
+    falls inside (cycle walking: Black and Rogaway 2002), on average at most four times.
+    """
+    half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    keys = scramble(scramble(np.full(6, key, np.uint64)) + np.arange(6, dtype=np.uint64))
+
+    def network(x):
+        left, right = x >> half, x & mask
+        for k in keys[::-1] if inverse else keys:
+            if inverse:
+                left, right = right ^ (scramble(left ^ k) & mask), left
+            else:
+                left, right = right, left ^ (scramble(right ^ k) & mask)
+        return left << half | right
+
+    x = network(np.asarray(i, np.uint64))
+    while (outside := x >= n).any():
+        x = np.where(outside, network(x), x)
+    return x.astype(np.int64)
+
+
+# ---- mixtures
+
+
+LONGEST_PERIOD = 100_000
+"""Rows after which a mixture's pattern repeats, at most: two numbers of each are kept."""
+
+
+class Pattern:
+    """A period of rows in which each source has its integer weight of them, spread evenly."""
+
+    def __init__(self, weights: dict[str, Fraction], names: list[str]):
+        """weights: of some or all of the sources, whose order names gives."""
+        parts = [weights.get(name, Fraction(0)) for name in names]
+        scale = math.lcm(*(part.denominator for part in parts))
+        whole = [int(part * scale) for part in parts]
+        self.weights = np.array(whole) // math.gcd(*whole)
+        self.period = int(self.weights.sum())
+        if self.period > LONGEST_PERIOD:
+            given = ",".join(f"{name}={float(weights[name])}" for name in weights)
+            what = (
+                f"the weights {given} repeat after {self.period:,} rows, above {LONGEST_PERIOD:,}"
+            )
+            raise UserError(DATA, what, "give weights of fewer digits")
+        self.sources = spread(self.weights.tolist())
+        one_hot = self.sources[:, None] == np.arange(len(names))
+        self.before = np.concatenate([np.zeros((1, len(names)), np.int64), one_hot.cumsum(0)])
+
+    def counts(self, n_rows: int) -> np.ndarray:
+        """How many of the first n_rows are each source's."""
+        periods, rest = divmod(n_rows, self.period)
+        return periods * self.weights + self.before[rest]
+
+    def place(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(source, how many rows of it come before) of each row."""
+        periods, rest = np.divmod(rows, self.period)
+        sources = self.sources[rest]
+        return sources, periods * self.weights[sources] + self.before[rest, sources]
+
+
+def spread(weights: list[int]) -> np.ndarray:
+    """The source of each row of a period: every prefix has of each source less than one row more or
+    fewer than its share.
+
+    Of the sources that may have the row without being ahead, it is the one that must have one
+    soonest: Pfair scheduling by earliest deadlines (Baruah and others 1996), for one processor.
+    """
+    period, had, order = sum(weights), [0] * len(weights), []
+    for row in range(period):
+        may = [i for i, w in enumerate(weights) if had[i] < w and had[i] * period // w <= row]
+        chosen = min(may, key=lambda i: -(-(had[i] + 1) * period // weights[i]))
+        had[chosen] += 1
+        order.append(chosen)
+    return np.array(order)
+
+
+# ---- the order of a run
+
+
+class Order:
+    """Which window of which source each row of a run is: its sources in the pattern of the stage,
+    and of each source all windows, once an epoch, in seeded orders.
+
+    Without data.skip update u trains on rows u * batch_size and following, u counted from 0; an
+    update that is left out is as if it had never been in this stream of rows.
+    """
+
+    def __init__(self, cfg: Config, n_windows: list[int]):
+        """n_windows: of each source, in the order in which data.train names them."""
+        self.cfg, self.n_windows = cfg, np.array(n_windows)
+        parts, B = read_sets(cfg.data.train), cfg.train.batch_size
+        self.names, self.skip = list(parts), read_skip(cfg.data.skip)
+        stages = read_stages(cfg.data.stages, parts)
+        self.patterns = [Pattern(weights, self.names) for weights in stages.values()]
+        self.starts = np.array([*stages]) * B
+        self.before = [np.zeros(len(parts), np.int64)]  # rows of each source before each stage
+        for pattern, n_rows in zip(self.patterns, np.diff(self.starts), strict=False):
+            self.before.append(self.before[-1] + pattern.counts(int(n_rows)))
+
+    def in_stream(self, step: int) -> int:
+        """The update of the stream that this run makes after `step` others."""
+        for first, stop in self.skip:
+            step += stop - first if first <= step else 0
+        return step
+
+    def place(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(source, how many rows of it come before) of each row of the stream."""
+        sources, counts = np.empty_like(rows), np.empty_like(rows)
+        stage = np.searchsorted(self.starts, rows, side="right") - 1
+        for s in np.unique(stage):
+            here = stage == s
+            found, before = self.patterns[s].place(rows[here] - self.starts[s])
+            sources[here], counts[here] = found, before + self.before[s][found]
+        return sources, counts
+
+    def batch(self, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(source, epoch, window) of each row of the batch that update step + 1 trains on."""
+        B = self.cfg.train.batch_size
+        sources, counts = self.place(self.in_stream(step) * B + np.arange(B))
+        epochs, i = np.divmod(counts, self.n_windows[sources])
+        windows = np.empty_like(i)
+        for s, e in sorted({*zip(sources.tolist(), epochs.tolist(), strict=True)}):
+            here = (sources == s) & (epochs == e)
+            windows[here] = permute(i[here], int(self.n_windows[s]), self.key(s, e))
+        return sources, epochs, windows
+
+    def new_epochs(self, step: int) -> dict[str, int]:
+        """{source: number of the epoch, from 2 on, that it begins with the batch of step + 1}."""
+        B = self.cfg.train.batch_size
+        sources, counts = self.place(self.in_stream(step) * B + np.arange(B))
+        n = self.n_windows[sources]
+        begins = (counts % n == 0) & (counts > 0)
+        epochs = (counts // n + 1)[begins].tolist()
+        return {self.names[s]: e for s, e in zip(sources[begins].tolist(), epochs, strict=True)}
+
+    def key(self, source: int, epoch: int) -> int:
+        """What selects a permutation: the seed, the epoch and the source's name."""
+        name = np.array([zlib.crc32(self.names[source].encode())], np.uint64)
+        return self.cfg.run.seed << 32 ^ epoch ^ int(scramble(name)[0])
+
+    def counts(self, updates: int) -> np.ndarray:
+        """How many rows of each source the first updates of the stream have."""
+        n_rows = updates * self.cfg.train.batch_size
+        s = int(np.searchsorted(self.starts, n_rows, side="right")) - 1
+        return self.before[s] + self.patterns[s].counts(n_rows - int(self.starts[s]))
+
+    def trained_on(self, step: int) -> dict[str, int]:
+        """{name: rows of that source that the first `step` updates of the run trained on}."""
+        end = self.in_stream(step - 1) + 1 if step else 0
+        rows = self.counts(end)
+        for first, stop in self.skip:
+            if stop <= end:
+                rows = rows - self.counts(stop) + self.counts(first)
+        return dict(zip(self.names, rows.tolist(), strict=True))
+
+    def first_beyond(self, epochs: int) -> tuple[str, int] | None:
+        """(source, update) of the first update of the run that goes beyond this many epochs of a
+        source, if train.steps reaches it."""
+        limit = self.n_windows * epochs
+
+        def is_beyond(step: int) -> np.ndarray:
+            return self.counts(self.in_stream(step - 1) + 1) > limit
+
+        low, high = 0, self.cfg.train.steps  # none is beyond after `low` updates
+        if not high or not is_beyond(high).any():
+            return None
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if is_beyond(middle).any() else (middle, high)
+        return self.names[int(np.argmax(is_beyond(high)))], high
+
+    def updates_of(self, source: int, windows: range) -> list[int]:
+        """The updates of the run, counted from 1, that train on one of a source's windows."""
+        n, steps = int(self.n_windows[source]), self.cfg.train.steps
+        end = self.in_stream(steps - 1) + 1
+        n_rows, found = int(self.counts(end)[source]), set()
+        for epoch in range(-(-n_rows // n)):
+            i = permute(np.array(windows), n, self.key(source, epoch), inverse=True)
+            counts = [epoch * n + k for k in i.tolist()]
+            found |= {self.row_of(source, count) for count in counts if count < n_rows}
+        before = {self.step_of_row(row) for row in found} - {None}
+        return sorted(step + 1 for step in before if step < steps)
+
+    def row_of(self, source: int, count: int) -> int:
+        """The row of the stream before which there are `count` rows of a source: `place` the other
+        way round."""
+        s = max(s for s, before in enumerate(self.before) if before[source] <= count)
+        pattern = self.patterns[s]
+        periods, rest = divmod(count - int(self.before[s][source]), int(pattern.weights[source]))
+        place = int(np.flatnonzero(pattern.sources == source)[rest])
+        return int(self.starts[s]) + periods * pattern.period + place
+
+    def step_of_row(self, row: int) -> int | None:
+        """How many updates the run makes before it trains on this row; None if it is left out."""
+        update = row // self.cfg.train.batch_size
+        if any(first <= update < stop for first, stop in self.skip):
+            return None
+        return update - sum(stop - first for first, stop in self.skip if stop <= update)

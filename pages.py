@@ -1,0 +1,262 @@
+"""Reading tokens of shards: many pieces at once, from disk or a bucket, and nothing that is not
+verified where there is a digest.
+
+Of a shard with digests whole pages are read, each compared with its digest, and kept: some in
+memory, and those from a bucket on local disk too.  Of other shards the bytes are read that are
+asked for.
+"""
+
+import itertools
+import os
+import tempfile
+import threading
+import uuid
+from collections import OrderedDict
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import fsspec
+import numpy as np
+from etils import epath
+
+from config import DATA, STORAGE, Config, UserError
+from files import is_remote
+from shards import (
+    PAGE,
+    Shard,
+    check_is_part,
+    data_error,
+    file_sha256,
+    file_state,
+    page_digest,
+)
+
+
+class Block(NamedTuple):
+    """Bytes start to stop - 1 of a file, and their page_digest if it is known."""
+
+    path: epath.Path
+    start: int
+    stop: int
+    digest: bytes = b""
+
+
+def fetch(blocks: list[Block]) -> list[bytes | Exception]:
+    """The bytes of each block, fewer where its file ends before, or why they cannot be read.  All
+    requests to a bucket are under way at once."""
+    if blocks and is_remote(blocks[0].path):
+        fs, _ = fsspec.url_to_fs(os.fspath(blocks[0].path))
+        paths, starts, stops, _ = map(list, zip(*blocks, strict=True))
+        return fs.cat_ranges([*map(os.fspath, paths)], starts, stops, on_error="return")
+    found = []
+    for block in blocks:
+        try:
+            with open(block.path, "rb") as f:
+                found.append(os.pread(f.fileno(), block.stop - block.start, block.start))
+        except OSError as e:
+            found.append(e)
+    return found
+
+
+class DiskCache:
+    """Pages on local disk under the names of their digests, for this run and later ones; those used
+    last are kept, up to a number of bytes."""
+
+    def __init__(self, folder: str, limit: int):
+        self.folder, self.limit = Path(folder), limit
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        owner = os.stat(self.folder)
+        if owner.st_uid != os.getuid() or owner.st_mode & 0o022:
+            what = f"the cache {folder} belongs to another user, or others can write to it"
+            raise UserError(STORAGE, what, "set --data.cache to a folder of your own, of mode 700")
+        self.added = limit  # since the last trim; so the first page that is added trims
+
+    def path(self, digest: bytes) -> Path:
+        return self.folder / digest.hex()[:2] / digest.hex()
+
+    def get(self, digest: bytes) -> bytes | None:
+        with suppress(OSError):
+            os.utime(self.path(digest))
+            return self.path(digest).read_bytes()
+        return None
+
+    def put(self, digest: bytes, data: bytes):
+        path = self.path(digest)
+        part = path.with_name(f"{uuid.uuid4().hex}.part")
+        with suppress(OSError):  # a full disk makes it slower, no more
+            path.parent.mkdir(exist_ok=True)
+            part.write_bytes(data)
+            part.replace(path)
+            self.added += len(data)
+        if self.added > self.limit // 16:
+            self.trim()
+
+    def trim(self):
+        self.added, found = 0, []
+        for path in self.folder.glob("*/*"):
+            with suppress(OSError):  # another process has removed it
+                facts = path.stat()
+                found.append((facts.st_mtime, facts.st_size, path))
+        excess = sum(size for _, size, _ in found) - self.limit
+        for _, size, path in sorted(found):
+            if excess <= 0:
+                break
+            path.unlink(missing_ok=True)
+            excess -= size
+
+
+class DamagedPage(UserError):
+    """Bytes that are not what their digest promises."""
+
+    windows: range | None = None
+    """The windows of the source in which they are."""
+    source: int = 0
+    """The number of the source in data.train."""
+
+    def __init__(self, block: Block):
+        self.block = block
+        page = f"page {block.start // PAGE} (bytes {block.start} to {block.stop - 1})"
+        what = f"shard {block.path.name!r}: {page} is not what its digest promises"
+        super().__init__(DATA, what, "copy it again, or make the data set again")
+
+
+class PageReader:
+    """Reads tokens of the shards of one folder, for several threads at once."""
+
+    MEMORY = 64 * 2**20
+    """Bytes of pages that are kept in memory."""
+
+    def __init__(self, cfg: Config):
+        self.cfg, self.lock, self.disk = cfg, threading.Lock(), None
+        self.memory, self.size = OrderedDict(), 0  # {digest: page}, those used last at the end
+        self.states = {}  # {path: None, or the file_state of a local file without digests}
+
+    def read(self, pieces: list[tuple[Shard, int, int]]) -> list[np.ndarray]:
+        """Tokens start to stop - 1 of each (shard, start, stop).
+
+        Raises UserError DATA for files that are missing, damaged (DamagedPage) or changed, and what
+        the storage raises."""
+        shards = {shard.path: shard for shard, _, _ in pieces}
+        for shard in shards.values():
+            if shard.path not in self.states:
+                self.states[shard.path] = self.open(shard)
+        paged = [shard for shard in shards.values() if shard.pages]
+        lists = [digest_list(shard) for shard in paged]
+        found = self.load(lists)
+        digests = {shard.path: found[b] for shard, b in zip(paged, lists, strict=True)}
+        blocks = [cut_into_blocks(*piece, digests.get(piece[0].path)) for piece in pieces]
+        found = self.load([*itertools.chain(*blocks)])
+        arrays = []
+        for (shard, start, stop), parts in zip(pieces, blocks, strict=True):
+            first, last = (
+                shard.offset + i * shard.itemsize - parts[0].start for i in (start, stop)
+            )
+            data = b"".join(found[part] for part in parts)[first:last]
+            if len(data) != last - first or not self.is_unchanged(shard):
+                what = f"shard {shard.path.name!r} was changed while the run used it"
+                raise data_error(what, "do not change data that a run uses; copy the shard again")
+            arrays.append(np.frombuffer(data, shard.dtype))
+        return arrays
+
+    def open(self, shard: Shard) -> list[int] | None:
+        """Check what can be known of a file before it is read; its state, if that matters later."""
+        if shard.pages:  # of others the header has been read
+            check_is_part(shard.path)
+        state = None
+        if not shard.pages and not is_remote(shard.path):
+            state = self.state_of(shard)
+        if shard.sha256 and file_sha256(shard.path) != shard.sha256:
+            what = f"shard {shard.path.name!r}: its checksum is not the manifest's"
+            raise data_error(what, "copy it again, or make the data set again")
+        return state
+
+    def state_of(self, shard: Shard) -> list[int]:
+        try:
+            return file_state(shard.path)
+        except FileNotFoundError:
+            raise missing(shard.path) from None
+
+    def is_unchanged(self, shard: Shard) -> bool:
+        """Whether a file without digests is as it was when it was opened first."""
+        state = self.states[shard.path]
+        return state is None or self.state_of(shard) == state
+
+    def load(self, blocks: list[Block]) -> dict[Block, bytes]:
+        """The bytes of these blocks, verified where they have a digest."""
+        found = {block: self.recall(block) for block in blocks}
+        for _ in range(2):  # a second time, because a damage may be the connection's
+            absent = [block for block, data in found.items() if data is None]
+            for block, data in zip(absent, fetch(absent), strict=True):
+                if isinstance(data, FileNotFoundError):
+                    raise missing(block.path) from None
+                if isinstance(data, Exception):
+                    raise data
+                if not block.digest or page_digest(data) == block.digest:
+                    found[block] = data
+                    self.keep(block, data)
+        for block, data in found.items():
+            if data is None:
+                raise DamagedPage(block)
+        return found
+
+    def recall(self, block: Block) -> bytes | None:
+        """A block's bytes from memory or disk."""
+        if not block.digest:
+            return None
+        with self.lock:
+            if block.digest in self.memory:
+                self.memory.move_to_end(block.digest)
+                return self.memory[block.digest]
+        data = self.disk_cache(block).get(block.digest) if self.disk_cache(block) else None
+        if data is None or page_digest(data) != block.digest:
+            return None
+        self.remember(block, data)
+        return data
+
+    def keep(self, block: Block, data: bytes):
+        if block.digest:
+            self.remember(block, data)
+            if cache := self.disk_cache(block):
+                cache.put(block.digest, data)
+
+    def remember(self, block: Block, data: bytes):
+        with self.lock:
+            self.size += len(data) * (block.digest not in self.memory)
+            self.memory[block.digest] = data
+            while self.size > self.MEMORY:
+                self.size -= len(self.memory.popitem(last=False)[1])
+
+    def disk_cache(self, block: Block) -> DiskCache | None:
+        """The cache on disk, if pages of this block's file belong into it."""
+        data = self.cfg.data
+        if not is_remote(block.path) or not data.cache_gb:
+            return None
+        with self.lock:
+            if self.disk is None:
+                default = os.path.join(tempfile.gettempdir(), f"trifold-pages-{os.getuid()}")
+                self.disk = DiskCache(data.cache or default, int(data.cache_gb * 2**30))
+        return self.disk
+
+
+def missing(path: epath.Path) -> UserError:
+    what = f"shard {path.name!r} is missing from {path.parent}"
+    return data_error(what, "copy it there again")
+
+
+def digest_list(shard: Shard) -> Block:
+    """The file with the digests of a shard's pages."""
+    n_pages = -(-shard.size // PAGE)
+    path = shard.path.with_name(f"{shard.path.name}.pages")
+    return Block(path, 0, 16 * n_pages, shard.pages)
+
+
+def cut_into_blocks(shard: Shard, start: int, stop: int, digests: bytes | None) -> list[Block]:
+    """The blocks in which tokens start to stop - 1 are: pages, if the file has digests."""
+    first, last = (shard.offset + i * shard.itemsize for i in (start, stop))
+    if digests is None:
+        return [Block(shard.path, first, last)]
+    return [
+        Block(shard.path, at, min(at + PAGE, shard.size), digests[at // PAGE * 16 :][:16])
+        for at in range(first // PAGE * PAGE, last, PAGE)
+    ]

@@ -1,0 +1,251 @@
+"""Mixtures, stages, left-out updates, several validation sets, and masks of what is scored."""
+
+import json
+import re
+from collections import Counter
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import on_mesh
+from runs import finish, losses, new_run, refusal, rows, start, start_two
+
+import mixture
+import train
+from config import CHECKPOINT, DATA, Data, UserError
+from dataset import Dataset
+from order import Order, Pattern, permute
+
+
+def weights_of(**weights) -> Pattern:
+    weights = {name: Fraction(str(weight)) for name, weight in weights.items()}
+    return Pattern(weights, [*weights])
+
+
+# ---- patterns
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_prefix_has_each_source_within_one_row_of_its_weight(seed):
+    random = np.random.default_rng(seed)
+    weights = random.integers(0, 40, random.integers(1, 9)) / 100
+    weights[0] += 0.01
+    pattern = weights_of(**{f"s{n}": weight for n, weight in enumerate(weights.round(2))})
+    share = pattern.weights / pattern.weights.sum()
+    n = 3 * pattern.period + 7
+    sources, before = pattern.place(np.arange(n))
+    count = np.zeros(len(weights), int)
+    for row, source in enumerate(sources):
+        assert before[row] == count[source]
+        count[source] += 1
+        assert (np.abs(count - (row + 1) * share) < 1).all()
+        if row % 50 == 0:
+            np.testing.assert_array_equal(pattern.counts(row + 1), count)
+
+
+def test_weights_of_too_many_digits_are_refused():
+    with pytest.raises(UserError, match="repeat after 1,000,000 rows"):
+        weights_of(a="0.333333", b="0.666667")
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 64, 1000, 5_000_000_000])
+def test_a_permutation_has_an_inverse(n):
+    i = np.unique(np.linspace(0, n - 1, 1000).astype(np.int64))
+    for key in (0, 3, 2**63 + 5):
+        np.testing.assert_array_equal(permute(permute(i, n, key), n, key, inverse=True), i)
+
+
+# ---- the order of a run
+
+MIXED = dict(train="a=x:0.7,b=y:0.2,c=z:0.1", stages=("5:a=0.2,c=0.8", "9:b=1"), skip="3:5,8,20:22")
+
+
+def order_of(cfg, n_windows=(50, 7, 400), **data) -> Order:
+    return Order(replace(cfg, data=Data(**data)), [*n_windows])
+
+
+def test_sources_keep_their_own_epochs_through_stages(cfg):
+    order = order_of(cfg, **MIXED | dict(skip=""))
+    seen = {n: [] for n in range(3)}
+    for step in range(40):
+        sources, epochs, windows = order.batch(step)
+        for row in zip(sources.tolist(), epochs.tolist(), windows.tolist(), strict=True):
+            seen[row[0]].append(row[1:])
+    for n, n_windows in enumerate((50, 7, 400)):
+        assert [epoch for epoch, _ in seen[n]] == [k // n_windows for k in range(len(seen[n]))]
+        for first in range(0, len(seen[n]) - n_windows, n_windows):
+            epoch = [window for _, window in seen[n][first : first + n_windows]]
+            assert sorted(epoch) == list(range(n_windows))
+    assert Counter(order.batch(30)[0].tolist()) == {1: cfg.train.batch_size}
+    in_second = np.concatenate([order.batch(step)[0] for step in range(5, 9)])
+    assert 1 not in in_second and abs((in_second == 2).mean() - 0.8) < 0.02
+
+
+def test_updates_that_are_left_out_move_the_later_ones_up(cfg):
+    whole, cut = order_of(cfg, **MIXED | dict(skip="")), order_of(cfg, **MIXED)
+    kept = [step for step in range(60) if step + 1 not in (3, 4, 8, 20, 21)]
+    for step, before in enumerate(kept[:50]):
+        np.testing.assert_array_equal(cut.batch(step), whole.batch(before))
+        counted = Counter()
+        for earlier in kept[: step + 1]:
+            counted.update(whole.batch(earlier)[0].tolist())
+        assert [*cut.trained_on(step + 1).values()] == [counted[n] for n in range(3)]
+
+
+def test_the_updates_that_a_window_feeds_are_found_without_a_search(cfg):
+    cfg = replace(cfg, train=replace(cfg.train, steps=40))
+    order = order_of(cfg, **MIXED)
+    fed = {}
+    for step in range(40):
+        sources, _, windows = order.batch(step)
+        for place in zip(sources.tolist(), windows.tolist(), strict=True):
+            fed.setdefault(place, set()).add(step + 1)
+    for source, n_windows in enumerate((50, 7, 400)):
+        for window in range(n_windows):
+            want = sorted(fed.get((source, window), ()))
+            assert order.updates_of(source, range(window, window + 1)) == want
+
+
+def test_a_limit_of_epochs_names_the_first_update_beyond_it(cfg):
+    cfg = replace(cfg, train=replace(cfg.train, steps=40))
+    order = order_of(cfg, **MIXED)
+    for limit in (1, 2, 3):
+        beyond = [step + 1 for step in range(40) if order.batch(step)[1].max() >= limit]
+        found = order.first_beyond(limit)
+        assert found[1] == beyond[0]
+    assert order.first_beyond(1000) is None
+
+
+@pytest.mark.parametrize("flags, word", [
+    (dict(train="a=x:0.5,a=y"), "given twice"),
+    (dict(train="a=x:0,b=y:0"), "all weights are 0"),
+    (dict(train="a=x,y"), "'y' is not NAME=PATH"),
+    (dict(train="a=x,b=y", stages=("5:c=1",)), "names 'c', but data.train has a, b"),
+    (dict(train="x", stages=("5:c=1",)), "data.train has no names"),
+    (dict(train="a=x", stages=("five:a=1",)), "is not UPDATES:NAME=WEIGHT"),
+    (dict(train="a=x", stages=("5:a=1", "5:a=2")), "does not begin after"),
+    (dict(skip="0"), "counted from 1"),
+    (dict(skip="7:7"), "neither an update nor FIRST:STOP"),
+    (dict(skip="x"), "neither an update nor FIRST:STOP"),
+])  # fmt: skip
+def test_words_that_cannot_be_are_named(flags, word):
+    data = Data(**flags)
+    with pytest.raises(ValueError, match=re.escape(word)):
+        mixture.read_stages(data.stages, mixture.read_sets(data.train))
+        mixture.read_skip(data.skip)
+
+
+# ---- runs
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory) -> Path:
+    """Three sets of different lengths, whose tokens are 0 to 99, 100 to 199 and 200 to 299; the
+    last has a mask."""
+    folder, random = tmp_path_factory.mktemp("sets"), np.random.default_rng(0)
+    for n, (name, n_tokens) in enumerate(dict(a=9000, b=3000, c=2500).items()):
+        (folder / name).mkdir()
+        tokens = random.integers(100 * n, 100 * n + 100, n_tokens, dtype=np.uint16)
+        np.save(folder / name / "tokens.npy", tokens)
+    (random.random(2500) < 0.5).astype(np.uint8).tofile(folder / "c" / "tokens.mask")
+    return folder
+
+
+@pytest.fixture
+def mixed(base, sets):
+    a, b, c = (sets / name for name in "abc")
+    data = Data(
+        train=f"a={a}:0.6,b={b}:0.3,c={c}:0.1",
+        val=f"b={b},c={c}",
+        stages=("7:a=0.2,b=0.4,c=0.4",),
+        skip="5:7",
+    )
+    return replace(base, data=data)
+
+
+def test_a_batch_of_a_mixture_is_the_same_on_every_mesh(mixed, sets):
+    def batch(step, mesh):
+        data = Dataset(on_mesh(mixed, mesh), "train")
+        return [np.asarray(x).reshape(mixed.train.batch_size, -1) for x in data.batch(step)]
+
+    for step in (0, 3, 4, 6, 15):
+        want = batch(step, (1, 1, 1))
+        for mesh in [(2, 2, 2), (8, 1, 1), (4, 1, 2), (2, 2, 1), (1, 2, 4)]:
+            np.testing.assert_array_equal(batch(step, mesh), want)
+    data = Dataset(on_mesh(mixed), "train")
+    scored = np.fromfile(sets / "c" / "tokens.mask", np.uint8)
+    tokens_c, L = np.load(sets / "c" / "tokens.npy"), mixed.train.seq_len
+    sources, _, windows = data.order.batch(15)
+    tokens, targets = batch(15, (1, 1, 1))
+    assert (tokens // 100 == sources[:, None]).all() and set(sources.tolist()) == {0, 1, 2}
+    for row in np.flatnonzero(sources == 2):
+        at = slice(windows[row] * L + 1, windows[row] * L + L + 1)
+        np.testing.assert_array_equal(
+            targets[row], np.where(scored[at], tokens_c[at].astype(int), -1)
+        )
+    assert (targets[sources != 2] >= 0).all()
+
+
+def test_a_run_on_a_mixture_reports_each_set_and_resumes(mixed, capsys):
+    cfg, run = new_run(mixed, "mixed", checkpoint=dict(best=True))
+    train.main(on_mesh(cfg, (2, 2, 2)))
+    L = cfg.train.seq_len
+    order = Dataset(on_mesh(cfg), "train").order
+    for step, row in rows(run).items():
+        counts = {name: n * L for name, n in order.trained_on(step).items()}
+        assert row["tokens_by_source"] == counts and sum(counts.values()) == row["tokens"]
+    table = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    evals = [(row["set"], row["step"]) for row in table if row["kind"] == "eval"]
+    due = sorted({step for _, step in evals})
+    assert evals == [(name, step) for step in due for name in "bc"]
+    scored = [row["tokens"] for row in table if row["kind"] == "eval" and row["set"] == "c"]
+    assert 0.4 < scored[0] / rows(run, "train")[1]["tokens"] < 50
+    out = capsys.readouterr().out
+    assert out.count("begins epoch 2 of b") == 1 and "val c: 2,500 tokens" in out
+
+    other = replace(cfg, data=replace(cfg.data, skip="5"), train=replace(cfg.train, steps=24))
+    error = refusal(on_mesh(other, (1, 1, 1)))
+    assert error.code == CHECKPOINT and "data.skip was 5:7 at this run's last start" in str(error)
+    heavier = replace(cfg.data, train=cfg.data.train.replace("a=", "a=").replace(":0.6", ":0.9"))
+    error = refusal(on_mesh(replace(cfg, data=heavier), (1, 1, 1)))
+    assert error.code == CHECKPOINT and "data.train fingerprint" in str(error)
+
+
+@pytest.mark.slow
+def test_two_processes_and_a_kill_change_nothing_of_a_mixture(mixed):
+    cfg, run = new_run(mixed, "one", mesh=dict(dp=2, pp=1, tp=1))
+    assert finish(start(cfg))[0] == 0
+    two, other = new_run(mixed, "two", mesh=dict(dp=2, pp=1, tp=1))
+    first = start_two(two)
+    while not (other / "metrics.jsonl").exists() or len(rows(other)) < 8:
+        assert first[0].poll() is None
+    for process in first:
+        process.kill()
+        finish(process)
+    assert [finish(process)[0] for process in start_two(two)] == [0, 0]
+    want, got = ([float.fromhex(x.split()[0]) for x in losses(x)] for x in (run, other))
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    assert [row["tokens_by_source"] for row in rows(run).values()] == [
+        row["tokens_by_source"] for row in rows(other).values()
+    ]
+
+
+def test_a_run_beyond_data_epochs_max_does_not_start(mixed):
+    cfg = replace(mixed, data=replace(mixed.data, epochs_max=1))
+    with pytest.raises(UserError, match=r"would begin epoch 2 of b\n.*--train.steps") as error:
+        Dataset(on_mesh(cfg), "train")
+    assert error.value.code == DATA
+    fits = int(re.search(r"--train.steps (\d+)", str(error.value))[1])
+    cfg = replace(cfg, train=replace(cfg.train, steps=fits))
+    data = Dataset(on_mesh(cfg), "train")
+    assert max(data.order.batch(step)[1].max() for step in range(fits)) == 0
+    assert data.order.batch(fits)[1].max() == 1
+
+
+def test_a_mask_of_another_length_is_refused(cfg, tmp_path):
+    np.save(tmp_path / "x.npy", np.zeros(1000, np.uint16))
+    np.zeros(999, np.uint8).tofile(tmp_path / "x.mask")
+    with pytest.raises(UserError, match="has 999 bytes, but 'x.npy' 1000 tokens"):
+        Dataset(on_mesh(cfg, data=dict(train=str(tmp_path))), "train")
