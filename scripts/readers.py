@@ -1,0 +1,527 @@
+"""What prepare_data.py reads: which files there are, the pieces that they are cut into, and the
+documents of a piece.
+
+A format of files is one entry in FORMATS.
+"""
+
+import codecs
+import glob
+import gzip
+import hashlib
+import io
+import json
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import fsspec
+import zstandard
+
+from config import DATA, USAGE, UserError
+from files import is_remote
+
+PIECE = 4_000_000
+"""Bytes of a text that are tokenized together.  A longer text is cut at ends of lines."""
+LIMIT = 2**28
+"""Bytes that a document in a table or a file of lines may have."""
+
+
+class Options(NamedTuple):
+    """The flags that say what a document is."""
+
+    field: str = "text"
+    prompt_field: str = ""
+    document_per_line: bool = False
+    piece: int = PIECE
+    """Bytes of a piece of a file of lines."""
+
+
+class Piece(NamedTuple):
+    """A part of the corpus that can be read without the others."""
+
+    kind: str
+    """A key of FORMATS."""
+    source: str | bytes
+    """A path, or the text itself."""
+    start: int
+    stop: int
+    """From where to where: bytes, row groups, or (of a streamed data set) number and count."""
+    size: int
+    """Bytes of text, about."""
+    rank: int | None = None
+    """Of a part of a text: the rank of the whole text."""
+    ends: bool = True
+    """Of a part of a text: whether the text ends here."""
+    why: str = ""
+    """Why nothing of it can be read."""
+
+
+class Document(NamedTuple):
+    row: int
+    """Its line or row in the piece, from 1."""
+    parts: list[tuple[str, bool]]
+    """Its text in parts, and whether each part is scored."""
+    n_bytes: int
+    rank: int
+    """The first 64 bits of its hash, which decide whether it is held out."""
+    key: bytes
+    """Its hash; documents with the same key are repeats."""
+    ends: bool
+    """False for a part of a text that goes on in the next piece."""
+
+
+class Skipped(NamedTuple):
+    """A row that is not used; a blank line has no reason."""
+
+    row: int
+    why: str
+
+
+def text_hash(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def rank_of(key: bytes) -> int:
+    return int.from_bytes(key[:8], "big")
+
+
+# ---- which files there are
+
+
+class File(NamedTuple):
+    name: str
+    """Its path below the folder, which does not depend on where the folder is."""
+    source: str | bytes
+    size: int
+
+
+def find_files(root: Path, suffix: str, excluded: set[str]) -> list[tuple[str, Path]]:
+    """(path below root, path) of each file, sorted.
+
+    Leaves out symbolic links, pipes and devices, and folders that are hidden or have an excluded
+    name.  Where there are .arrow files, the others only describe them.
+    """
+    found = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name[0] != "." and name not in excluded]
+        names = [name for name in names if name.endswith(suffix)]
+        names = [name for name in names if name.endswith(".arrow")] or names
+        paths = [Path(folder, name) for name in names]
+        paths = [path for path in paths if path.is_file() and not path.is_symlink()]
+        found += [(path.relative_to(root).as_posix(), path) for path in paths]
+    return sorted(found)
+
+
+def find_remote(pattern: str, suffix: str) -> list[File]:
+    """The files of a gs:// file, folder or pattern, as find_files finds local ones."""
+    fs, path = fsspec.url_to_fs(pattern)
+    if glob.has_magic(pattern):
+        found = fs.glob(path, detail=True)
+        path = path[: re.search(r"[*?[]", path).start()].rpartition("/")[0]
+    else:
+        found = fs.find(path, detail=True)
+    files = []
+    for full, about in sorted(found.items()):
+        name = full.removeprefix(path.rstrip("/")).lstrip("/") or full.rpartition("/")[2]
+        is_hidden = any(part.startswith(".") for part in name.split("/")[:-1])
+        if about["type"] == "file" and name.endswith(suffix) and not is_hidden:
+            files.append(File(name, fs.unstrip_protocol(full), about["size"]))
+    return files
+
+
+def find_input(pattern: str, suffix: str) -> list[File]:
+    """The files of one --input: a file, a folder, a pattern, or a data set of hf://.
+
+    Raises UserError DATA if there are none.
+    """
+    if pattern.startswith("hf://"):
+        return [File(pattern, pattern, 1)]
+    found, exists = [], is_remote(pattern)
+    if is_remote(pattern):
+        found = find_remote(pattern, suffix)
+    elif os.path.exists(pattern):
+        exists, path = True, Path(pattern)
+        pairs = [(path.name, path)] if path.is_file() else find_files(path, suffix, set())
+        found = [File(name, str(path), path.stat().st_size) for name, path in pairs]
+    else:
+        for name in sorted(glob.glob(pattern, recursive=True)):
+            if os.path.isfile(name) and name.endswith(suffix) and not os.path.islink(name):
+                found.append(File(name, name, os.stat(name).st_size))
+    if not found and not exists:
+        what = f"--input {pattern} does not exist"
+        raise UserError(DATA, what, "give a file, a folder, or a pattern within quotes")
+    if not found:
+        what = f"no files{f' ending in {suffix!r}' if suffix else ''} in {pattern}"
+        raise UserError(DATA, what, "give --input a file or a folder with files")
+    return found
+
+
+def open_source(source: str | bytes):
+    if isinstance(source, bytes):
+        return io.BytesIO(source)
+    return fsspec.open(source, "rb").open() if is_remote(source) else open(source, "rb")
+
+
+# ---- text: a file is a document
+
+
+def find_cut(source: str | bytes, at: int) -> int:
+    """A position from byte `at` on, where a line begins, or in very long lines a character."""
+    with open_source(source) as f:
+        f.seek(max(0, at - 1))
+        if f.readline(PIECE)[-1:] == b"\n":
+            return f.tell()
+        position = f.tell()
+        follows = re.match(rb"[\x80-\xbf]{0,3}", f.read(3))
+        return position + len(follows[0])
+
+
+def check_text(source: str | bytes) -> tuple[int, str]:
+    """A text's rank, and why it cannot be used; without holding it in memory."""
+    digest, decoder = hashlib.blake2b(digest_size=16), codecs.getincrementaldecoder("utf-8")()
+    with open_source(source) as f:
+        try:
+            while block := f.read(PIECE):
+                digest.update(block)
+                decoder.decode(block)
+            decoder.decode(b"", final=True)
+        except UnicodeDecodeError:
+            return 0, "not UTF-8"
+    return rank_of(digest.digest()), ""
+
+
+def text_pieces(source, start: int, stop: int, rank: int) -> list[Piece]:
+    """The bytes from start to stop, in pieces."""
+    cuts = [start, *(find_cut(source, at) for at in range(start + PIECE, stop, PIECE)), stop]
+    cuts = sorted({min(cut, stop) for cut in cuts})
+    return [
+        Piece(".txt", source, a, b, b - a, rank, b == stop)
+        for a, b in zip(cuts, cuts[1:], strict=False)
+    ]
+
+
+def cut_text(file: File, options: Options) -> list[Piece]:
+    if file.size <= PIECE:
+        return [Piece(".txt", file.source, 0, file.size, file.size)]
+    rank, why = check_text(file.source)
+    if why:
+        return [Piece(".txt", file.source, 0, 0, 0, why=why)]
+    return text_pieces(file.source, 0, file.size, rank)
+
+
+def split_text(file: File, val_fraction: float) -> list[Piece]:
+    """A single text: its last part has the lowest rank, so that it is held out.
+
+    Raises UserError DATA.
+    """
+    target = round(file.size * (1 - val_fraction))
+    cut = find_cut(file.source, target)
+    if not 0 < cut < file.size:  # a file of one line
+        with open_source(file.source) as f:
+            f.seek(target)
+            cut = target + len(re.match(rb"[\x80-\xbf]*", f.read(3))[0])
+    if not 0 < cut < file.size:
+        what = f"{file.name} is too short to hold out {val_fraction} of it"
+        raise UserError(DATA, what, "give more text")
+    if why := check_text(file.source)[1]:
+        raise UserError(DATA, f"{file.name} is {why}", "give text in UTF-8")
+    highest = 2**64 - 1
+    train = text_pieces(file.source, 0, cut, highest)
+    return train + text_pieces(file.source, cut, file.size, 0)
+
+
+def read_text(piece: Piece, options: Options) -> Iterator[bytes]:
+    with open_source(piece.source) as f:
+        f.seek(piece.start)
+        yield f.read(piece.stop - piece.start)
+
+
+# ---- lines
+
+
+def read_lines(f) -> Iterator[bytes]:
+    """The lines of a file; of one that is too long only a beginning that is too long."""
+    while line := f.readline(LIMIT + 3):
+        yield line
+        while line[-1:] != b"\n" and (line := f.readline(PIECE)):
+            pass
+
+
+def cut_lines(file: File, options: Options) -> list[Piece]:
+    """Ranges of bytes: a line belongs to the range in which it begins."""
+    kind, step = kind_of(file, options), options.piece
+    starts = range(0, file.size, step) or [0]
+    stops = [min(start + step, file.size) for start in starts]
+    return [Piece(kind, file.source, a, b, b - a) for a, b in zip(starts, stops, strict=False)]
+
+
+def read_range(piece: Piece, options: Options) -> Iterator[bytes]:
+    with open_source(piece.source) as f:
+        if piece.start:
+            f.seek(piece.start - 1)
+            while (end := f.readline(PIECE)) and end[-1:] != b"\n":
+                pass
+        for line in read_lines(f) if f.tell() < piece.stop else ():
+            yield line.rstrip(b"\r\n")
+            if f.tell() >= piece.stop:
+                return
+
+
+def cut_nothing(file: File, options: Options) -> list[Piece]:
+    """The whole file.  A compressed text is taken to be a third of its size."""
+    return [Piece(kind_of(file, options), file.source, 0, file.size, 3 * file.size)]
+
+
+def read_gzip(piece: Piece, options: Options) -> Iterator[bytes]:
+    with open_source(piece.source) as f, gzip.open(f) as lines:
+        yield from read_lines(lines)
+
+
+def read_zstd(piece: Piece, options: Options) -> Iterator[bytes]:
+    decompressor = zstandard.ZstdDecompressor()
+    with (
+        open_source(piece.source) as f,
+        decompressor.stream_reader(f, read_across_frames=True) as stream,
+    ):
+        yield from read_lines(io.BufferedReader(stream, PIECE))
+
+
+# ---- tables
+
+
+def columns_of(options: Options) -> list[str]:
+    return [name for name in (options.field, options.prompt_field) if name]
+
+
+def check_columns(file: File, names: list[str], options: Options):
+    if missing := [name for name in columns_of(options) if name not in names]:
+        what = f"{file.name} has no column {missing[0]!r}, only {', '.join(names)[:200]}"
+        raise UserError(DATA, what, "name one of them with --field or --prompt_field")
+
+
+def rows_of(batch, options: Options) -> Iterator[dict]:
+    """The rows of a batch of pyarrow, with text as bytes, because it may not be UTF-8."""
+    import pyarrow as pa
+
+    binary = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
+    columns = [batch.column(name) for name in columns_of(options)]
+    columns = [column.cast(binary.get(column.type, column.type)) for column in columns]
+    for column in columns:
+        column.validate(full=True)  # a damaged file has offsets that lead out of it
+    for values in zip(*(column.to_pylist() for column in columns), strict=False):
+        yield dict(zip(columns_of(options), values, strict=False))
+
+
+def cut_parquet(file: File, options: Options) -> list[Piece]:
+    """The row groups."""
+    from pyarrow import parquet
+
+    with open_source(file.source) as f:
+        about = parquet.ParquetFile(f)
+        check_columns(file, about.schema_arrow.names, options)
+        pieces = []
+        for n in range(about.num_row_groups):
+            group = about.metadata.row_group(n)
+            columns = [group.column(i) for i in range(group.num_columns)]
+            read = [c for c in columns if c.path_in_schema.split(".")[0] in columns_of(options)]
+            size = sum(column.total_uncompressed_size for column in read)
+            pieces.append(Piece(".parquet", file.source, n, n + 1, size))
+    return pieces
+
+
+def read_parquet(piece: Piece, options: Options) -> Iterator[dict]:
+    from pyarrow import parquet
+
+    with open_source(piece.source) as f:
+        groups = dict(row_groups=range(piece.start, piece.stop), columns=columns_of(options))
+        for batch in parquet.ParquetFile(f).iter_batches(batch_size=256, **groups):
+            yield from rows_of(batch, options)
+
+
+def open_arrow(f):
+    """The reader of a file of Arrow's; `datasets` writes the kind that is a stream."""
+    from pyarrow import ipc
+
+    is_file = f.read(6) == b"ARROW1"
+    f.seek(0)
+    return ipc.open_file(f) if is_file else ipc.open_stream(f)
+
+
+def cut_arrow(file: File, options: Options) -> list[Piece]:
+    with open_source(file.source) as f:
+        check_columns(file, open_arrow(f).schema.names, options)
+    return [Piece(".arrow", file.source, 0, file.size, file.size)]
+
+
+def read_arrow(piece: Piece, options: Options) -> Iterator[dict]:
+    with open_source(piece.source) as f:
+        reader = open_arrow(f)
+        is_file = hasattr(reader, "get_batch")
+        batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+        for batch in batches:
+            yield from rows_of(batch, options)
+
+
+STREAMED = 2**30
+"""Bytes that a shard of a streamed data set is taken to have: it is a task of its own."""
+
+
+def open_dataset(source: str):
+    """hf://org/name[:config][:split], through the library `datasets`.  Raises UserError."""
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        fix = "pip install datasets, as docs/data.md says"
+        raise UserError(USAGE, f"--input {source} needs the package datasets", fix) from None
+    name, config, split = (source.removeprefix("hf://").split(":") + ["", ""])[:3]
+    try:
+        return load_dataset(name, config or None, split=split or "train", streaming=True)
+    except (OSError, ValueError) as e:
+        what = f"{source}: {' '.join(str(e).split())[:300]}"
+        raise UserError(DATA, what, "give hf://org/name:config:split") from None
+
+
+def cut_dataset(file: File, options: Options) -> list[Piece]:
+    n = open_dataset(file.source).num_shards
+    return [Piece("hf://", file.source, i, n, STREAMED) for i in range(n)]
+
+
+def read_dataset(piece: Piece, options: Options) -> Iterator[dict]:
+    yield from open_dataset(piece.source).shard(num_shards=piece.stop, index=piece.start)
+
+
+# ---- formats
+
+
+def decode(data: bytes) -> str:
+    return data.decode("utf-8")
+
+
+def parse_json(line: bytes):
+    return json.loads(line.decode("utf-8")) if line.strip() else None
+
+
+def as_it_is(row: dict) -> dict:
+    return row
+
+
+class Format(NamedTuple):
+    cut: Callable[[File, Options], list[Piece]]
+    read: Callable[[Piece, Options], Iterator]
+    """The lines, rows or texts of a piece."""
+    parse: Callable
+    """A line, row or text -> the text or the row's fields; None for a blank line."""
+
+
+# {suffix: format}.  Other files are text; with --document_per_line text is "lines".
+FORMATS = {
+    ".txt": Format(cut_text, read_text, decode),
+    "lines": Format(cut_lines, read_range, decode),
+    ".jsonl": Format(cut_lines, read_range, parse_json),
+    ".jsonl.gz": Format(cut_nothing, read_gzip, parse_json),
+    ".jsonl.zst": Format(cut_nothing, read_zstd, parse_json),
+    ".parquet": Format(cut_parquet, read_parquet, as_it_is),
+    ".arrow": Format(cut_arrow, read_arrow, as_it_is),
+    "hf://": Format(cut_dataset, read_dataset, as_it_is),
+}
+
+# What the readers raise for a file that is damaged.  zlib's error and zstandard's are Exceptions.
+DAMAGE = (ValueError, NotImplementedError, EOFError, RecursionError, OSError)
+DAMAGE += (zlib.error, zstandard.ZstdError)
+
+
+def damage(e: Exception) -> str:
+    """In one line what is wrong with a file.  Raises an error of the storage again: only those of
+    decompressors have no number."""
+    if isinstance(e, OSError) and (e.errno or e.__class__.__module__ not in ("builtins", "gzip")):
+        raise e
+    return f"cannot be read on from here: {' '.join(str(e).split())[:200]}"
+
+
+def kind_of(file: File, options: Options) -> str:
+    if isinstance(file.source, str):
+        if file.source.startswith("hf://"):
+            return "hf://"
+        for suffix in FORMATS.keys() - {".txt"}:
+            if file.source.endswith(suffix):
+                return suffix
+    return "lines" if options.document_per_line else ".txt"
+
+
+def cut_file(file: File, options: Options) -> list[Piece]:
+    """The pieces of a file; one that says why, if it cannot be read."""
+    kind = kind_of(file, options)
+    try:
+        return FORMATS[kind].cut(file, options)
+    except DAMAGE as e:
+        return [Piece(kind, file.source, 0, 0, 0, why=damage(e))]
+
+
+# ---- documents
+
+
+def parts_of(value, options: Options) -> list[tuple[str, bool]]:
+    """The text of a row in parts, and whether each is scored.  Raises ValueError.
+
+    A chat becomes `role: content` and a newline for each message.  The assistant's contents and the
+    newlines after them are scored.
+    """
+    if isinstance(value, str):
+        return [(value, True)]
+    if not isinstance(value, dict):
+        raise ValueError(f"{type(value).__name__} in place of an object")
+    fields = []
+    for name in columns_of(options):
+        x = value.get(name)
+        fields.append(x.decode("utf-8") if isinstance(x, bytes) else x)
+        if not isinstance(fields[-1], (str, list)):
+            what = "is missing" if x is None else f"is of type {type(x).__name__}, not text"
+            raise ValueError(f"field {name!r} {what}")
+    text, *prompts = fields
+    if all(isinstance(x, str) for x in fields):
+        return [(prompt, False) for prompt in prompts] + [(text, True)] if text else []
+    parts = []
+    for message in text if isinstance(text, list) and not prompts else [None]:
+        is_message = isinstance(message, dict)
+        role, content = (message.get(x) if is_message else None for x in ("role", "content"))
+        if not (isinstance(role, str) and isinstance(content, str)):
+            raise ValueError(f"field {options.field!r} is neither text nor messages")
+        parts += [(f"{role}: ", False), (f"{content}\n", role == "assistant")]
+    if parts and not any(scored for _, scored in parts):
+        raise ValueError("no message of the assistant")
+    return parts
+
+
+def read_documents(piece: Piece, options: Options) -> Iterator[Document | Skipped]:
+    """One for each line, row or text of the piece."""
+    if piece.why:
+        yield Skipped(1, piece.why)
+        return
+    reader, row = FORMATS[piece.kind], 0
+    try:
+        for row, raw in enumerate(reader.read(piece, options), 1):
+            try:
+                if len(raw) > LIMIT:
+                    raise ValueError(f"longer than {LIMIT} bytes")
+                value = reader.parse(raw)
+                if value is None:
+                    yield Skipped(row, "")
+                    continue
+                parts = parts_of(value, options)
+                data = "".join(text for text, _ in parts).encode()
+                if not data or len(data) > LIMIT:
+                    raise ValueError(f"longer than {LIMIT} bytes" if data else "empty")
+            except (ValueError, RecursionError) as e:
+                is_code = isinstance(e, UnicodeError)
+                yield Skipped(row, "not UTF-8" if is_code else str(e)[:200])
+                continue
+            key = text_hash(data)
+            rank = rank_of(key) if piece.rank is None else piece.rank
+            if piece.rank is not None:  # repeats of a long text are cut at the same places
+                key = text_hash(f"{piece.rank} {piece.start}".encode())
+            yield Document(row, parts, len(data), rank, key, piece.ends)
+    except DAMAGE as e:
+        yield Skipped(row + 1, damage(e))

@@ -1,0 +1,161 @@
+"""The tasks of prepare_data.py: each makes one shard of each split, or more where its pieces have
+more text than their sizes promised, from a fixed list of pieces.
+
+What a task writes depends on nothing else, so any process on any machine may run it, at any time
+and again.  Its facts are written last; a task without facts is still to be done.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from functools import cache
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+from etils import epath
+from tokenizers import Tokenizer
+
+from config import END
+from files import npy_bytes, write_whole
+from scripts.readers import Document, Options, Piece, read_documents
+from shards import page_digest, page_digests
+
+SPLITS = ("train", "val")
+LISTED = 1000
+"""How many of a task's skipped rows are listed; all are counted."""
+
+
+class Task(NamedTuple):
+    number: int
+    pieces: list[Piece]
+    out: str
+    options: Options
+    shard_tokens: int
+    threshold: int = 0
+    """Documents of a lower rank are held out."""
+    repeats: frozenset[int] = frozenset()
+    """Which of its documents are left out, counted from 0."""
+
+    def path(self, suffix: str) -> epath.Path:
+        return epath.Path(self.out) / "progress" / f"task_{self.number:05d}{suffix}"
+
+    @property
+    def size(self) -> int:
+        return sum(piece.size for piece in self.pieces)
+
+
+class ShardWriter:
+    """Writes a task's shards of one split."""
+
+    def __init__(self, task: Task, split: str, dtype: str):
+        self.task, self.folder, self.dtype = task, epath.Path(task.out) / split, dtype
+        self.shards = []
+        self.clear()
+
+    def clear(self):
+        self.ids, self.masks, self.n_tokens, self.n_bytes, self.documents = [], [], 0, 0, 0
+
+    def add(self, ids: list[int], is_scored: bool):
+        self.ids.append(np.array(ids, self.dtype))
+        self.masks.append(np.full(len(ids), is_scored, np.uint8))
+        self.n_tokens += len(ids)
+
+    def write(self, name: str, data: bytes) -> str:
+        """Write a file and the digests of its pages; returns the digest of those."""
+        pages = page_digests(data)
+        write_whole(self.folder / name, data)
+        write_whole(self.folder / f"{name}.pages", pages)
+        return page_digest(pages).hex()
+
+    def close_shard(self):
+        """Write what was added since the last shard."""
+        if not self.n_tokens:
+            return
+        stem = f"shard_{self.task.number:05d}" + (f"_{len(self.shards)}" if self.shards else "")
+        ids, mask = np.concatenate(self.ids), np.concatenate(self.masks)
+        data = npy_bytes(ids)
+        facts = dict(name=f"{stem}.npy", tokens=len(ids), offset=len(data) - ids.nbytes)
+        facts |= dict(bytes=self.n_bytes, documents=self.documents)
+        facts["pages"] = self.write(f"{stem}.npy", data)
+        if not mask.all():
+            facts["mask"] = self.write(f"{stem}.mask", mask.tobytes())
+        self.shards.append(facts)
+        self.clear()
+
+
+@cache
+def load_tokenizer(out: str) -> Tokenizer:
+    tokenizer = Tokenizer.from_str((epath.Path(out) / "train" / "tokenizer.json").read_text())
+    tokenizer.encode_special_tokens = True  # a special token's name in the text stays text
+    return tokenizer
+
+
+def documents_of(task: Task, facts: dict) -> Iterator[Document]:
+    """The documents of a task; into facts go the rows of each piece, and those skipped."""
+    facts |= dict(rows=[], skipped=[], n_skipped=0)
+    n = 0
+    for number, piece in enumerate(task.pieces):
+        row = 0
+        for found in read_documents(piece, task.options):
+            row = found.row
+            if isinstance(found, Document):
+                if n not in task.repeats:
+                    yield found
+                n += 1
+            elif found.why:
+                facts["n_skipped"] += 1
+                if len(facts["skipped"]) < LISTED:
+                    facts["skipped"].append([number, row, found.why])
+        facts["rows"].append(row)
+
+
+def batches(documents: Iterator[Document], size: int = 1_000_000) -> Iterator[list[Document]]:
+    batch, n_bytes = [], 0
+    for document in documents:
+        batch.append(document)
+        n_bytes += document.n_bytes
+        if n_bytes >= size:
+            yield batch
+            batch, n_bytes = [], 0
+    yield batch
+
+
+def hash_documents(task: Task):
+    """Write the keys of a task's documents, by which repeats are found."""
+    if not task.path(".keys").exists():
+        keys = b"".join(document.key for document in documents_of(task, {}))
+        write_whole(task.path(".keys"), keys)
+
+
+def write_shards(task: Task) -> dict:
+    """Write a task's shards, and then the facts about them, which are returned."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the tasks are what runs side by side
+    tokenizer = load_tokenizer(task.out)
+    end_id = tokenizer.token_to_id(END)
+    dtype = "uint16" if tokenizer.get_vocab_size() <= 65536 else "uint32"
+    train, val = writers = [ShardWriter(task, split, dtype) for split in SPLITS]
+    facts, ranks = {}, set()
+    for batch in batches(documents_of(task, facts)):
+        texts = [text for document in batch for text, _ in document.parts]
+        encodings = iter(tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+        for document in batch:
+            writer = val if document.rank < task.threshold else train
+            for encoding, part in zip(
+                islice(encodings, len(document.parts)), document.parts, strict=False
+            ):
+                writer.add(encoding.ids, part[1])
+            if document.ends:
+                writer.add([end_id], document.parts[-1][1])
+            writer.n_bytes += document.n_bytes
+            writer.documents += document.ends
+            ranks.add(document.rank)
+            if writer.n_tokens >= 2 * task.shard_tokens:
+                writer.close_shard()
+        ranks = {min(ranks), max(ranks)} if ranks else ranks
+    for writer in writers:
+        writer.close_shard()
+    facts |= dict(shards={split: w.shards for split, w in zip(SPLITS, writers, strict=False)})
+    facts |= dict(ranks=sorted(ranks))
+    write_whole(task.path(".json"), json.dumps(facts))
+    return facts

@@ -1,0 +1,58 @@
+"""The tokenizers of prepare_data.py: made from bytes, characters or byte pairs, or read."""
+
+from collections.abc import Iterable
+
+from etils import epath
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from config import END
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Each byte is its own id; 256 ends a document."""
+    letters = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2 keeps these
+    others = [b for b in range(256) if b not in letters]
+    stand_in = {b: chr(b) for b in letters} | {b: chr(256 + n) for n, b in enumerate(others)}
+    tokenizer = Tokenizer(models.BPE(vocab={stand_in[b]: b for b in range(256)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([END])
+    return tokenizer
+
+
+def char_tokenizer(texts: Iterable[str]) -> Tokenizer:
+    """Each character that occurs has an id, in the order of code points."""
+    characters = set()
+    for text in texts:
+        characters.update(text)
+    vocab = {c: n for n, c in enumerate(sorted(characters))}
+    # "none" is not in the vocabulary, so a character without an id is an error.
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="none"))
+    any_character = Regex("(?m).")  # m: newlines too
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(any_character, behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([END])
+    return tokenizer
+
+
+def bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Byte-level BPE, trained on the texts."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,  # it would print its bars into log files too
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def read_tokenizer(path: str) -> Tokenizer:
+    tokenizer = Tokenizer.from_str(epath.Path(path).read_text())
+    tokenizer.add_special_tokens([END])  # does nothing if it has this token
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer

@@ -1,0 +1,79 @@
+"""Where the tasks of prepare_data.py run: in this process, in a pool of processes, or on Ray."""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+
+import config
+import files
+import shards
+from config import DISTRIBUTED, USAGE, UserError
+
+
+def end_with_parent():
+    """A worker ends as soon as its parent has, even by SIGKILL."""
+
+    def wait():
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def run_in_pool(function: Callable, tasks: list, n_workers: int) -> Iterator:
+    """function(task) of each task, in the order of the tasks."""
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(n_workers, context, initializer=end_with_parent)
+    # The workers inherit that these signals are blocked: Ctrl-C goes to all processes of a
+    # terminal, and it is the parent that ends them.
+    blocked = {signal.SIGINT, signal.SIGTERM}
+    try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+        results = pool.map(function, tasks)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
+        yield from results
+    except BrokenProcessPool:
+        what = "a worker process was killed, or ran out of memory"
+        raise UserError(DISTRIBUTED, what, "run the same command again to go on") from None
+    finally:
+        for process in multiprocessing.active_children():
+            process.kill()
+        pool.shutdown()
+
+
+def run_on_ray(function: Callable, tasks: list, address: str) -> Iterator:
+    """function(task) of each task, in the order of the tasks, on a cluster."""
+    try:
+        import ray
+    except ImportError:
+        fix = "pip install ray, as docs/data.md says"
+        raise UserError(USAGE, f"--ray {address} needs the package ray", fix) from None
+    from scripts import readers, shard_tasks
+
+    try:
+        ray.init(address, log_to_driver=False, logging_level="ERROR", include_dashboard=False)
+        for module in (config, files, shards, readers, shard_tasks):
+            ray.cloudpickle.register_pickle_by_value(module)  # the cluster needs no copy of them
+        remote = ray.remote(function)
+        for result in [remote.remote(task) for task in tasks]:
+            yield ray.get(result)
+    except (ray.exceptions.RayError, ConnectionError, RuntimeError) as e:
+        if isinstance(e, OSError) and not isinstance(e, ConnectionError):
+            raise  # of the storage
+        what = f"--ray {address}: {' '.join(str(e).split())[-300:]}"
+        fix = "look at the cluster with `ray status`, and run the same command again to go on"
+        raise UserError(DISTRIBUTED, what, fix) from None
+    finally:
+        ray.shutdown()
+
+
+def run_tasks(function: Callable, tasks: list, n_workers: int, address: str) -> Iterator:
+    """function(task) of each task, in the order of the tasks."""
+    if address:
+        return run_on_ray(function, tasks, address)
+    n_workers = min(n_workers, len(tasks))
+    return run_in_pool(function, tasks, n_workers) if n_workers > 1 else map(function, tasks)
