@@ -387,8 +387,7 @@ class Dataset:
             try:
                 found, scored = self.source.windows(rows[exists]), self.source.scored(rows[exists])
             except DamagedPage as e:
-                self.say_updates(e)
-                raise
+                raise self.page_error(e) from None
             wrong = found[(found < -1) | (found >= limit)]
             if wrong.size:
                 what = f"data.{self.split} gives token id {wrong[0]}, not below"
@@ -400,15 +399,15 @@ class Dataset:
                 targets[exists] = np.where(scored[:, 1:], targets[exists], -1)
         return np.maximum(windows[:, :-1], 0), targets
 
-    def say_updates(self, error: DamagedPage):
-        """Add to the error of a page which updates would have trained on it."""
-        problem = error.problems[0]
+    def page_error(self, error: DamagedPage) -> UserError:
+        """The error, with the updates that train on the page."""
         if self.split != "train" or error.windows is None:
-            return
+            return error
         windows = range(error.windows.start, min(error.windows.stop, self.n_windows))
         updates = self.order.updates_of(error.source, windows)
         feeds = "no update of this run" if not updates else f"updates {name_numbers(updates)}"
-        error.problems[0] = Problem(f"{problem.what}; it feeds {feeds}", problem.fix)
+        (problem,) = error.problems
+        return data_error(f"{problem.what}; it feeds {feeds}", problem.fix)
 
     def make_batch(self, rows: np.ndarray) -> tuple[jax.Array, jax.Array]:
         """(tokens, targets) of these windows on the mesh."""

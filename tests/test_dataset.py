@@ -1,5 +1,6 @@
 """Data: what is read and in which order, what is refused, and the seams for formats and sources."""
 
+import hashlib
 import itertools
 import json
 import os
@@ -279,6 +280,30 @@ def flip_bit(folder):
     first_shard(folder).write_bytes(data)
 
 
+def flip_digest(folder):
+    path = folder / "shard_00000.npy.pages"
+    path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
+
+
+def remove_digests(folder):
+    (folder / "shard_00000.npy.pages").unlink()
+
+
+def make_format_1(folder):
+    """Make it a set as prepare_data wrote them once: with a checksum of each shard."""
+
+    def change(manifest):
+        manifest["format"] = 1
+        for entry in manifest["shards"]:
+            data = (folder / entry["name"]).read_bytes()
+            del entry["offset"], entry["pages"]
+            entry |= dict(dtype=manifest["dtype"], sha256=hashlib.sha256(data).hexdigest())
+
+    manifest_change(change)(folder)
+    for path in folder.glob("*.pages"):
+        path.unlink()
+
+
 def swap_shards(folder):
     a, b = sorted(folder.glob("*.npy"))[:2]
     a.rename(folder / "x")
@@ -360,11 +385,12 @@ no_shards = manifest_change(lambda manifest: manifest.pop("shards"))
 large_vocabulary = manifest_change(lambda manifest: manifest.update(vocab_size=70_000))
 
 FAULTS = {
-    "a flipped bit": (flip_bit, "checksum"),
-    "two shards swapped": (swap_shards, "holds"),
+    "a flipped bit": (flip_bit, "is not what its digest promises"),
+    "two shards swapped": (swap_shards, "is not what its digest promises"),
     "a missing shard": (remove_shard, "missing"),
-    "a truncated shard": (truncate_shard, "promises"),
-    "trailing bytes": (append_byte, "promises"),
+    "a missing file of digests": (remove_digests, "shard_00000.npy.pages' is missing"),
+    "a damaged file of digests": (flip_digest, "npy.pages': page 0 (bytes 0 to"),
+    "a truncated shard": (truncate_shard, "is not what its digest promises"),
     "a pipe": (make_pipe, "is not a file"),
     "a pipe among bare shards": (make_pipe_among_bare_shards, "is not a file"),
     "a tokenizer that is a pipe": (make_pipe_of_tokenizer, "tokenizer.json is not a file"),
@@ -377,12 +403,43 @@ FAULTS = {
     "a name above the folder": (shard_entry(name="../val/shard_00000.npy"), "plain file name"),
     "an absolute name": (shard_entry(name="/etc/passwd"), "plain file name"),
     "a name with control characters": (shard_entry(name="a\x1b[2J\n"), "plain file name"),
-    "another token count": (shard_entry(tokens=7), "its manifest says 7"),
+    "another token count": (shard_entry(tokens=7), "is not what its digest promises"),
+    "a count that is a truth value": (shard_entry(tokens=True), "[True"),
+    "a digest that is too short": (shard_entry(pages="0f"), "digest '0f'"),
+    "another format": (manifest_change(lambda manifest: manifest.update(format=3)), "KeyError 3"),
     "no shards in the manifest": (no_shards, "not a manifest"),
     "a manifest that is a list": (manifest_text("[]"), "not a manifest"),
     "a manifest nested too deep": (manifest_text("[" * 200_000), "not a manifest"),
     "a large vocabulary": (large_vocabulary, "vocabulary of 70000, above model.vocab_size=512"),
 }
+
+
+FAULTS_OF_FORMAT_1 = {
+    "a flipped bit": (flip_bit, "checksum"),
+    "two shards swapped": (swap_shards, "holds"),
+    "a missing shard": (remove_shard, "missing"),
+    "a truncated shard": (truncate_shard, "promises"),
+    "trailing bytes": (append_byte, "promises"),
+    "another token count": (shard_entry(tokens=7), "its manifest says 7"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS_OF_FORMAT_1)
+def test_a_fault_in_data_of_format_1_is_named(cfg, corpus, tmp_path, fault):
+    folder = copy_set(corpus / "train", tmp_path)
+    make_format_1(folder)
+    want = all_tokens(folder)
+    np.testing.assert_array_equal(open_set(cfg, folder).source.read(0, len(want)), want)
+    damage, word = FAULTS_OF_FORMAT_1[fault]
+    damage(folder)
+    assert word in problem_of(cfg, folder, read=True)
+
+
+def test_bytes_after_the_end_of_a_shard_are_not_read(cfg, corpus, tmp_path):
+    folder = copy_set(corpus / "train", tmp_path)
+    want = all_tokens(folder)
+    append_byte(folder)
+    np.testing.assert_array_equal(open_set(cfg, folder).source.read(0, len(want)), want)
 
 
 @pytest.mark.usefixtures("time_limit")

@@ -1,0 +1,238 @@
+"""Pages of shards: what is read, verified and kept."""
+
+import json
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import on_mesh
+from etils import epath
+from runs import new_run, refusal
+
+import pages
+import train
+from config import DATA, UserError
+from dataset import Dataset
+from pages import DiskCache, PageReader
+from shards import PAGE, find_shards, page_digest, page_digests
+
+L = 16  # of the tiny preset
+
+
+def write_shard(folder: Path, name: str, tokens: np.ndarray) -> dict:
+    """Write a shard and its digests; its entry in the manifest."""
+    np.save(folder / name, tokens)
+    data = (folder / name).read_bytes()
+    (folder / f"{name}.pages").write_bytes(page_digests(data))
+    digest = page_digest(page_digests(data)).hex()
+    offset = len(data) - tokens.nbytes
+    return dict(name=name, tokens=len(tokens), offset=offset, pages=digest)
+
+
+def write_set(folder: Path, n_tokens: list[int], seed=0) -> np.ndarray:
+    """A set of format 2 with shards of so many random tokens, below 512; all of them."""
+    random = np.random.default_rng(seed)
+    folder.mkdir()
+    parts = [random.integers(0, 512, n, dtype=np.uint16) for n in n_tokens]
+    entries = [write_shard(folder, f"s{n}.npy", part) for n, part in enumerate(parts)]
+    manifest = dict(format=2, dtype="uint16", vocab_size=512, eot_id=0, bytes=10, shards=entries)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return np.concatenate(parts)
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return tmp_path / "set"
+
+
+@pytest.fixture
+def remote(monkeypatch, tmp_path, cfg):
+    """A config under which local files are read as if they were in a bucket."""
+    monkeypatch.setattr(pages, "is_remote", lambda path: True)
+    return replace(cfg, data=replace(cfg.data, cache=str(tmp_path / "cache"), cache_gb=1e-3))
+
+
+@pytest.fixture
+def fetched(monkeypatch) -> list:
+    """The blocks that are fetched, in order."""
+    blocks, fetch = [], pages.fetch
+
+    def note(wanted):
+        blocks.extend(wanted)
+        return fetch(wanted)
+
+    monkeypatch.setattr(pages, "fetch", note)
+    return blocks
+
+
+def flip(path: Path, at: int):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def test_random_pieces_are_what_was_written(cfg, folder):
+    tokens = write_set(folder, [100_000, 7, 32_704, 32_705, 70_001])
+    found = find_shards(epath.Path(folder), "train").shards
+    reader, random = PageReader(cfg), np.random.default_rng(1)
+    first = np.cumsum([0, *(shard.n_tokens for shard in found)])
+    pieces, want = [], []
+    for _ in range(300):
+        n = int(random.integers(len(found)))
+        start, stop = sorted(random.integers(0, found[n].n_tokens + 1, 2).tolist())
+        if start < stop:
+            pieces.append((found[n], start, stop))
+            want.append(tokens[first[n] + start : first[n] + stop])
+    for got, expected in zip(reader.read(pieces), want, strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_only_the_pages_of_a_window_and_the_digests_of_its_shard_are_fetched(cfg, folder, fetched):
+    write_set(folder, [100_000] * 4)
+    data = Dataset(on_mesh(cfg, data=dict(train=str(folder))), "train")
+    assert fetched == []  # the manifest says all that the start needs
+    (window,) = data.source.windows(np.array([100_000 // L + 50]))
+    assert len(window) == L + 1
+    digests, page = fetched
+    assert digests.path.name == "s1.npy.pages" and page[1:3] == (0, PAGE)
+    data.source.windows(np.array([100_000 // L + 60]))
+    assert len(fetched) == 2  # both are kept in memory
+
+
+def test_a_damaged_page_is_named_with_the_updates_that_it_feeds(base, folder):
+    tokens = write_set(folder, [100_000, 120_000])
+    cfg, _ = new_run(base, "damaged", train=dict(steps=60), data=dict(train=str(folder)))
+    cfg = replace(cfg, checkpoint=replace(cfg.checkpoint, every=1000))
+    path = folder / "s1.npy"
+    flip(path, 2 * PAGE + 1)
+    first, last = (100_000 + (at - 128) // 2 for at in (2 * PAGE, 3 * PAGE - 1))
+    order = Dataset(on_mesh(cfg), "train").order
+    rows = {step + 1: order.batch(step)[2] for step in range(60)}
+    hit = [n for n, row in rows.items() if ((row * L <= last) & (row * L + L >= first)).any()]
+    assert len(tokens) == 220_000 and len(hit) > 10
+    error = refusal(on_mesh(cfg, (1, 1, 1)))
+    assert error.code == DATA
+    start, stop = 2 * PAGE, 3 * PAGE - 1
+    assert f"shard 's1.npy': page 2 (bytes {start} to {stop}) is not what its" in str(error)
+    feeds = ", ".join(map(str, hit[:10]))
+    assert f"it feeds updates {feeds} and {len(hit) - 10} more" in str(error)
+
+
+def test_an_undamaged_answer_after_a_damaged_one_is_taken(remote, folder, monkeypatch):
+    """As when a connection breaks within an answer."""
+    tokens, fetch, n = write_set(folder, [50_000]), pages.fetch, 0
+
+    def cut(blocks):
+        nonlocal n
+        n += 1
+        found = fetch(blocks)
+        return [data[:30] for data in found] if n % 2 else found
+
+    monkeypatch.setattr(pages, "fetch", cut)
+    (shard,) = find_shards(epath.Path(folder), "train").shards
+    (got,) = PageReader(remote).read([(shard, 0, 50_000)])
+    np.testing.assert_array_equal(got, tokens)
+
+
+# ---- what is kept
+
+
+def test_pages_from_a_bucket_are_kept_on_disk_and_damage_there_is_noticed(remote, folder, fetched):
+    tokens = write_set(folder, [50_000])
+    (shard,) = find_shards(epath.Path(folder), "train").shards
+
+    def read():
+        del fetched[:]
+        (got,) = PageReader(remote).read([(shard, 0, 50_000)])
+        np.testing.assert_array_equal(got, tokens)
+        return len(fetched)
+
+    assert read() == 3 and read() == 0
+    kept = sorted(Path(remote.data.cache).glob("*/*"))
+    assert len(kept) == 3  # two pages, and the file of digests
+    for path in kept:
+        flip(path, 5)
+    assert read() == 3 and read() == 0
+    remote = replace(remote, data=replace(remote.data, cache_gb=0.0))
+    (got,) = PageReader(remote).read([(shard, 0, 10)])
+    np.testing.assert_array_equal(got, tokens[:10])
+
+
+def test_the_cache_on_disk_keeps_its_size_and_what_was_used_last(tmp_path):
+    cache, page = DiskCache(str(tmp_path / "c"), 50 * PAGE), bytes(PAGE)
+    keys = [page_digest(str(n).encode()) for n in range(200)]
+    for n, key in enumerate(keys):
+        cache.put(key, page)
+        os.utime(cache.path(key), (n, n))
+        if n > 10 and cache.get(keys[10]):
+            os.utime(cache.path(keys[10]), (n + 0.5, n + 0.5))
+        size = sum(path.stat().st_size for path in cache.folder.glob("*/*"))
+        assert size <= (50 + 50 // 16 + 1) * PAGE
+    assert cache.get(keys[10]) == page and cache.get(keys[-1]) == page
+    assert cache.get(keys[11]) is None
+
+
+def test_memory_keeps_its_size(cfg, folder, monkeypatch):
+    monkeypatch.setattr(PageReader, "MEMORY", 3 * PAGE)
+    write_set(folder, [400_000])
+    (shard,) = find_shards(epath.Path(folder), "train").shards
+    reader = PageReader(cfg)
+    for start in range(0, 400_000, 1000):
+        reader.read([(shard, start, start + 10)])
+        assert sum(map(len, reader.memory.values())) == reader.size <= 3 * PAGE
+
+
+def test_threads_read_the_same(remote, folder, monkeypatch):
+    monkeypatch.setattr(PageReader, "MEMORY", 5 * PAGE)
+    tokens = write_set(folder, [400_000])
+    (shard,) = find_shards(epath.Path(folder), "train").shards
+    reader, random = PageReader(remote), np.random.default_rng(0)
+    starts = random.integers(0, 399_000, 400).tolist()
+    with ThreadPoolExecutor(8) as pool:
+        found = pool.map(lambda start: reader.read([(shard, start, start + 1000)])[0], starts)
+        for start, got in zip(starts, found, strict=True):
+            np.testing.assert_array_equal(got, tokens[start : start + 1000])
+    assert threading.active_count() < 100
+
+
+# ---- size
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_shards_are_opened_in_seconds(cfg, tmp_path):
+    import resource
+    import time
+
+    entries = [
+        dict(name=f"shard_{n:05d}.npy", tokens=50_000_000, offset=128, bytes=2, documents=1)
+        | dict(pages=f"{n:032x}")
+        for n in range(100_000)
+    ]
+    manifest = dict(format=2, dtype="uint16", vocab_size=512, eot_id=0, bytes=10, shards=entries)
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    del entries, manifest
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    begin = time.monotonic()
+    data = Dataset(on_mesh(cfg, data=dict(train=str(tmp_path))), "train")
+    took = time.monotonic() - begin
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10
+    print(f"{took:.2f} s, {grown:.0f} MiB")
+    assert took < 3 and grown < 300
+    assert data.source.n_tokens == 5 * 10**12
+    with pytest.raises(UserError, match="is missing from"):
+        data.batch(0)
+
+
+def test_a_run_reads_the_same_from_a_bucket_as_from_disk(base, folder, monkeypatch, tmp_path):
+    write_set(folder, [9000, 70_000])
+    train_on = dict(train=str(folder), cache=str(tmp_path / "cache"))
+    cfg, _ = new_run(base, "disk", data=train_on)
+    local = np.asarray(Dataset(on_mesh(cfg, (2, 2, 2)), "train").batch(11))
+    monkeypatch.setattr(pages, "is_remote", lambda path: True)
+    np.testing.assert_array_equal(np.asarray(Dataset(on_mesh(cfg), "train").batch(11)), local)
+    train.main(on_mesh(replace(cfg, train=replace(cfg.train, steps=2)), (2, 1, 1)))
+    assert len(list((tmp_path / "cache").glob("*/*"))) > 2
