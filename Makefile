@@ -1,7 +1,8 @@
 # make demo: train a small language model and sample from it.   make lint: ruff.
 # make test: the tests, without the slow ones.   make test-full: all of them.
 # make test-faults MINUTES=30: random faults, from a seed that is printed.
-# make test-interop: compare models with Hugging Face transformers, and plans with the TPU compiler.
+# make test-interop: compare models with Hugging Face transformers, plans with the TPU compiler, and
+#   prepare data on Ray and through Hugging Face datasets.
 # make hashes: make requirements.txt anew after a change of requirements.in.
 # PYTHON is any Python from 3.11 on; everything is installed into .venv.
 
@@ -51,6 +52,7 @@ test-faults: .venv/installed
 test-interop: export JAX_PLATFORMS := cpu
 test-interop: .venv-interop/installed
 	.venv-interop/bin/python -m pytest -n 0 -m "" tests/test_interop.py tests/test_benchmark.py
+	.venv-interop/bin/python -m pytest -n 0 -m "" tests/test_prepare.py -k 'ray or streamed'
 	.venv-interop/bin/python -m pytest -n 0 -m "" tests/test_plan.py -k compilers
 
 lint: .venv/installed

@@ -1,0 +1,824 @@
+"""scripts/prepare_data.py: every format, bad rows, splits, masks, digests, and the same bytes
+whatever runs the tasks and however often it is killed."""
+
+import gzip
+import hashlib
+import importlib.util
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import zstandard
+from buckets import emulate_bucket
+from conftest import ROOT, prepare, run
+from pyarrow import ipc, parquet
+from tokenizers import Tokenizer
+
+from config import DATA, DISTRIBUTED, INTERRUPTED, USAGE
+from scripts import pydocs, readers
+
+SCRIPT = "scripts/prepare_data.py"
+
+TEXTS = {
+    "b/notes.txt": "Ünïcödé, tabs\tand\r\nlines.\n\n   Trailing spaces  \n" * 30,
+    "a.txt": "The quick brown fox jumps over the lazy dog. <|endoftext|> is text\n" * 40,
+    "c.txt": "ÿ\x00binary-ish\x7f 日本語 🙂\n" * 20,
+    "empty.txt": "",
+    "d.md": "# not a .txt file\n",
+}
+
+
+@pytest.fixture
+def texts(tmp_path) -> Path:
+    folder = tmp_path / "texts"
+    for name, text in TEXTS.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(text.encode())
+    return folder
+
+
+def manifest(folder) -> dict:
+    return json.loads((folder / "manifest.json").read_text())
+
+
+def tokens_of(folder) -> np.ndarray:
+    return np.concatenate([np.load(folder / s["name"]) for s in manifest(folder)["shards"]])
+
+
+def documents_of(folder) -> list[str]:
+    """The documents of a prepared set, decoded."""
+    end, tokens = manifest(folder)["eot_id"], tokens_of(folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert tokens[-1] == end
+    parts = np.split(tokens, np.flatnonzero(tokens == end) + 1)[:-1]
+    return [tokenizer.decode(part[:-1].tolist()) for part in parts]
+
+
+@pytest.mark.parametrize("kind", ["byte", "char", "bpe"])
+def test_prepared_text_decodes_to_what_it_was(texts, tmp_path, kind):
+    out = tmp_path / "out"
+    request = ["--input", texts, "--suffix", ".txt", "--tokenizer", kind, "--vocab_size", 400]
+    prepare(*request, "--out", out, "--val_fraction", 0.3, "--shard_tokens", 500)
+    got = documents_of(out / "train") + documents_of(out / "val")
+    want = [text for name, text in TEXTS.items() if name.endswith(".txt") and text]
+    assert sorted(got) == sorted(want)
+    total = sum(manifest(out / split)["bytes"] for split in ("train", "val"))
+    assert total == sum(len(text.encode()) for text in want)
+    assert manifest(out / "train")["vocab_size"] <= dict(byte=257, char=200, bpe=400)[kind]
+
+
+def test_byte_tokens_are_bytes_and_a_single_file_is_cut_at_a_line(tmp_path):
+    path, out = tmp_path / "one.txt", tmp_path / "out"
+    path.write_bytes("zwölf Boxkämpfer\n".encode() * 200)
+    prepare("--input", path, "--tokenizer", "byte", "--out", out, "--val_fraction", 0.1)
+    train_tokens, val_tokens = tokens_of(out / "train"), tokens_of(out / "val")
+    assert bytes(train_tokens[:-1].tolist()) + bytes(val_tokens[:-1].tolist()) == path.read_bytes()
+    assert train_tokens[-2] == ord("\n") and 0.05 < len(val_tokens) / len(train_tokens) < 0.15
+
+
+@pytest.mark.slow
+def test_a_large_file_is_read_in_pieces_of_whole_lines(tmp_path):
+    path, out = tmp_path / "large.txt", tmp_path / "out"
+    lines = [f"line {n} of many, with an ümlaut\n" for n in range(300_000)]
+    path.write_text("".join(lines))
+    assert path.stat().st_size > 8_000_000
+    prepare("--input", path, "--tokenizer", "byte", "--out", out, "--shard_tokens", 3_000_000)
+    assert len(manifest(out / "train")["shards"]) > 2
+    assert "".join(documents_of(out / "train") + documents_of(out / "val")) == "".join(lines)
+
+
+def test_a_second_run_does_nothing_and_another_request_is_refused(texts, tmp_path):
+    out = tmp_path / "out"
+    request = ["--input", texts, "--tokenizer", "byte", "--out", out]
+
+    def contents():
+        paths = [p for p in out.rglob("*") if p.is_file()]
+        return {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in paths}
+
+    prepare(*request)
+    before = contents()
+    assert "is up to date" in run("scripts/prepare_data.py", *request).stdout
+    other = run("scripts/prepare_data.py", *request, "--val_fraction", 0.5)
+    assert other.returncode == DATA and "was made with other val_fraction" in other.stderr
+    (texts / "a.txt").write_text("changed")
+    changed = run("scripts/prepare_data.py", *request)
+    assert changed.returncode == DATA and "was made with other documents" in changed.stderr
+    assert contents() == before
+
+
+def test_a_tokenizer_left_by_another_request_is_not_used(texts, tmp_path):
+    """The state on disk is that of a command killed between the tokenizer and the first shard."""
+    out = tmp_path / "out"
+    prepare("--input", texts, "--tokenizer", "byte", "--out", out)
+    recipe = manifest(out / "train")["recipe"]
+    (out / "progress").mkdir()
+    plan = dict(recipe=recipe, threshold=1, size=1000)
+    (out / "progress/plan.json").write_text(json.dumps(plan))
+    for split in ("train", "val"):
+        (out / split / "manifest.json").unlink()
+    other = run("scripts/prepare_data.py", "--input", texts, "--tokenizer", "bpe", "--out", out)
+    assert other.returncode == DATA and "was made with other tokenizer" in other.stderr
+
+
+@pytest.mark.parametrize("text", ["", "x", "one line without an end"])
+def test_too_little_text_is_an_error_and_leaves_nothing(tmp_path, text):
+    (tmp_path / "a.txt").write_text(text)
+    out = tmp_path / "out"
+    request = ["--input", tmp_path / "a.txt", "--tokenizer", "byte", "--out", out]
+    done = run("scripts/prepare_data.py", *request)
+    if done.returncode == 0:  # a single line that is long enough is cut inside
+        assert len(tokens_of(out / "val")) > 1
+    else:
+        assert done.returncode == DATA and "too short" in done.stderr and not out.exists()
+
+
+def test_an_interrupted_run_goes_on_and_ends_the_same(tmp_path):
+    source = Path(os.__file__).parent / "email"
+    request = ["--input", source, "--suffix", ".py", "--shard_tokens", 4000]
+    request += ["--tokenizer", "bpe", "--vocab_size", 600]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    prepare(*request, "--out", whole)
+    command = [sys.executable, ROOT / "scripts/prepare_data.py", *request, "--out", cut]
+    quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen([*map(str, command)], **quiet)
+    while not list(cut.glob("progress/task_*.json")):
+        assert process.poll() is None
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (cut / "val" / "manifest.json").exists()
+    prepare(*request, "--out", cut)
+    for split in ("train", "val"):
+        assert manifest(cut / split) == manifest(whole / split)
+        np.testing.assert_array_equal(tokens_of(cut / split), tokens_of(whole / split))
+
+
+DOCSTRINGS = '''
+"""Short."""
+
+
+def f():
+    """Return `name`, as given by :func:`g` or ``None``.
+
+    A paragraph can be wrapped at some seventy characters, which “ends” here;
+    it becomes one line.  Its last sentence, which announces an example, is left out:
+
+        >>> f()
+        (1, 2)
+
+    Arguments:
+    first -- the first argument of the function
+    second -- the second argument of the function
+
+    * An item of a list is a paragraph (if it is a sentence).
+    * not a sentence
+
+    +--------+-------------------------------+
+    | Header | A table with two columns.     |
+    +--------+-------------------------------+
+    """
+
+
+class C:
+    async def g(self):
+        """Return name, as given by g or None.
+
+        A licence says that THIS SOFTWARE IS PROVIDED AS IT IS.
+
+        This paragraph occurs for the first time.
+        """
+'''
+
+
+def test_prose_is_taken_from_docstrings_without_importing(tmp_path):
+    modules = {"m.py": DOCSTRINGS + "raise SystemExit", "idlelib/n.py": DOCSTRINGS}
+    topics = "topics = {'a': 'One topic is a document.', 'b': 'And another'}"
+    for name, text in {**modules, "pydoc_data/topics.py": topics}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = pydocs.prose_documents(readers.find_files(tmp_path, ".py", set()))
+    sentences = """Return name, as given by g or None.
+
+A paragraph can be wrapped at some seventy characters, which ends here; it becomes one line.
+
+An item of a list is a paragraph (if it is a sentence)."""
+    assert found == [
+        ("m.py:5", sentences.encode()),
+        ("m.py:27", b"This paragraph occurs for the first time."),
+        ("pydoc_data/topics.py:a", b"One topic is a document."),
+    ]
+
+
+@pytest.mark.slow
+def test_pydocs_are_sentences_and_the_same_each_time(tmp_path):
+    request = ["--pydocs", "--tokenizer", "byte", "--val_fraction", 0.05, "--out", tmp_path / "out"]
+    prepare(*request)
+    found = documents_of(tmp_path / "out/train") + documents_of(tmp_path / "out/val")
+    lines = [line for text in found for line in text.split("\n\n")]
+    assert sum(map(len, lines)) > 500_000 and len(set(lines)) == len(lines)
+    assert all(line.isascii() and line.strip("\"')")[-1] in ".!?" for line in lines)
+    assert "is up to date" in run("scripts/prepare_data.py", *request).stdout
+
+
+def test_a_log_file_gets_no_progress_bars(texts, tmp_path):
+    request = ["--input", texts, "--vocab_size", 300, "--out", tmp_path / "out"]
+    done = run("scripts/prepare_data.py", *request)
+    assert done.stdout.count("\n") == 5 and "skipped 1 document(s)" in done.stdout
+    assert "\r" not in done.stdout and not done.stderr
+
+
+@pytest.mark.parametrize("request_, code, word", [
+    ([], USAGE, "0 of --input, --stdlib and --pydocs are given, not 1"),
+    (["--input", "x", "--stdlib"], USAGE, "2 of --input, --stdlib and --pydocs are given, not 1"),
+    (["--stdlib", "--pydocs"], USAGE, "2 of --input, --stdlib and --pydocs are given, not 1"),
+    (["--input", "/nowhere"], DATA, "--input /nowhere does not exist"),
+    (["--stdlib", "--val_fraction", "2"], USAGE, "val_fraction=2.0"),
+    (["--stdlib", "--tokenizer", "bytes"], USAGE, "bytes is none of byte, char and bpe"),
+], ids=lambda x: "")  # fmt: skip
+def test_a_bad_request_is_two_lines(tmp_path, request_, code, word):
+    done = run("scripts/prepare_data.py", "--out", tmp_path / "out", *request_)
+    assert done.returncode == code and word in done.stderr and done.stderr.count("\n") == 2
+
+
+# ---- formats
+
+
+def text_rows(n: int = 60) -> list[str]:
+    return [f"Row {i} — ünïcödé, {'words ' * (i % 7)}\nand a line" for i in range(n)]
+
+
+def json_lines(rows: list) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def write_arrow(path: Path, table: pa.Table, new=ipc.new_stream):
+    with new(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=17)
+
+
+def write_corpus(folder: Path, kind: str, rows: list[str]) -> Path:
+    """A file of that kind with the rows."""
+    path = folder / f"rows{kind}"
+    table = pa.table(dict(id=range(len(rows)), text=rows))
+    lines = json_lines([dict(id=n, text=text) for n, text in enumerate(rows)])
+    match kind:
+        case ".parquet":
+            parquet.write_table(table, path, row_group_size=20)
+        case ".arrow":
+            write_arrow(path, table)
+        case ".file.arrow":
+            write_arrow(path, table, ipc.new_file)
+        case ".jsonl.gz":
+            path.write_bytes(gzip.compress(lines))
+        case ".jsonl.zst":  # two frames, as parallel compressors make
+            first, second = lines[:500], lines[500:]
+            path.write_bytes(zstandard.compress(first) + zstandard.compress(second))
+        case ".jsonl":
+            path.write_bytes(lines)
+    return path
+
+
+KINDS = (".parquet", ".arrow", ".file.arrow", ".jsonl", ".jsonl.gz", ".jsonl.zst")
+
+
+def all_documents(out: Path) -> list[str]:
+    return documents_of(out / "train") + documents_of(out / "val")
+
+
+def check_digests(out: Path):
+    """Every file's pages are those of its content, and the manifest's are those of the pages."""
+
+    def blake(data: bytes) -> bytes:
+        return hashlib.blake2b(data, digest_size=16).digest()
+
+    for split in ("train", "val"):
+        about = manifest(out / split)
+        names = {"manifest.json", "tokenizer.json"}
+        for shard in about["shards"]:
+            files = [(shard["name"], shard["pages"])]
+            tokens = np.load(out / split / shard["name"])
+            assert (len(tokens), tokens.dtype) == (shard["tokens"], about["dtype"])
+            if "mask" in shard:
+                files.append((shard["name"].replace(".npy", ".mask"), shard["mask"]))
+                mask = np.fromfile(out / split / files[-1][0], np.uint8)
+                assert len(mask) == len(tokens) and set(mask) <= {0, 1} and 0 in mask
+            for name, digest in files:
+                data = (out / split / name).read_bytes()
+                pages = b"".join(blake(data[i : i + 65536]) for i in range(0, len(data), 65536))
+                assert (out / split / f"{name}.pages").read_bytes() == pages
+                assert blake(pages).hex() == digest
+                names |= {name, f"{name}.pages"}
+            data = (out / split / shard["name"]).read_bytes()
+            assert data[shard["offset"] :] == tokens.tobytes()
+        assert {path.name for path in (out / split).iterdir()} == names
+        for total in ("bytes", "documents"):
+            assert about[total] == sum(shard[total] for shard in about["shards"])
+    assert not (out / "progress").exists()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_format_gives_its_rows(tmp_path, kind):
+    rows, out = text_rows(), tmp_path / "out"
+    path = write_corpus(tmp_path, kind, rows)
+    flags = ["--tokenizer", "byte", "--val_fraction", 0.2, "--shard_tokens", 500]
+    prepare("--input", path, *flags, "--out", out)
+    assert sorted(all_documents(out)) == sorted(rows)
+    assert len(documents_of(out / "val")) not in (0, 1, len(rows))
+    check_digests(out)
+    assert not (out / "skipped.jsonl").exists()
+
+
+def test_several_inputs_patterns_and_folders_are_one_corpus(tmp_path):
+    rows, out = text_rows(), tmp_path / "out"
+    folder = tmp_path / "data"
+    (folder / "hf").mkdir(parents=True)
+    write_corpus(folder / "hf", ".arrow", rows[:10])
+    (folder / "hf" / "dataset_info.json").write_text("{}")  # describes the .arrow files
+    write_corpus(folder, ".jsonl", rows[10:30])
+    (folder / "notes.md").write_text("A text.")
+    (folder / "link.md").symlink_to("/etc/hostname")
+    (tmp_path / "x1").mkdir()
+    write_corpus(tmp_path / "x1", ".jsonl.gz", rows[30:])
+    inputs = [folder, tmp_path / "x*/*.gz", folder / "rows.jsonl"]
+    prepare("--input", *inputs, "--tokenizer", "byte", "--out", out)
+    assert sorted(all_documents(out)) == sorted([*rows, "A text."])
+
+
+@pytest.mark.parametrize("shard_tokens", [300, 100_000_000])
+def test_lines_are_documents_wherever_a_file_is_cut(tmp_path, monkeypatch, shard_tokens):
+    lines = [f"line {n} {'x' * (n % 90)}" for n in range(3000)]
+    (tmp_path / "a.txt").write_text("\n".join(lines))
+    flags = ["--tokenizer", "byte", "--shard_tokens", shard_tokens, "--document-per-line"]
+    prepare("--input", tmp_path / "a.txt", *flags, "--out", tmp_path / "out")
+    assert sorted(all_documents(tmp_path / "out")) == sorted(lines)
+    for step in (1, 7, 100, 4096):
+        file = readers.File("a.txt", str(tmp_path / "a.txt"), (tmp_path / "a.txt").stat().st_size)
+        options = readers.Options(document_per_line=True, piece=step)
+        pieces = readers.cut_file(file, options)
+        pieces = pieces if step > 7 else pieces[:2000]
+        found = [x.parts[0][0] for piece in pieces for x in readers.read_documents(piece, options)]
+        assert found == lines[: len(found)] and len(found) > 100 // (8 - min(step, 7))
+
+
+def test_web_pages_as_in_fineweb(tmp_path):
+    n = 500
+    rows = [f"Page {i}: " + "some words of the web. " * (i % 13) for i in range(n)]
+    columns = dict(text=rows, id=[f"<urn:uuid:{i}>" for i in range(n)], dump=["CC"] * n)
+    columns |= dict(url=["http://a.b/c"] * n, date=["2013-05-18T05:48:54Z"] * n)
+    columns |= dict(file_path=["s3://x"] * n, language=["en"] * n, language_score=[0.9] * n)
+    columns |= dict(token_count=[7] * n)
+    for k in range(2):
+        part = {name: column[k::2] for name, column in columns.items()}
+        parquet.write_table(pa.table(part), tmp_path / f"{k}.parquet", row_group_size=50)
+    flags = ["--tokenizer", "bpe", "--vocab_size", 400, "--shard_tokens", 2000]
+    prepare("--input", tmp_path / "*.parquet", *flags, "--out", tmp_path / "out")
+    assert sorted(all_documents(tmp_path / "out")) == sorted(rows)
+    check_digests(tmp_path / "out")
+
+
+# ---- bad rows
+
+BAD_LINES = [
+    b'{"text": "good one"}',
+    b'{"text": ',
+    b"",
+    b'{"text": ""}',
+    b'{"text": 7}',
+    b'{"other": "x"}',
+    b'{"text": "\xff"}',
+    b'{"text": "\\ud800"}',
+    b"[1]",
+    b"[" * 100_000,
+    b'{"text": "good two"}',
+    b'{"text": "good three"}',
+]
+WHY = {2: "Expecting", 4: "empty", 5: "is of type int", 6: "is missing", 7: "not UTF-8"}
+WHY |= {8: "not UTF-8", 9: "list in place of", 10: "recursion"}
+
+
+def skipped_of(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "skipped.jsonl").read_text().splitlines()]
+
+
+def test_bad_rows_are_counted_skipped_and_listed(tmp_path):
+    path, out = tmp_path / "bad.jsonl", tmp_path / "out"
+    path.write_bytes(b"\n".join(BAD_LINES))
+    (tmp_path / "latin.txt").write_bytes("ü".encode("latin-1"))
+    request = ["--input", path, tmp_path / "latin.txt", "--tokenizer", "byte", "--out"]
+    done = run(SCRIPT, *request, out)
+    assert done.returncode == 0 and "skipped 9 document(s)" in done.stdout
+    assert sorted(all_documents(out)) == ["good one", "good three", "good two"]
+    found = skipped_of(out)
+    assert [row["row"] for row in found] == [*WHY, 1]
+    for row in found[:-1]:
+        assert row["file"] == str(path) and WHY[row["row"]] in row["why"], row
+    assert found[-1] == dict(file=str(tmp_path / "latin.txt"), row=1, why="not UTF-8")
+    strict = run(SCRIPT, *request, tmp_path / "strict", "--strict")
+    assert strict.returncode == DATA and f"{path} row 2: Expecting" in strict.stderr
+    assert strict.stderr.count("\n") == 2
+    prepare(*request, tmp_path / "strict")
+    assert contents(tmp_path / "strict") == contents(out)
+
+
+def test_rows_are_numbered_from_the_start_of_their_file(tmp_path):
+    path, out = tmp_path / "a.jsonl", tmp_path / "out"
+    lines = [json.dumps(dict(text="x" * 100 + str(n))) for n in range(3000)]
+    bad = [0, 1, 1234, 2999]
+    for n in bad:
+        lines[n] = "{"
+    path.write_text("\n".join(lines))
+    assert path.stat().st_size > 4 * 65536  # several pieces
+    prepare("--input", path, "--tokenizer", "byte", "--shard_tokens", 100, "--out", out)
+    assert len(manifest(out / "train")["shards"]) > 3
+    assert [row["row"] for row in skipped_of(out)] == [n + 1 for n in bad]
+
+
+def test_a_line_that_is_too_long_is_one_bad_row(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("one\n" + "x" * 5000 + "\ntwo\n")
+    monkeypatch.setattr(readers, "LIMIT", 1000)
+    monkeypatch.setattr(readers, "PIECE", 64)
+    file = readers.File("a.txt", str(tmp_path / "a.txt"), 5009)
+    options = readers.Options(document_per_line=True)
+    pieces = readers.cut_file(file, options)
+    one, bad, two = (x for piece in pieces for x in readers.read_documents(piece, options))
+    assert (one.parts[0][0], two.parts[0][0], two.row) == ("one", "two", 3)
+    assert bad == readers.Skipped(2, "longer than 1000 bytes")
+
+
+@pytest.mark.parametrize("kind", [".parquet", ".arrow", ".jsonl.gz", ".jsonl.zst"])
+@pytest.mark.parametrize("how", ["cut", "flipped", "other"])
+def test_a_damaged_file_is_no_traceback(tmp_path, kind, how):
+    path, out = write_corpus(tmp_path, kind, text_rows(400)), tmp_path / "out"
+    data = bytearray(path.read_bytes())
+    match how:
+        case "cut":
+            data = data[: len(data) // 2]
+        case "flipped":
+            for i in range(len(data) // 3, len(data) // 3 + 40):
+                data[i] ^= 0x5A
+        case "other":
+            data = b"not such a file"
+    path.write_bytes(data)
+    (tmp_path / "good.jsonl").write_bytes(json_lines([dict(text=x) for x in "abc"]))
+    request = ["--input", path, tmp_path / "good.jsonl", "--tokenizer", "byte", "--out", out]
+    done = run(SCRIPT, *request)
+    assert done.returncode == 0, done.stderr
+    assert {"a", "b", "c"} <= set(all_documents(out))
+    if how != "flipped" or kind != ".arrow":  # Arrow's files have no checksums
+        assert str(path) in {row["file"] for row in skipped_of(out)}
+
+
+def test_text_that_is_not_utf8_in_a_table_is_one_bad_row(tmp_path):
+    column = pa.array([b"good", b"\xff\xfe", b"fine"], pa.binary()).view(pa.string())
+    parquet.write_table(pa.table(dict(text=column)), tmp_path / "a.parquet")
+    prepare("--input", tmp_path / "a.parquet", "--tokenizer", "byte", "--out", tmp_path / "out")
+    assert sorted(all_documents(tmp_path / "out")) == ["fine", "good"]
+    assert [(row["row"], row["why"]) for row in skipped_of(tmp_path / "out")] == [(2, "not UTF-8")]
+
+
+# ---- splits and repeats
+
+
+def test_the_split_does_not_change_when_files_are_added(tmp_path):
+    rows = text_rows(300)
+    held_out = {}
+    for name, some in dict(few=rows[:150], all=rows).items():
+        (tmp_path / name).mkdir()
+        for n in range(0, len(some), 50):
+            path = tmp_path / name / f"{name}{n}.jsonl"
+            path.write_bytes(json_lines([dict(text=x) for x in some[n : n + 50]]))
+        flags = ["--tokenizer", "byte", "--val_fraction", 0.2, "--out", tmp_path / f"{name}.out"]
+        prepare("--input", tmp_path / name, *flags)
+        held_out[name] = set(documents_of(tmp_path / f"{name}.out" / "val"))
+    assert held_out["few"] == held_out["all"] & set(rows[:150])
+    assert 40 < len(held_out["all"]) < 80
+
+
+@pytest.mark.parametrize("fraction", [0.000001, 0.999999])
+def test_neither_split_is_empty(tmp_path, fraction):
+    rows, out = text_rows(), tmp_path / "out"
+    path = write_corpus(tmp_path, ".parquet", rows)
+    flags = ["--tokenizer", "byte", "--shard_tokens", 100, "--val_fraction", fraction]
+    prepare("--input", path, *flags, "--out", out)
+    small, large = ("val", "train") if fraction < 0.5 else ("train", "val")
+    digests = {hashlib.blake2b(x.encode(), digest_size=16).digest(): x for x in rows}
+    extreme = digests[min(digests) if small == "val" else max(digests)]
+    assert documents_of(out / small) == [extreme]
+    assert sorted(documents_of(out / large)) == sorted(set(rows) - {extreme})
+    check_digests(out)
+
+
+def test_one_row_alone_is_an_error(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(json_lines([dict(text="alone")] * 3))
+    done = run(SCRIPT, "--input", path, "--tokenizer", "byte", "--out", tmp_path / "out")
+    assert done.returncode == DATA and "only one document" in done.stderr
+    other = run(SCRIPT, "--input", path, "--field", "x", "--out", tmp_path / "other")
+    assert other.returncode == DATA and "'x' is missing" in other.stderr
+    assert not (tmp_path / "other").exists()
+
+
+def test_dedup_drops_exact_repeats(tmp_path):
+    rows = text_rows(40)
+    for name in "ab":
+        some = rows[:30] if name == "a" else rows[20:] + rows[25:]
+        (tmp_path / f"{name}.jsonl").write_bytes(json_lines([dict(text=x) for x in some]))
+    (tmp_path / "c.txt").write_text(rows[3])
+    request = ["--input", *(tmp_path / x for x in ("a.jsonl", "b.jsonl", "c.txt"))]
+    request += ["--tokenizer", "byte", "--shard_tokens", 300]
+    prepare(*request, "--out", tmp_path / "all")
+    assert len(all_documents(tmp_path / "all")) == 66
+    prepare(*request, "--out", tmp_path / "out", "--dedup")
+    assert sorted(all_documents(tmp_path / "out")) == sorted(rows)
+    check_digests(tmp_path / "out")
+
+
+# ---- masks
+
+
+def masked_documents(out: Path) -> list[tuple[str, str, bool]]:
+    """(text, what is scored of it, whether its end token is) of each document."""
+    found = []
+    for split in ("train", "val"):
+        tokenizer = Tokenizer.from_file(str(out / split / "tokenizer.json"))
+        for shard in manifest(out / split)["shards"]:
+            tokens = np.load(out / split / shard["name"])
+            stem = shard["name"].removesuffix(".npy")
+            mask = np.fromfile(out / split / f"{stem}.mask", np.uint8).astype(bool)
+            assert len(mask) == len(tokens) and "mask" in shard
+            ends = np.flatnonzero(tokens == manifest(out / split)["eot_id"]) + 1
+            for ids, scored in zip(
+                np.split(tokens, ends)[:-1], np.split(mask, ends)[:-1], strict=False
+            ):
+                text, part = ids[:-1].tolist(), ids[:-1][scored[:-1]].tolist()
+                found.append((tokenizer.decode(text), tokenizer.decode(part), bool(scored[-1])))
+    return sorted(found)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_prompts_are_not_scored(tmp_path, kind):
+    rows = [dict(q=f"Question {n}? It is", text=f"ismael's answer {n}.") for n in range(20)]
+    path, out = tmp_path / f"a.{kind}", tmp_path / "out"
+    if kind == "jsonl":
+        path.write_bytes(json_lines(rows))
+    else:
+        parquet.write_table(pa.Table.from_pylist(rows), path)
+    flags = ["--prompt_field", "q", "--vocab_size", 300, "--val_fraction", 0.3]
+    prepare("--input", path, *flags, "--out", out)
+    want = sorted((row["q"] + row["text"], row["text"], True) for row in rows)
+    assert masked_documents(out) == want
+    check_digests(out)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_only_the_assistant_is_scored(tmp_path, kind):
+    rows, want = [], []
+    for n in range(20):
+        talk = [("system", "Be brief."), ("user", f"Hi {n}"), ("assistant", f"Hello {n}!")]
+        talk += [("user", "Bye"), ("assistant", "So long.\nBye")][: 2 if n % 2 else 1]
+        rows.append(dict(messages=[dict(role=role, content=text) for role, text in talk]))
+        text = "".join(f"{role}: {content}\n" for role, content in talk)
+        scored = "".join(f"{content}\n" for role, content in talk if role == "assistant")
+        want.append((text, scored, talk[-1][0] == "assistant"))
+    path, out = tmp_path / f"a.{kind}", tmp_path / "out"
+    if kind == "jsonl":
+        bad = [dict(messages=[dict(role="user", content="alone")]), dict(messages=[3])]
+        path.write_bytes(json_lines(rows + bad))
+    else:
+        parquet.write_table(pa.Table.from_pylist(rows), path)
+    flags = ["--field", "messages", "--tokenizer", "byte", "--val_fraction", 0.3]
+    prepare("--input", path, *flags, "--out", out)
+    assert masked_documents(out) == sorted(want)
+    if kind == "jsonl":
+        whys = [row["why"] for row in skipped_of(out)]
+        assert whys == [
+            "no message of the assistant",
+            "field 'messages' is neither text nor messages",
+        ]
+
+
+# ---- the same bytes
+
+
+def contents(out: Path) -> dict[str, bytes]:
+    return {p.relative_to(out).as_posix(): p.read_bytes() for p in out.rglob("*") if p.is_file()}
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory) -> list:
+    """A corpus for which several processes are started, and the request to prepare it."""
+    folder = tmp_path_factory.mktemp("large")
+    generator = random.Random(0)
+    words = [
+        "the",
+        "of",
+        "and",
+        "to",
+        "in",
+        "is",
+        "you",
+        "that",
+        "it",
+        "he",
+        "was",
+        "for",
+        "on",
+        "are",
+        "as",
+        "with",
+        "his",
+        "they",
+    ]
+    rows = [" ".join(generator.choices(words, k=300)) + f" {n}" for n in range(3000)]
+    parquet.write_table(pa.table(dict(text=rows[:1500])), folder / "a.parquet", row_group_size=100)
+    (folder / "b.jsonl").write_bytes(json_lines([dict(text=x) for x in rows[1500:]]) + b"{\n")
+    request = ["--input", folder, "--tokenizer", "bpe", "--vocab_size", 300, "--dedup"]
+    return [*request, "--shard_tokens", 40_000]
+
+
+@pytest.fixture(scope="module")
+def by_one_worker(large, tmp_path_factory) -> dict[str, bytes]:
+    out = tmp_path_factory.mktemp("one") / "out"
+    prepare(*large, "--workers", 1, "--out", out)
+    check_digests(out)
+    assert len(manifest(out / "train")["shards"]) > 20
+    return contents(out)
+
+
+def test_four_workers_write_the_same_bytes(large, by_one_worker, tmp_path):
+    prepare(*large, "--workers", 4, "--out", tmp_path / "out")
+    assert contents(tmp_path / "out") == by_one_worker
+
+
+def start_prepare(request, out) -> subprocess.Popen:
+    """prepare_data.py in a process group of its own."""
+    command = [*map(str, (sys.executable, ROOT / SCRIPT, *request, "--workers", 4, "--out", out))]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, **pipes, start_new_session=True)
+
+
+@pytest.mark.slow
+def test_twenty_kills_change_no_byte(large, by_one_worker, tmp_path):
+    out, generator, n_kills = tmp_path / "out", random.Random(1), 0
+    begin = time.monotonic()
+    prepare(*large, "--workers", 4, "--out", tmp_path / "straight")
+    whole = time.monotonic() - begin
+    while n_kills < 20:
+        process = start_prepare(large, out)
+        # Later and later, so that the last ones meet every part of the work.
+        time.sleep(generator.uniform(0.2, 1) * whole)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            n_kills += 1
+        _, err = process.communicate()
+        assert process.returncode in (0, -signal.SIGKILL), err
+        if process.returncode == 0:
+            assert contents(out) == by_one_worker
+            out = tmp_path / f"out{n_kills}"
+    prepare(*large, "--out", out)
+    assert contents(out) == by_one_worker
+
+
+def wait_for_task(out: Path, process):
+    while not list(out.glob("progress/task_*.json")):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+
+
+def children(pid: int) -> list[int]:
+    listed = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True
+    )
+    return [*map(int, listed.stdout.split())]
+
+
+def is_alive(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_workers_end_with_their_parent(large, by_one_worker, tmp_path, number):
+    process = start_prepare(large, tmp_path / "out")
+    wait_for_task(tmp_path / "out", process)
+    workers = children(process.pid)
+    assert len(workers) >= 4
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)  # as Ctrl-C does
+    else:
+        process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    if number != signal.SIGKILL:
+        assert process.returncode == INTERRUPTED, err
+        assert err == "interrupted: run the same command again to go on\n"
+    deadline = time.monotonic() + 10
+    while any(map(is_alive, workers)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_alive, workers))
+    prepare(*large, "--out", tmp_path / "out")
+    assert contents(tmp_path / "out") == by_one_worker
+
+
+def test_a_killed_worker_is_two_lines(large, by_one_worker, tmp_path):
+    process = start_prepare(large, tmp_path / "out")
+    wait_for_task(tmp_path / "out", process)
+    for pid in children(process.pid):
+        if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            os.kill(pid, signal.SIGKILL)
+            break
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == DISTRIBUTED and "a worker process was killed" in err
+    assert err.count("\n") == 2, err
+    prepare(*large, "--out", tmp_path / "out")
+    assert contents(tmp_path / "out") == by_one_worker
+
+
+def test_a_kill_while_a_split_is_found_to_be_empty_changes_nothing(tmp_path):
+    """The state on disk is that of a command killed after it had removed a task's facts."""
+    rows = text_rows()
+    path = write_corpus(tmp_path, ".parquet", rows)
+    request = ["--input", path, "--tokenizer", "byte", "--shard_tokens", 100]
+    request += ["--val_fraction", 0.000001]
+    prepare(*request, "--out", tmp_path / "whole")
+    code = f"""if True:
+        import sys; sys.argv = {["x", *map(str, request), "--out", str(tmp_path / "cut")]!r}
+        sys.path[:0] = [{str(ROOT)!r}]
+        from scripts import prepare_data
+        import tyro
+        def split_again(*words):
+            assert again(*words)
+            sys.exit(0)
+        again, prepare_data.split_again = prepare_data.split_again, split_again
+        prepare_data.main(tyro.cli(prepare_data.Args, use_underscores=True))"""
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert (tmp_path / "cut/progress/plan.json").exists()
+    prepare(*request, "--out", tmp_path / "cut")
+    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_a_bucket_has_the_same_bytes(large, by_one_worker, tmp_path):
+    with emulate_bucket({**os.environ}) as bucket:
+        for path in sorted(Path(large[1]).iterdir()):
+            bucket.write(f"in/{path.name}", path.read_bytes())
+        inputs = ["--input", "gs://bucket/in/*.parquet", "gs://bucket/in/b.jsonl"]
+        done = run(SCRIPT, *inputs, *large[2:], "--out", "gs://bucket/out", env=bucket.env)
+        assert done.returncode == 0, done.stderr
+        found = bucket.contents("out/")
+    row = json.loads(found.pop("skipped.jsonl"))
+    assert row == dict(file="gs://bucket/in/b.jsonl", row=1501, why=row["why"])
+    assert found == {name: x for name, x in by_one_worker.items() if name != "skipped.jsonl"}
+
+
+# ---- with packages of tests/requirements-interop.txt
+
+
+def needs(package: str):
+    is_missing = importlib.util.find_spec(package) is None
+    return pytest.mark.skipif(is_missing, reason=f"{package} is not installed")
+
+
+@pytest.mark.slow
+@needs("ray")
+def test_ray_writes_the_same_bytes(large, by_one_worker, tmp_path):
+    prepare(*large, "--ray", "local", "--out", tmp_path / "out")
+    assert contents(tmp_path / "out") == by_one_worker
+
+
+@pytest.mark.slow
+@needs("datasets")
+def test_a_streamed_data_set_is_read_through_its_library(tmp_path):
+    """A local folder stands in for the hub's data set of the same name."""
+    rows, out = text_rows(), tmp_path / "out"
+    (tmp_path / "org/name").mkdir(parents=True)
+    for n in range(3):
+        lines = json_lines([dict(text=x) for x in rows[n::3]])
+        (tmp_path / f"org/name/train-{n}.jsonl").write_bytes(lines)
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
+    request = ["--tokenizer", "byte", "--val_fraction", 0.2, "--out", out]
+    done = run(SCRIPT, "--input", "hf://org/name::train", *request, cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
+    assert sorted(all_documents(out)) == sorted(rows)
+    names = [shard["name"] for shard in manifest(out / "train")["shards"]]
+    assert names == [f"shard_{n:05d}.npy" for n in range(3)]
+
+
+def test_packages_that_are_not_there_are_named(texts, tmp_path):
+    code = "import sys; sys.modules |= dict(ray=None, datasets=None); sys.argv[0] = sys.argv[1]; "
+    code += "del sys.argv[1]; import runpy; runpy.run_path(sys.argv[0], run_name='__main__')"
+    for flags, word in (
+        (["--input", texts, "--ray", "local"], "ray"),
+        (["--input", "hf://a/b"], "datasets"),
+    ):
+        command = [sys.executable, "-c", code, ROOT / SCRIPT, *flags, "--out", tmp_path / word]
+        done = subprocess.run([*map(str, command)], capture_output=True, text=True)
+        assert done.returncode == USAGE and f"needs the package {word}" in done.stderr
+        assert done.stderr.count("\n") == 2
