@@ -162,7 +162,9 @@ def find_input(pattern: str, suffix: str) -> list[File]:
 def open_source(source: str | bytes):
     if isinstance(source, bytes):
         return io.BytesIO(source)
-    return fsspec.open(source, "rb").open() if is_remote(source) else open(source, "rb")
+    if not is_remote(source):
+        return open(source, "rb")
+    return io.BufferedReader(fsspec.open(source, "rb").open(), PIECE)
 
 
 # ---- text: a file is a document
