@@ -388,9 +388,12 @@ class Config:
     """Start over where the run directory holds a run: the old run is moved aside, never deleted."""
     eval_only: tyro.conf.FlagCreatePairsOff[bool] = False
     """Evaluate the newest checkpoint and exit."""
+    rollback: int = -1
+    """Go on from the newest checkpoint that has at most this many updates; -1 from the newest.
+    Later checkpoints and rows are moved to rolled_back/ in the run directory."""
 
 
-SECTIONS = [f.name for f in fields(Config) if f.name not in ("fresh", "eval_only")]
+SECTIONS = [f.name for f in fields(Config) if f.name not in ("fresh", "eval_only", "rollback")]
 
 
 # ---- presets

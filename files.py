@@ -30,6 +30,15 @@ def run_path(cfg: Config) -> epath.Path:
     return absolute_path(cfg.run.dir) / cfg.run.name
 
 
+def saved_steps(run: epath.Path) -> list[int]:
+    """The numbers of a run's complete checkpoints, in order."""
+    folder = run / "checkpoints"
+    found = [path for path in folder.iterdir() if path.name.isdigit()] if folder.exists() else []
+    if is_remote(folder):  # there orbax writes this file last; locally it renames the folder
+        found = [path for path in found if (path / "commit_success.txt").exists()]
+    return sorted(int(path.name) for path in found)
+
+
 def is_writable(path: epath.Path) -> bool:
     """Whether files can be made in a folder.  In a bucket, makes one and removes it to find out."""
     if not is_remote(path):

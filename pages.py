@@ -229,13 +229,13 @@ class PageReader:
 
     def disk_cache(self, block: Block) -> DiskCache | None:
         """The cache on disk, if pages of this block's file belong into it."""
-        data = self.cfg.data
-        if not is_remote(block.path) or not data.cache_gb:
+        cfg = self.cfg
+        if not is_remote(block.path) or not cfg.data.cache_gb:
             return None
         with self.lock:
             if self.disk is None:
                 default = os.path.join(tempfile.gettempdir(), f"trifold-pages-{os.getuid()}")
-                self.disk = DiskCache(data.cache or default, int(data.cache_gb * 2**30))
+                self.disk = DiskCache(cfg.data.cache or default, int(cfg.data.cache_gb * 2**30))
         return self.disk
 
 

@@ -10,7 +10,7 @@ import sys
 import time
 
 from config import DISTRIBUTED, HUNG, INTERRUPTED, STORAGE, Config
-from files import is_remote, run_path
+from files import run_path, saved_steps
 
 LAST_END = "TRIFOLD_LAST_END"
 """The variable that tells a training process that it has such a parent, and how the last one ended;
@@ -40,24 +40,32 @@ def run_id(cfg: Config) -> str | None:
 def newest_checkpoint(cfg: Config, known: int = -1) -> int:
     """The number of the run's newest complete checkpoint, `known` where it cannot be looked up."""
     try:
-        return find_newest(cfg)
+        return max(saved_steps(run_path(cfg)), default=-1)
     except Exception as e:  # many types; storage may be just what training is restarted for
         say(f"cannot look for checkpoints ({type(e).__name__}: {str(e)[:200]})")
         return known
-
-
-def find_newest(cfg: Config) -> int:
-    folder = run_path(cfg) / "checkpoints"
-    found = [path for path in folder.iterdir() if path.name.isdigit()] if folder.exists() else []
-    if is_remote(folder):  # there orbax writes this file last; locally it renames the folder
-        found = [path for path in found if (path / "commit_success.txt").exists()]
-    return max((int(path.name) for path in found), default=-1)
 
 
 def end_with_parent():
     """In the new process: the kernel kills it when this one is killed."""
     PR_SET_PDEATHSIG = 1
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def n_rollbacks(cfg: Config) -> int:
+    """How often the run has been rolled back."""
+    try:
+        return len([*(run_path(cfg) / "rolled_back").iterdir()])
+    except Exception:  # none, or storage that does not answer
+        return 0
+
+
+def without_rollback(words: list[str]) -> list[str]:
+    """A command line without --rollback STEP, which is done once."""
+    if "--rollback" in words:
+        at = words.index("--rollback")
+        return words[:at] + words[at + 2 :]
+    return [word for word in words if not word.startswith("--rollback=")]
 
 
 class Child:
@@ -90,11 +98,13 @@ def supervise(cfg: Config) -> int:
     itself was not told to stop, at most run.restarts times in a row without a new checkpoint.
     """
     child, tries, newest, last_end = Child(), 0, newest_checkpoint(cfg), ""
-    old_run, words = run_id(cfg), list(sys.argv)
+    old_run, rollbacks, words = run_id(cfg), n_rollbacks(cfg), list(sys.argv)
     while True:
         code = child.run(words, last_end)
         if "--fresh" in words and run_id(cfg) not in (None, old_run):  # the old run is moved
             words.remove("--fresh")
+        if n_rollbacks(cfg) > rollbacks:
+            words = without_rollback(words)
         last_end = f"exit code {code}, {REASONS[code]}" if code in REASONS else ""
         if code < 0:
             last_end = f"signal {signal.Signals(-code).name}"

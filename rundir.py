@@ -22,7 +22,7 @@ from etils import epath
 import config
 from cli import to_json
 from config import Config, Problem, UserError
-from files import free_name, is_writable, move_folder, run_path, write_whole
+from files import free_name, is_writable, move_folder, run_path, saved_steps, write_whole
 from lock import FileLock, Lease, take_lock
 from restart import LAST_END
 from utils import process_ids, run_on_lead, say, warn
@@ -92,6 +92,8 @@ def prepare_run(path: epath.Path, cfg: Config, source, lock) -> FileLock | Lease
                 lock.release()
                 path.mkdir(parents=True, exist_ok=True)
                 lock = take_lock(path)
+        if cfg.rollback >= 0:
+            roll_back(path, cfg.rollback)
         if not record.exists():
             write_record(path, cfg, source)
         return lock
@@ -105,6 +107,26 @@ def prepare_run(path: epath.Path, cfg: Config, source, lock) -> FileLock | Lease
         what = f"cannot write to {path}: {e.strerror or e}"
         fix = "choose a --run.dir that this user can write to"
         raise UserError(config.STORAGE, what, fix) from None
+
+
+def roll_back(path: epath.Path, limit: int):
+    """Move checkpoints and rows from after the newest checkpoint of at most `limit` updates to
+    rolled_back/.  Raises UserError CHECKPOINT if there is no such checkpoint."""
+    folder, saved = path / "checkpoints", saved_steps(path)
+    to = max((step for step in saved if step <= limit), default=None)
+    if to is None:
+        what = f"{path} has no checkpoint of at most {limit} updates"
+        fix = f"its checkpoints are {', '.join(map(str, saved)) or 'none'}"
+        raise UserError(config.CHECKPOINT, what, fix)
+    where = free_name(path / "rolled_back" / str(to))
+    where.mkdir(parents=True, exist_ok=True)
+    for name in ("metrics.jsonl", "samples.jsonl"):  # the run itself drops them as it resumes
+        if (path / name).exists():
+            write_whole(where / name, (path / name).read_bytes())
+    # The newest first: a rollback that is interrupted can be repeated.
+    for step in sorted((step for step in saved if step > to), reverse=True):
+        move_folder(folder / str(step), where / "checkpoints" / str(step))
+    say(f"rolled back to update {to}; what came after it is in {where}")
 
 
 def check_is_run(path: epath.Path):

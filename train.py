@@ -60,7 +60,7 @@ from files import is_writable, run_path
 from generate import generate
 from gradient import add_slice_gradient, prepare_parts, reduce_total, zero_total
 from layers import BATCH
-from metrics import MetricsLog, print_end, print_eval
+from metrics import MetricsLog, print_end, print_eval, send_to_wandb
 from mixture import read_sets
 from model import TOKEN_SPEC
 from optim import count_updates, learning_rate, optimizer, skip_unless_finite
@@ -343,6 +343,8 @@ def train_loop(run, store, state: State, train: Dataset, vals: list[Dataset], st
     start = int(state.step)
     utils.run_on_lead(record_start, run, cfg, train.source, start)
     log = MetricsLog(run, cfg, start, model.flops_per_token(cfg), train.tokens_by_source)
+    if cfg.rollback >= 0 and utils.is_lead():
+        send_to_wandb(log.wandb, dict(kind="rollback", step=start, to=start))
     # Before the first checkpoint, because compiling may fail, or show that memory is too small.
     program = log.run_untimed(compile_step, cfg) if start < cfg.train.steps else None
     if store.newest is None:

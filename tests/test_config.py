@@ -152,7 +152,7 @@ def test_a_config_reads_back_from_its_json(preset, tmp_path):
     ('{"model": {"nonesuch": [1]}}', "model.nonesuch=[1] is not a setting"),
     ('{"model": {"nonesuch": null}}', "model.nonesuch=null is not a setting"),
     ('{"train": {"profile": [1.5, 2]}}', "1.5"),
-    ('{"run": {"accept": ["--fresh"]}}', 'run.accept=["--fresh"] is not a list of settings'),
+    ('{"run": {"accept": ["--fresh"]}}', 'run.accept=["--fresh"] is not a list of words'),
     ("[" * 100_000, "recursion"),
     ("\xff\x00", "can't decode"),
 ], ids=range(17))  # fmt: skip

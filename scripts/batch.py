@@ -1,0 +1,191 @@
+"""What an update was trained on: sources, shards, documents and text of its rows, and with --loss
+each token's loss.
+
+    python scripts/batch.py --run runs/demo --step 120 --loss --html batch.html
+
+Everything comes from the run's record and its data; nothing is stored about batches.
+"""
+
+import html
+import json
+import sys
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import cli
+import config
+import files
+
+
+@dataclass(frozen=True)
+class Args:
+    run: str
+    """A run directory, local or gs://."""
+    step: int
+    """The update, counted from 1."""
+    row: int = -1
+    """Only this row of the batch, counted from 0; -1 shows all."""
+    loss: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Also each token's loss, by the weights of the newest checkpoint from before the update.
+    Where there is none, by those of the oldest after it."""
+    html: str = ""
+    """A page to write, with the text coloured by its loss."""
+
+
+def parse() -> tuple[Args, config.Config]:
+    args = tyro.cli(Args, use_underscores=True, description=__doc__)
+    cfg = cli.config_of_run(args.run, config.Mesh(1, 1, 1))
+    record = json.loads((files.absolute_path(args.run) / "config.json").read_text())
+    cfg = replace(cfg, train=replace(cfg.train, batch_size=record["train"]["batch_size"]))
+    for name, x, low, high in (
+        ("step", args.step, 1, cfg.train.steps),
+        ("row", args.row, -1, cfg.train.batch_size - 1),
+    ):
+        if not low <= x <= high:
+            what = f"{name}={x} must be between {low} and {high} in this run"
+            raise config.UserError(config.USAGE, what, f"set --{name} inside that range")
+    return args, cfg
+
+
+if __name__ == "__main__":  # before jax is imported, see train.py
+    ARGS, CFG = cli.quit_on_error(parse)
+
+import numpy as np
+from tokenizers import Tokenizer
+
+import processes
+import train
+import utils
+from dataset import Dataset, Mixture, TokenFiles
+
+
+def find_weights(run, step: int) -> int:
+    """The checkpoint whose weights come nearest to those that update `step` was made with."""
+    saved = files.saved_steps(run)
+    if not saved:
+        raise config.UserError(config.CHECKPOINT, f"{run} has no checkpoint", "leave --loss out")
+    return max((n for n in saved if n < step), default=saved[0])
+
+
+def describe_row(source, window: int, cfg) -> list[str]:
+    """Where a window's tokens are: a line for each shard, with the documents that begin there."""
+    if not isinstance(source, TokenFiles):
+        return [f"window {window:,} of {source}"]
+    L, lines = cfg.train.seq_len, []
+    start = window * L
+    for n, a, b in source.spans(start, min(start + L + 1, source.n_tokens)):
+        shard, first = source.shards[n], source.first(n)
+        tokens = source.read(first + a, first + b)
+        starts = [f"{a + int(i) + 1:,}" for i in np.flatnonzero(tokens == source.end_id)]
+        line = f"{shard.path.name} tokens {a:,} to {b - 1:,}"
+        if source.end_id >= 0:
+            number = f" in document {count_documents(source, first, first + a):,}"
+            number = "" if files.is_remote(shard.path) else number  # that reads all before
+            line += f"{number}; others begin at {', '.join(starts)}" if starts else number
+        lines.append(line)
+    return lines
+
+
+def count_documents(source: TokenFiles, start: int, stop: int) -> int:
+    """The number, from 0 on, of the document that token `stop` is in, where token `start` begins
+    document 0."""
+    at = range(start, stop, 2**24)
+    return sum(int((source.read(a, min(a + 2**24, stop)) == source.end_id).sum()) for a in at)
+
+
+class Row:
+    """One sequence of the batch. nll: of each token after the first; None without --loss."""
+
+    def __init__(self, title: str, places: list[str], tokens, scored, nll):
+        self.title, self.places, self.tokens = title, places, tokens
+        self.scored, self.nll = scored, nll
+
+    def mean(self) -> float:
+        return float(self.nll[self.scored].mean()) if self.scored.any() else 0.0
+
+
+def read_rows(args: Args, cfg: config.Config) -> list[Row]:
+    data = Dataset(cfg, "train")
+    sources, epochs, windows = data.order.batch(args.step - 1)
+    batch = data.batch(args.step - 1)
+    tokens, targets = (np.asarray(x).reshape(cfg.train.batch_size, -1) for x in batch)
+    nll = None
+    if args.loss or args.html:
+        run = files.absolute_path(args.run)
+        step = find_weights(run, args.step)
+        print(f"losses by the weights after update {step}", file=sys.stderr, flush=True)
+        params = train.load_params(run, cfg, step)
+        nll = np.asarray(train.eval_step(params, *batch, cfg)[2]).reshape(targets.shape)
+    rows = []
+    for k in range(cfg.train.batch_size) if args.row < 0 else [args.row]:
+        source, name = data.source, data.order.names[sources[k]]
+        if isinstance(source, Mixture):
+            source = source.parts[name]
+        title = f"row {k}: {name or 'data.train'}, epoch {epochs[k] + 1}, window {windows[k]:,}"
+        places = describe_row(source, int(windows[k]), data.cfg)
+        ids = [*tokens[k].tolist(), max(0, int(targets[k, -1]))]
+        rows.append(Row(title, places, ids, targets[k] >= 0, nll[k] if nll is not None else None))
+    return rows
+
+
+def print_row(row: Row, decode):
+    print(f"\n{row.title}")
+    for place in row.places:
+        print(f"  {place}")
+    if row.nll is not None:
+        worst = np.argsort(-np.where(row.scored, row.nll, -1))[:5].tolist()
+        worst = "  ".join(f"{row.nll[i]:.2f} {decode([row.tokens[i + 1]])!r}" for i in worst)
+        print(f"  loss {row.mean():.4f}; worst tokens: {worst}")
+    print(f"  {decode(row.tokens)!r}")
+
+
+STYLE = """body { font: 15px/1.5 sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em }
+pre { white-space: pre-wrap; background: #fafafa; padding: 1em; border: 1px solid #ddd }
+h2 { font-size: 1em } .masked { color: #aaa }"""
+
+
+def page(args: Args, rows: list[Row], decode) -> str:
+    """The rows as HTML: the background of a token is as red as its loss is high, up to 10 nats."""
+    title = html.escape(f"update {args.step} of {args.run}")
+    parts = [f"<!doctype html><meta charset=utf-8><title>{title}</title><style>{STYLE}</style>"]
+    parts.append(f"<h1>{title}</h1>")
+    for row in rows:
+        places = html.escape("; ".join(row.places))
+        parts.append(
+            f"<h2>{html.escape(row.title)}, loss {row.mean():.4f}</h2><p>{places}</p><pre>"
+        )
+        parts.append(html.escape(decode(row.tokens[:1])))
+        for token, nll, scored in zip(row.tokens[1:], row.nll, row.scored, strict=True):
+            red = f' style="background: rgba(220,40,30,{min(1, float(nll) / 10):.2f})"'
+            facts = f'title="{nll:.2f}"{red}' if scored else 'class="masked"'
+            parts.append(f"<span {facts}>{html.escape(decode([token]))}</span>")
+        parts.append("</pre>")
+    return "".join(parts)
+
+
+def main(args: Args, cfg: config.Config):
+    """Print the rows of the update, and write --html."""
+    cfg = utils.start_mesh(cfg)
+    rows = read_rows(args, cfg)
+    tokenizer = files.absolute_path(args.run) / "tokenizer.json"
+    known = Tokenizer.from_str(tokenizer.read_text()) if tokenizer.exists() else None
+
+    def decode(ids: list[int]) -> str:
+        if known is None:
+            return " ".join(map(str, ids))
+        return known.decode(ids, skip_special_tokens=False)
+
+    print(f"update {args.step} of {args.run}: {cfg.train.batch_size} rows of {cfg.train.seq_len}")
+    for row in rows:
+        print_row(row, decode)
+    if args.html:
+        files.write_whole(files.absolute_path(args.html), page(args, rows, decode))
+
+
+if __name__ == "__main__":
+    processes.run_main(partial(main, ARGS), CFG)

@@ -1,0 +1,127 @@
+"""What an update was made of, and going back to before it."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from conftest import ROOT, on_mesh
+from runs import finish, new_run, refusal, rows, start
+
+import train
+from config import CHECKPOINT, USAGE
+from dataset import Dataset
+
+BAD, UPDATE, STEPS = 7, 40, 60
+
+
+def explain(run, *flags) -> str:
+    command = [sys.executable, ROOT / "scripts/batch.py", "--run", run, *flags]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def mean_loss(text: str) -> float:
+    return float(np.mean([float(x) for x in re.findall(r"^  loss ([0-9.]+);", text, re.M)]))
+
+
+@pytest.fixture(scope="module")
+def spoilt(base, corpus, tmp_path_factory):
+    """(config of a clean run, of one whose update UPDATE has only a repeated token, final loss of
+    the clean one)."""
+    folder = tmp_path_factory.mktemp("spoilt")
+    more = dict(steps=STEPS, eval_every=STEPS, eval_batches=-1)
+    cfg, run = new_run(base, "clean", train=more, checkpoint=dict(every=10, keep=10))
+    manifest = json.loads((corpus / "train" / "manifest.json").read_text())
+    tokens = np.concatenate([np.load(corpus / "train" / s["name"]) for s in manifest["shards"]])
+    np.save(folder / "clean.npy", tokens)
+    cfg = replace(cfg, data=replace(cfg.data, train=str(folder / "clean.npy")))
+    windows, L = Dataset(on_mesh(cfg), "train").train_rows(UPDATE - 1), cfg.train.seq_len
+    for window in windows:
+        tokens[window * L + 1 : window * L + L + 1] = BAD
+    np.save(folder / "bad.npy", tokens)
+    (folder / "tokenizer.json").write_bytes((corpus / "train" / "tokenizer.json").read_bytes())
+    train.main(on_mesh(cfg, (1, 1, 1)))
+    bad, _ = new_run(cfg, "bad", data=dict(train=str(folder / "bad.npy")))
+    return cfg, bad, rows(run, "eval")[STEPS]["loss"]
+
+
+def test_a_bad_batch_is_found_rolled_back_and_left_out(spoilt, tmp_path, capsys):
+    _, cfg, want = spoilt
+    _, run = new_run(cfg, "bad")
+    train.main(on_mesh(cfg, (1, 1, 1)))
+    loss = [row["loss"] for row in rows(run).values()]
+    spike = int(np.argmax(np.diff(loss))) + 2
+    assert spike == UPDATE
+
+    text = explain(run, "--step", UPDATE, "--loss", "--html", tmp_path / "page.html")
+    before = explain(run, "--step", UPDATE - 1, "--loss")
+    assert mean_loss(text) > 1.2 * mean_loss(before)
+    assert text.count("bad.npy tokens") >= cfg.train.batch_size
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("<span") == cfg.train.batch_size * cfg.train.seq_len
+    one = explain(run, "--step", UPDATE, "--row", 3)
+    assert one.count("\nrow ") == 1 and "loss" not in one
+
+    skip = replace(cfg.data, skip=str(UPDATE))
+    without_leave = replace(cfg, data=skip, rollback=UPDATE - 1)
+    error = refusal(on_mesh(without_leave, (1, 1, 1)))
+    assert error.code == CHECKPOINT and "data.skip" in str(error)
+    accepted = replace(without_leave, run=replace(cfg.run, accept=("data.skip",)))
+    train.main(on_mesh(accepted, (1, 1, 1)))
+    assert "rolled back to update 30" in capsys.readouterr().out
+    moved = run / "rolled_back" / "30"
+    assert sorted(p.name for p in (moved / "checkpoints").iterdir()) == ["40", "50", "60"]
+    old = [json.loads(line) for line in (moved / "metrics.jsonl").read_text().splitlines()]
+    assert [row["loss"] for row in old if row["kind"] == "train"] == loss
+    assert rows(run, "eval")[STEPS]["loss"] == pytest.approx(want, rel=0.01)
+    assert rows(run)[UPDATE]["loss"] < 1.2 * rows(run)[UPDATE - 1]["loss"]
+
+
+def test_a_rollback_to_before_all_checkpoints_is_an_error(spoilt):
+    cfg, _, _ = spoilt
+    _, run = new_run(cfg, "clean")
+    (run / "checkpoints" / "0").rename(run / "0")
+    error = refusal(replace(on_mesh(cfg, (1, 1, 1)), rollback=3))
+    (run / "0").rename(run / "checkpoints" / "0")
+    assert error.code == CHECKPOINT and "10, 20, 30, 40, 50, 60" in str(error)
+
+
+@pytest.mark.slow
+def test_a_rollback_happens_once_under_restarts(base):
+    """The training process is killed after it; the next start does not go back again."""
+    more = dict(train=dict(steps=12), checkpoint=dict(every=4, keep=10))
+    cfg, run = new_run(base, "once", **more)
+    assert finish(start(cfg))[0] == 0
+    cfg = replace(cfg, train=replace(cfg.train, steps=100_000))
+    again = start(cfg, "--rollback", 5, "--run.restarts", 1, "--run.accept", "train.steps")
+    while (
+        not (run / "metrics.jsonl").exists()
+        or len(rows(run)) < 14
+        or not (run / "rolled_back").exists()
+    ):
+        assert again.poll() is None
+    child = subprocess.run(["pgrep", "-P", str(again.pid)], capture_output=True, text=True).stdout
+    os.kill(int(child), 9)
+    history = run / "history.jsonl"
+    while len(history.read_text().splitlines()) < 3:
+        assert again.poll() is None
+    again.terminate()
+    assert finish(again)[0] == 75
+    steps = [json.loads(line)["step"] for line in history.read_text().splitlines()]
+    assert steps[0] == 0 and steps[1] == 4 and steps[2] >= 12
+    assert [p.name for p in (run / "rolled_back").iterdir()] == ["4"]
+
+
+def test_an_update_that_the_run_does_not_have_is_an_error(spoilt):
+    cfg, _, _ = spoilt
+    _, run = new_run(cfg, "clean")
+    for flags in (["--step", 0], ["--step", 61], ["--step", 3, "--row", 99]):
+        command = [sys.executable, ROOT / "scripts/batch.py", "--run", run, *flags]
+        done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300)
+        assert done.returncode == USAGE and done.stderr.count("\n") == 2, done.stderr
