@@ -217,7 +217,7 @@ def test_no_config_and_no_such_config_name_the_presets():
 
 
 def field_docs() -> dict[str, str]:
-    """{"section.field": docstring}, and of "fresh" and "eval_only", as written in config.py."""
+    """{"section.field": docstring}, and of the flags outside of sections, as written in config.py."""
     section_of = {type(getattr(config.Config(), s)).__name__: f"{s}." for s in config.SECTIONS}
     section_of["Config"] = ""
     docs = {}
@@ -233,7 +233,7 @@ def all_flags() -> set[str]:
     """Every flag of train.py, without its dashes."""
     sections = {s: fields(getattr(config.Config(), s)) for s in config.SECTIONS}
     names = {f"{section}.{field.name}" for section, found in sections.items() for field in found}
-    return names | {"config", "fresh", "eval_only"}
+    return names | {"config", "fresh", "eval_only", "rollback"}
 
 
 @pytest.fixture
@@ -301,7 +301,7 @@ def test_every_field_is_described_and_read():
             assert all(line.endswith(".") for line in doc.splitlines()), doc
             read = rf"\b(cfg\.{section}|{section[0]})\.{field.name}\b"
             assert re.search(read, code), f"nothing reads {section}.{field.name}"
-    for flag in ("fresh", "eval_only"):
+    for flag in ("fresh", "eval_only", "rollback"):
         assert f"cfg.{flag}" in code
 
 
