@@ -169,7 +169,7 @@ Common flags:
   --checkpoint.every N    updates between checkpoints
   --fresh                 start over; an old run is moved aside, never deleted
   --eval_only             evaluate the newest checkpoint and exit
-  --rollback STEP         go on from the newest checkpoint of at most STEP updates
+  --rollback STEP         go back to the newest checkpoint up to STEP
 
 Examples:
   python train.py --config demo
