@@ -217,7 +217,7 @@ def test_no_config_and_no_such_config_name_the_presets():
 
 
 def field_docs() -> dict[str, str]:
-    """{"section.field": docstring}, and of the flags outside of sections, as written in config.py."""
+    """{"section.field": docstring}, and of flags outside of sections, as written in config.py."""
     section_of = {type(getattr(config.Config(), s)).__name__: f"{s}." for s in config.SECTIONS}
     section_of["Config"] = ""
     docs = {}
