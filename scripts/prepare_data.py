@@ -11,8 +11,9 @@ near its end instead.  An interrupted command, given again, continues with the s
 missing.  A finished data set is not changed.
 """
 
-# This file has the flags, the plan and the manifests.  The formats are in readers.py, the tasks in
-# shard_tasks.py, the processes that run them in workers.py, and the tokenizers in vocabularies.py.
+# This file has the flags, the plan and the manifests.  What files there are is in corpus.py, their
+# formats in readers.py, the tasks in shard_tasks.py, the processes that run them in workers.py, and
+# the tokenizers in vocabularies.py.
 
 import hashlib
 import json
@@ -24,7 +25,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -38,20 +39,10 @@ from tqdm import tqdm
 from cli import quit_on_error
 from config import DATA, END, USAGE, UserError
 from files import is_remote, write_whole
+from scripts import readers
+from scripts.corpus import File, find_files, find_input
 from scripts.pydocs import prose_documents
-from scripts.readers import (
-    PIECE,
-    Document,
-    File,
-    Options,
-    Piece,
-    cut_file,
-    find_files,
-    find_input,
-    kind_of,
-    read_documents,
-    split_text,
-)
+from scripts.readers import PIECE, Document, Options, Piece
 from scripts.shard_tasks import SPLITS, Task, hash_documents, load_tokenizer, write_shards
 from scripts.vocabularies import bpe_tokenizer, byte_tokenizer, char_tokenizer, read_tokenizer
 from scripts.workers import run_tasks
@@ -124,12 +115,12 @@ def find_corpus(args: Args) -> list[File]:
 
 
 def cut_corpus(files: list[File], options: Options, val_fraction: float) -> list[Piece]:
-    texts = [file for file in files if file.size]
-    if len(files) == 1 or (len(texts) == 1 and kind_of(texts[0], options) == ".txt"):
-        if kind_of((texts or files)[0], options) == ".txt":
-            return split_text((texts or files)[0], val_fraction)
+    texts = [file for file in files if file.size] or files
+    if len(texts) == 1 and readers.kind_of(texts[0], options) == ".txt":
+        return readers.split_text(texts[0], val_fraction)
     with ThreadPoolExecutor(16) as pool:  # in a bucket, each file takes a moment
-        return list(chain.from_iterable(pool.map(partial(cut_file, options=options), files)))
+        cut = partial(readers.cut_file, options=options)
+        return list(chain.from_iterable(pool.map(cut, files)))
 
 
 def group(pieces: Iterable[Piece], size: int) -> Iterator[list[Piece]]:
@@ -165,7 +156,7 @@ def sample_texts(
         limit //= len(pieces)
     for piece in progress_bar(pieces, desc="read a sample", unit="piece"):
         left = limit
-        for found in read_documents(piece, options):
+        for found in readers.read_documents(piece, options):
             if isinstance(found, Document) and found.rank >= threshold:
                 yield "".join(text for text, _ in found.parts)
                 left -= found.n_bytes
@@ -197,7 +188,7 @@ def make_plan(args: Args, out: epath.Path, pieces: list[Piece], options, recipe:
     threshold = round(args.val_fraction * 2**64)
     texts = list(sample_texts(pieces, options, 0, 1_000_000, 16))
     if not texts:
-        found = chain.from_iterable(read_documents(piece, options) for piece in pieces)
+        found = chain.from_iterable(readers.read_documents(piece, options) for piece in pieces)
         first = next((x.why for x in found if not isinstance(x, Document) and x.why), "no rows")
         what = f"no documents in {len({piece.source for piece in pieces})} file(s): {first}"
         raise UserError(DATA, what, "give other files, or name the right --field")
@@ -292,26 +283,23 @@ def run_all(tasks: list[Task], args: Args, n_workers: int) -> list[dict]:
 
 def split_again(tasks: list[Task], facts: list[dict], out: epath.Path, plan: dict) -> bool:
     """Whether a split was empty.  Then the document of the lowest rank, or else all but that of the
-    highest, are to be held out, and the tasks that this changes have no facts any more."""
-    sizes = {split: sum(bool(x["shards"][split]) for x in facts) for split in SPLITS}
+    highest, are to be held out, and the tasks that have it are to be done again."""
+    train, val = (any(x["shards"][split] for x in facts) for split in SPLITS)
     ranks = [rank for x in facts for rank in x["ranks"]]
-    if all(sizes.values()):
+    if train and val:
         return False
     if min(ranks) == max(ranks):
         what = "there is only one document, or all are the same"
         raise UserError(DATA, what, "give more documents, or a single text file to cut in two")
-    plan["threshold"] = max(ranks) if sizes["val"] else min(ranks) + 1
+    moved = min(ranks) if train else max(ranks)
+    plan["threshold"] = moved + train
     write_whole(out / "progress" / "plan.json", json.dumps(plan))
-    moved = max(ranks) if sizes["val"] else min(ranks)
-    for task, x in zip(tasks, facts, strict=False):
+    for task, x in zip(tasks, facts, strict=True):
         if moved in x["ranks"]:
-            for split, shard in (
-                (split, shard) for split in SPLITS for shard in x["shards"][split]
-            ):
-                stem = shard["name"].removesuffix(".npy")
-                for name in (f"{stem}.npy", f"{stem}.mask"):
-                    (out / split / name).unlink(missing_ok=True)
-                    (out / split / f"{name}.pages").unlink(missing_ok=True)
+            for split, shard in product(SPLITS, x["shards"]["train"] + x["shards"]["val"]):
+                for suffix in (".npy", ".npy.pages", ".mask", ".mask.pages"):
+                    path = out / split / shard["name"].replace(".npy", suffix)
+                    path.unlink(missing_ok=True)
             task.path(".json").unlink()
     return True
 

@@ -1,27 +1,26 @@
-"""What prepare_data.py reads: which files there are, the pieces that they are cut into, and the
-documents of a piece.
+"""What prepare_data.py reads: the pieces that files are cut into, and the documents of a piece.
 
 A format of files is one entry in FORMATS.
 """
 
 import codecs
-import glob
 import gzip
 import hashlib
 import io
 import json
-import os
 import re
 import zlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import fsspec
+import pyarrow as pa
 import zstandard
+from pyarrow import ipc, parquet
 
 from config import DATA, USAGE, UserError
 from files import is_remote
+from scripts.corpus import File
 
 PIECE = 4_000_000
 """Bytes of a text that are tokenized together.  A longer text is cut at ends of lines."""
@@ -88,75 +87,7 @@ def rank_of(key: bytes) -> int:
     return int.from_bytes(key[:8], "big")
 
 
-# ---- which files there are
-
-
-class File(NamedTuple):
-    name: str
-    """Its path below the folder, which does not depend on where the folder is."""
-    source: str | bytes
-    size: int
-
-
-def find_files(root: Path, suffix: str, excluded: set[str]) -> list[tuple[str, Path]]:
-    """(path below root, path) of each file, sorted.
-
-    Leaves out symbolic links, pipes and devices, and folders that are hidden or have an excluded
-    name.  Where there are .arrow files, the others only describe them.
-    """
-    found = []
-    for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name[0] != "." and name not in excluded]
-        names = [name for name in names if name.endswith(suffix)]
-        names = [name for name in names if name.endswith(".arrow")] or names
-        paths = [Path(folder, name) for name in names]
-        paths = [path for path in paths if path.is_file() and not path.is_symlink()]
-        found += [(path.relative_to(root).as_posix(), path) for path in paths]
-    return sorted(found)
-
-
-def find_remote(pattern: str, suffix: str) -> list[File]:
-    """The files of a gs:// file, folder or pattern, as find_files finds local ones."""
-    fs, path = fsspec.url_to_fs(pattern)
-    if glob.has_magic(pattern):
-        found = fs.glob(path, detail=True)
-        path = path[: re.search(r"[*?[]", path).start()].rpartition("/")[0]
-    else:
-        found = fs.find(path, detail=True)
-    files = []
-    for full, about in sorted(found.items()):
-        name = full.removeprefix(path.rstrip("/")).lstrip("/") or full.rpartition("/")[2]
-        is_hidden = any(part.startswith(".") for part in name.split("/")[:-1])
-        if about["type"] == "file" and name.endswith(suffix) and not is_hidden:
-            files.append(File(name, fs.unstrip_protocol(full), about["size"]))
-    return files
-
-
-def find_input(pattern: str, suffix: str) -> list[File]:
-    """The files of one --input: a file, a folder, a pattern, or a data set of hf://.
-
-    Raises UserError DATA if there are none.
-    """
-    if pattern.startswith("hf://"):
-        return [File(pattern, pattern, 1)]
-    found, exists = [], is_remote(pattern)
-    if is_remote(pattern):
-        found = find_remote(pattern, suffix)
-    elif os.path.exists(pattern):
-        exists, path = True, Path(pattern)
-        pairs = [(path.name, path)] if path.is_file() else find_files(path, suffix, set())
-        found = [File(name, str(path), path.stat().st_size) for name, path in pairs]
-    else:
-        for name in sorted(glob.glob(pattern, recursive=True)):
-            if os.path.isfile(name) and name.endswith(suffix) and not os.path.islink(name):
-                found.append(File(name, name, os.stat(name).st_size))
-    if not found and not exists:
-        what = f"--input {pattern} does not exist"
-        raise UserError(DATA, what, "give a file, a folder, or a pattern within quotes")
-    if not found:
-        what = f"no files{f' ending in {suffix!r}' if suffix else ''} in {pattern}"
-        raise UserError(DATA, what, "give --input a file or a folder with files")
-    return found
+# ---- text: a file is a document
 
 
 def open_source(source: str | bytes):
@@ -167,18 +98,14 @@ def open_source(source: str | bytes):
     return io.BufferedReader(fsspec.open(source, "rb").open(), PIECE)
 
 
-# ---- text: a file is a document
-
-
-def find_cut(source: str | bytes, at: int) -> int:
+def find_cut(source: str | bytes, at: int, seek_line: bool = True) -> int:
     """A position from byte `at` on, where a line begins, or in very long lines a character."""
     with open_source(source) as f:
         f.seek(max(0, at - 1))
-        if f.readline(PIECE)[-1:] == b"\n":
+        if seek_line and f.readline(PIECE)[-1:] == b"\n":
             return f.tell()
-        position = f.tell()
-        follows = re.match(rb"[\x80-\xbf]{0,3}", f.read(3))
-        return position + len(follows[0])
+        at = f.seek(max(at, f.tell()))
+        return at + len(re.match(rb"[\x80-\xbf]*", f.read(3))[0])
 
 
 def check_text(source: str | bytes) -> tuple[int, str]:
@@ -222,16 +149,13 @@ def split_text(file: File, val_fraction: float) -> list[Piece]:
     target = round(file.size * (1 - val_fraction))
     cut = find_cut(file.source, target)
     if not 0 < cut < file.size:  # a file of one line
-        with open_source(file.source) as f:
-            f.seek(target)
-            cut = target + len(re.match(rb"[\x80-\xbf]*", f.read(3))[0])
+        cut = find_cut(file.source, target, seek_line=False)
     if not 0 < cut < file.size:
         what = f"{file.name} is too short to hold out {val_fraction} of it"
         raise UserError(DATA, what, "give more text")
     if why := check_text(file.source)[1]:
         raise UserError(DATA, f"{file.name} is {why}", "give text in UTF-8")
-    highest = 2**64 - 1
-    train = text_pieces(file.source, 0, cut, highest)
+    train = text_pieces(file.source, 0, cut, 2**64 - 1)
     return train + text_pieces(file.source, cut, file.size, 0)
 
 
@@ -277,18 +201,13 @@ def cut_nothing(file: File, options: Options) -> list[Piece]:
     return [Piece(kind_of(file, options), file.source, 0, file.size, 3 * file.size)]
 
 
-def read_gzip(piece: Piece, options: Options) -> Iterator[bytes]:
-    with open_source(piece.source) as f, gzip.open(f) as lines:
-        yield from read_lines(lines)
-
-
-def read_zstd(piece: Piece, options: Options) -> Iterator[bytes]:
-    decompressor = zstandard.ZstdDecompressor()
-    with (
-        open_source(piece.source) as f,
-        decompressor.stream_reader(f, read_across_frames=True) as stream,
-    ):
-        yield from read_lines(io.BufferedReader(stream, PIECE))
+def read_compressed(piece: Piece, options: Options) -> Iterator[bytes]:
+    with open_source(piece.source) as f:
+        if piece.kind.endswith(".gz"):
+            yield from read_lines(gzip.GzipFile(fileobj=f))
+        else:
+            stream = zstandard.ZstdDecompressor().stream_reader(f, read_across_frames=True)
+            yield from read_lines(io.BufferedReader(stream, PIECE))
 
 
 # ---- tables
@@ -306,8 +225,6 @@ def check_columns(file: File, names: list[str], options: Options):
 
 def rows_of(batch, options: Options) -> Iterator[dict]:
     """The rows of a batch of pyarrow, with text as bytes, because it may not be UTF-8."""
-    import pyarrow as pa
-
     binary = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
     columns = [batch.column(name) for name in columns_of(options)]
     columns = [column.cast(binary.get(column.type, column.type)) for column in columns]
@@ -319,8 +236,6 @@ def rows_of(batch, options: Options) -> Iterator[dict]:
 
 def cut_parquet(file: File, options: Options) -> list[Piece]:
     """The row groups."""
-    from pyarrow import parquet
-
     with open_source(file.source) as f:
         about = parquet.ParquetFile(f)
         check_columns(file, about.schema_arrow.names, options)
@@ -335,35 +250,22 @@ def cut_parquet(file: File, options: Options) -> list[Piece]:
 
 
 def read_parquet(piece: Piece, options: Options) -> Iterator[dict]:
-    from pyarrow import parquet
-
     with open_source(piece.source) as f:
         groups = dict(row_groups=range(piece.start, piece.stop), columns=columns_of(options))
         for batch in parquet.ParquetFile(f).iter_batches(batch_size=256, **groups):
             yield from rows_of(batch, options)
 
 
-def open_arrow(f):
-    """The reader of a file of Arrow's; `datasets` writes the kind that is a stream."""
-    from pyarrow import ipc
-
-    is_file = f.read(6) == b"ARROW1"
-    f.seek(0)
-    return ipc.open_file(f) if is_file else ipc.open_stream(f)
-
-
 def cut_arrow(file: File, options: Options) -> list[Piece]:
     with open_source(file.source) as f:
-        check_columns(file, open_arrow(f).schema.names, options)
+        check_columns(file, ipc.open_stream(f).schema.names, options)
     return [Piece(".arrow", file.source, 0, file.size, file.size)]
 
 
 def read_arrow(piece: Piece, options: Options) -> Iterator[dict]:
+    """A stream of batches, which is what `datasets` writes."""
     with open_source(piece.source) as f:
-        reader = open_arrow(f)
-        is_file = hasattr(reader, "get_batch")
-        batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
-        for batch in batches:
+        for batch in ipc.open_stream(f):
             yield from rows_of(batch, options)
 
 
@@ -398,16 +300,8 @@ def read_dataset(piece: Piece, options: Options) -> Iterator[dict]:
 # ---- formats
 
 
-def decode(data: bytes) -> str:
-    return data.decode("utf-8")
-
-
 def parse_json(line: bytes):
     return json.loads(line.decode("utf-8")) if line.strip() else None
-
-
-def as_it_is(row: dict) -> dict:
-    return row
 
 
 class Format(NamedTuple):
@@ -420,14 +314,14 @@ class Format(NamedTuple):
 
 # {suffix: format}.  Other files are text; with --document_per_line text is "lines".
 FORMATS = {
-    ".txt": Format(cut_text, read_text, decode),
-    "lines": Format(cut_lines, read_range, decode),
+    ".txt": Format(cut_text, read_text, bytes.decode),
+    "lines": Format(cut_lines, read_range, bytes.decode),
     ".jsonl": Format(cut_lines, read_range, parse_json),
-    ".jsonl.gz": Format(cut_nothing, read_gzip, parse_json),
-    ".jsonl.zst": Format(cut_nothing, read_zstd, parse_json),
-    ".parquet": Format(cut_parquet, read_parquet, as_it_is),
-    ".arrow": Format(cut_arrow, read_arrow, as_it_is),
-    "hf://": Format(cut_dataset, read_dataset, as_it_is),
+    ".jsonl.gz": Format(cut_nothing, read_compressed, parse_json),
+    ".jsonl.zst": Format(cut_nothing, read_compressed, parse_json),
+    ".parquet": Format(cut_parquet, read_parquet, dict),
+    ".arrow": Format(cut_arrow, read_arrow, dict),
+    "hf://": Format(cut_dataset, read_dataset, dict),
 }
 
 # What the readers raise for a file that is damaged.  zlib's error and zstandard's are Exceptions.
@@ -444,13 +338,12 @@ def damage(e: Exception) -> str:
 
 
 def kind_of(file: File, options: Options) -> str:
-    if isinstance(file.source, str):
-        if file.source.startswith("hf://"):
-            return "hf://"
-        for suffix in FORMATS.keys() - {".txt"}:
-            if file.source.endswith(suffix):
-                return suffix
-    return "lines" if options.document_per_line else ".txt"
+    text = "lines" if options.document_per_line else ".txt"
+    if isinstance(file.source, bytes) or file.source.endswith(".txt"):
+        return text
+    if file.source.startswith("hf://"):
+        return "hf://"
+    return next((suffix for suffix in FORMATS if file.source.endswith(suffix)), text)
 
 
 def cut_file(file: File, options: Options) -> list[Piece]:

@@ -33,9 +33,10 @@ def run_in_pool(function: Callable, tasks: list, n_workers: int) -> Iterator:
     blocked = {signal.SIGINT, signal.SIGTERM}
     try:
         signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
-        results = pool.map(function, tasks)
+        futures = [pool.submit(function, task) for task in tasks]
         signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
-        yield from results
+        for future in futures:
+            yield future.result()
     except BrokenProcessPool:
         what = "a worker process was killed, or ran out of memory"
         raise UserError(DISTRIBUTED, what, "run the same command again to go on") from None

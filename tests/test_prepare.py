@@ -23,7 +23,7 @@ from pyarrow import ipc, parquet
 from tokenizers import Tokenizer
 
 from config import DATA, DISTRIBUTED, INTERRUPTED, USAGE
-from scripts import pydocs, readers
+from scripts import corpus, pydocs, readers
 
 SCRIPT = "scripts/prepare_data.py"
 
@@ -204,7 +204,7 @@ def test_prose_is_taken_from_docstrings_without_importing(tmp_path):
     for name, text in {**modules, "pydoc_data/topics.py": topics}.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    found = pydocs.prose_documents(readers.find_files(tmp_path, ".py", set()))
+    found = pydocs.prose_documents(corpus.find_files(tmp_path, ".py", set()))
     sentences = """Return name, as given by g or None.
 
 A paragraph can be wrapped at some seventy characters, which ends here; it becomes one line.
@@ -259,11 +259,6 @@ def json_lines(rows: list) -> bytes:
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
-def write_arrow(path: Path, table: pa.Table, new=ipc.new_stream):
-    with new(str(path), table.schema) as writer:
-        writer.write_table(table, max_chunksize=17)
-
-
 def write_corpus(folder: Path, kind: str, rows: list[str]) -> Path:
     """A file of that kind with the rows."""
     path = folder / f"rows{kind}"
@@ -272,10 +267,9 @@ def write_corpus(folder: Path, kind: str, rows: list[str]) -> Path:
     match kind:
         case ".parquet":
             parquet.write_table(table, path, row_group_size=20)
-        case ".arrow":
-            write_arrow(path, table)
-        case ".file.arrow":
-            write_arrow(path, table, ipc.new_file)
+        case ".arrow":  # a stream, as `datasets` writes
+            with ipc.new_stream(str(path), table.schema) as writer:
+                writer.write_table(table, max_chunksize=17)
         case ".jsonl.gz":
             path.write_bytes(gzip.compress(lines))
         case ".jsonl.zst":  # two frames, as parallel compressors make
@@ -286,7 +280,7 @@ def write_corpus(folder: Path, kind: str, rows: list[str]) -> Path:
     return path
 
 
-KINDS = (".parquet", ".arrow", ".file.arrow", ".jsonl", ".jsonl.gz", ".jsonl.zst")
+KINDS = (".parquet", ".arrow", ".jsonl", ".jsonl.gz", ".jsonl.zst")
 
 
 def all_documents(out: Path) -> list[str]:
@@ -347,7 +341,8 @@ def test_several_inputs_patterns_and_folders_are_one_corpus(tmp_path):
     (folder / "link.md").symlink_to("/etc/hostname")
     (tmp_path / "x1").mkdir()
     write_corpus(tmp_path / "x1", ".jsonl.gz", rows[30:])
-    inputs = [folder, tmp_path / "x*/*.gz", folder / "rows.jsonl"]
+    (tmp_path / "x1" / "link.gz").symlink_to(folder / "rows.jsonl")
+    inputs = [folder, tmp_path / "x*/*.gz", folder / "rows.jsonl", tmp_path / "dat?"]
     prepare("--input", *inputs, "--tokenizer", "byte", "--out", out)
     assert sorted(all_documents(out)) == sorted([*rows, "A text."])
 
@@ -360,7 +355,7 @@ def test_lines_are_documents_wherever_a_file_is_cut(tmp_path, monkeypatch, shard
     prepare("--input", tmp_path / "a.txt", *flags, "--out", tmp_path / "out")
     assert sorted(all_documents(tmp_path / "out")) == sorted(lines)
     for step in (1, 7, 100, 4096):
-        file = readers.File("a.txt", str(tmp_path / "a.txt"), (tmp_path / "a.txt").stat().st_size)
+        file = corpus.File("a.txt", str(tmp_path / "a.txt"), (tmp_path / "a.txt").stat().st_size)
         options = readers.Options(document_per_line=True, piece=step)
         pieces = readers.cut_file(file, options)
         pieces = pieces if step > 7 else pieces[:2000]
@@ -445,7 +440,7 @@ def test_a_line_that_is_too_long_is_one_bad_row(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("one\n" + "x" * 5000 + "\ntwo\n")
     monkeypatch.setattr(readers, "LIMIT", 1000)
     monkeypatch.setattr(readers, "PIECE", 64)
-    file = readers.File("a.txt", str(tmp_path / "a.txt"), 5009)
+    file = corpus.File("a.txt", str(tmp_path / "a.txt"), 5009)
     options = readers.Options(document_per_line=True)
     pieces = readers.cut_file(file, options)
     one, bad, two = (x for piece in pieces for x in readers.read_documents(piece, options))

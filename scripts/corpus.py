@@ -1,0 +1,80 @@
+"""Which files prepare_data.py reads: those of a folder, of a pattern, or of a bucket."""
+
+import glob
+import os
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import fsspec
+
+from config import DATA, UserError
+from files import is_remote
+
+
+class File(NamedTuple):
+    name: str
+    """Its path below the folder, which does not depend on where the folder is."""
+    source: str | bytes
+    size: int
+
+
+def find_files(root: Path, suffix: str, excluded: set[str]) -> list[tuple[str, Path]]:
+    """(path below root, path) of each file, sorted.
+
+    Leaves out symbolic links, pipes and devices, and folders that are hidden or have an excluded
+    name.  Where there are .arrow files, the others only describe them.
+    """
+    found = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name[0] != "." and name not in excluded]
+        names = [name for name in names if name.endswith(suffix)]
+        names = [name for name in names if name.endswith(".arrow")] or names
+        paths = [Path(folder, name) for name in names]
+        paths = [path for path in paths if path.is_file() and not path.is_symlink()]
+        found += [(path.relative_to(root).as_posix(), path) for path in paths]
+    return sorted(found)
+
+
+def find_remote(pattern: str, suffix: str) -> list[File]:
+    """The files of a gs:// file, folder or pattern, as find_files finds local ones."""
+    fs, path = fsspec.url_to_fs(pattern)
+    if glob.has_magic(pattern):
+        found = fs.glob(path, detail=True)
+        path = path[: re.search(r"[*?[]", path).start()].rpartition("/")[0]
+    else:
+        found = fs.find(path, detail=True)
+    files = []
+    for full, about in sorted(found.items()):
+        name = full.removeprefix(path.rstrip("/")).lstrip("/") or full.rpartition("/")[2]
+        is_hidden = any(part.startswith(".") for part in name.split("/")[:-1])
+        if about["type"] == "file" and name.endswith(suffix) and not is_hidden:
+            files.append(File(name, fs.unstrip_protocol(full), about["size"]))
+    return files
+
+
+def find_input(pattern: str, suffix: str) -> list[File]:
+    """The files of one --input: a file, a folder, a pattern, or a data set of hf://.
+
+    Raises UserError DATA if there are none.
+    """
+    if pattern.startswith("hf://"):
+        return [File(pattern, pattern, 1)]
+    found, is_named = [], os.path.exists(pattern)
+    if is_remote(pattern):
+        found = find_remote(pattern, suffix)
+    # What is named may be a link; a pattern leaves links out, as a folder does.
+    for match in [pattern] if is_named else sorted(glob.glob(pattern, recursive=True)):
+        path, pairs = Path(match), []
+        if is_named or not path.is_symlink():
+            if path.is_dir():
+                pairs = find_files(path, suffix, set())
+            elif path.is_file() and (is_named or match.endswith(suffix)):
+                pairs = [(path.name, path)]
+        found += [File(name, str(path), path.stat().st_size) for name, path in pairs]
+    if not found:
+        exists = os.path.isdir(pattern) or is_remote(pattern)
+        ending = f" ending in {suffix!r}" if suffix else ""
+        what = f"no files{ending} in {pattern}" if exists else f"--input {pattern} does not exist"
+        raise UserError(DATA, what, "give a file, a folder with files, or a pattern within quotes")
+    return found
