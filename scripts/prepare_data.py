@@ -23,9 +23,10 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import asdict, dataclass, fields
 from functools import partial
-from itertools import chain, product
+from itertools import chain, islice, product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -187,6 +188,7 @@ def make_plan(args: Args, out: epath.Path, pieces: list[Piece], options, recipe:
         return json.loads(path.read_text())
     threshold = round(args.val_fraction * 2**64)
     texts = list(sample_texts(pieces, options, 0, 1_000_000, 16))
+    texts = texts or list(islice(sample_texts(pieces, options, 0, 2**62), 1))
     if not texts:
         found = chain.from_iterable(readers.read_documents(piece, options) for piece in pieces)
         first = next((x.why for x in found if not isinstance(x, Document) and x.why), "no rows")
@@ -227,9 +229,9 @@ def is_finished(out: epath.Path, recipe: dict) -> bool:
 
 def find_repeats(tasks: list[Task], args: Args, n_workers: int) -> list[Task]:
     """The tasks, which now know their documents that repeat an earlier one."""
-    run = run_tasks(hash_documents, tasks, n_workers, args.ray)
-    with progress_bar(total=sum(task.size for task in tasks), desc="find repeats") as bar:
-        for task, _ in zip(tasks, run, strict=False):
+    bar = progress_bar(total=sum(task.size for task in tasks), desc="find repeats")
+    with bar, closing(run_tasks(hash_documents, tasks, n_workers, args.ray)) as results:
+        for task, _ in zip(tasks, results, strict=True):
             bar.update(task.size)
     keys = [np.frombuffer(task.path(".keys").read_bytes(), "S16") for task in tasks]
     is_repeat = np.ones(sum(map(len, keys)), bool)
@@ -237,13 +239,13 @@ def find_repeats(tasks: list[Task], args: Args, n_workers: int) -> list[Task]:
     say(f"{is_repeat.sum():,} of {len(is_repeat):,} documents are repeats")
     parts = np.split(is_repeat, np.cumsum([len(part) for part in keys])[:-1])
     found = [frozenset(np.flatnonzero(part).tolist()) for part in parts]
-    return [task._replace(repeats=x) for task, x in zip(tasks, found, strict=False)]
+    return [task._replace(repeats=x) for task, x in zip(tasks, found, strict=True)]
 
 
 def skipped_rows(tasks: list[Task], all_facts: Iterable[dict]) -> Iterator[dict]:
     """The rows that were skipped and listed, numbered from the start of their files."""
     file, before = None, 0
-    for task, facts in zip(tasks, all_facts, strict=False):
+    for task, facts in zip(tasks, all_facts, strict=True):
         for number, piece in enumerate(task.pieces):
             before, file = before if piece.source == file else 0, piece.source
             for which, row, why in facts["skipped"]:
@@ -258,14 +260,15 @@ def run_all(tasks: list[Task], args: Args, n_workers: int) -> list[dict]:
 
     Raises UserError DATA for the first skipped row, with --strict.
     """
-    facts = [
-        json.loads(t.path(".json").read_text()) if t.path(".json").exists() else {} for t in tasks
-    ]
+    done = {path.name for path in (epath.Path(args.out) / "progress").iterdir()}
+    paths = [task.path(".json") for task in tasks]
+    facts = [json.loads(x.read_text()) if x.name in done else {} for x in paths]
     missing = [n for n in range(len(tasks)) if not facts[n]]
     results = run_tasks(write_shards, [tasks[n] for n in missing], n_workers, args.ray)
-    n_done = sum(task.size for task, x in zip(tasks, facts, strict=False) if x)
+    n_done = sum(task.size for task, x in zip(tasks, facts, strict=True) if x)
     n_all, n_documents, n_tokens = sum(task.size for task in tasks), 0, 0
-    with progress_bar(total=n_all, initial=n_done, desc="tokenize") as bar:
+    bar = progress_bar(total=n_all, initial=n_done, desc="tokenize")
+    with bar, closing(results):
         for n, task in enumerate(tasks):
             if not facts[n]:
                 facts[n] = next(results)
@@ -329,6 +332,11 @@ def finish(out: epath.Path, tasks: list[Task], facts: list[dict], recipe: dict):
         say(f"skipped {n_skipped:,} document(s), which {out / 'skipped.jsonl'} lists")
 
 
+def remove_facts(out: epath.Path):
+    if (out / "progress").exists():
+        (out / "progress").rmtree()
+
+
 def check_args(args: Args):
     """Raise UserError USAGE or DATA for flags that cannot work."""
     n_sources = bool(args.input) + args.stdlib + args.pydocs
@@ -364,6 +372,7 @@ def main(args: Args):
     sizes = [pair for pair in sizes if pair[1]]
     recipe["documents"] = hashlib.sha256(json.dumps(sizes).encode()).hexdigest()
     if is_finished(out, recipe):
+        remove_facts(out)
         return say(f"{out} is up to date")
     step = min(PIECE, max(65536, args.shard_tokens))
     options = Options(args.field, args.prompt_field, args.document_per_line, step)
@@ -382,7 +391,7 @@ def main(args: Args):
         if not split_again(tasks, facts, out, plan):
             break
     finish(out, tasks, facts, recipe)
-    (out / "progress").rmtree()
+    remove_facts(out)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import fsspec
@@ -126,10 +127,7 @@ def text_pieces(source, start: int, stop: int, rank: int) -> list[Piece]:
     """The bytes from start to stop, in pieces."""
     cuts = [start, *(find_cut(source, at) for at in range(start + PIECE, stop, PIECE)), stop]
     cuts = sorted({min(cut, stop) for cut in cuts})
-    return [
-        Piece(".txt", source, a, b, b - a, rank, b == stop)
-        for a, b in zip(cuts, cuts[1:], strict=False)
-    ]
+    return [Piece(".txt", source, a, b, b - a, rank, b == stop) for a, b in pairwise(cuts)]
 
 
 def cut_text(file: File, options: Options) -> list[Piece]:
@@ -181,7 +179,7 @@ def cut_lines(file: File, options: Options) -> list[Piece]:
     kind, step = kind_of(file, options), options.piece
     starts = range(0, file.size, step) or [0]
     stops = [min(start + step, file.size) for start in starts]
-    return [Piece(kind, file.source, a, b, b - a) for a, b in zip(starts, stops, strict=False)]
+    return [Piece(kind, file.source, a, b, b - a) for a, b in zip(starts, stops, strict=True)]
 
 
 def read_range(piece: Piece, options: Options) -> Iterator[bytes]:
@@ -230,8 +228,8 @@ def rows_of(batch, options: Options) -> Iterator[dict]:
     columns = [column.cast(binary.get(column.type, column.type)) for column in columns]
     for column in columns:
         column.validate(full=True)  # a damaged file has offsets that lead out of it
-    for values in zip(*(column.to_pylist() for column in columns), strict=False):
-        yield dict(zip(columns_of(options), values, strict=False))
+    for values in zip(*(column.to_pylist() for column in columns), strict=True):
+        yield dict(zip(columns_of(options), values, strict=True))
 
 
 def cut_parquet(file: File, options: Options) -> list[Piece]:
@@ -281,15 +279,15 @@ def open_dataset(source: str):
         fix = "pip install datasets, as docs/data.md says"
         raise UserError(USAGE, f"--input {source} needs the package datasets", fix) from None
     name, config, split = (source.removeprefix("hf://").split(":") + ["", ""])[:3]
-    try:
-        return load_dataset(name, config or None, split=split or "train", streaming=True)
-    except (OSError, ValueError) as e:
-        what = f"{source}: {' '.join(str(e).split())[:300]}"
-        raise UserError(DATA, what, "give hf://org/name:config:split") from None
+    return load_dataset(name, config or None, split=split or "train", streaming=True)
 
 
 def cut_dataset(file: File, options: Options) -> list[Piece]:
-    n = open_dataset(file.source).num_shards
+    try:
+        n = open_dataset(file.source).num_shards
+    except (OSError, ValueError) as e:
+        what = f"{file.source}: {' '.join(str(e).split())[:300]}"
+        raise UserError(DATA, what, "give hf://org/name:config:split") from None
     return [Piece("hf://", file.source, i, n, STREAMED) for i in range(n)]
 
 
@@ -329,10 +327,11 @@ DAMAGE = (ValueError, NotImplementedError, EOFError, RecursionError, OSError)
 DAMAGE += (zlib.error, zstandard.ZstdError)
 
 
-def damage(e: Exception) -> str:
-    """In one line what is wrong with a file.  Raises an error of the storage again: only those of
-    decompressors have no number."""
-    if isinstance(e, OSError) and (e.errno or e.__class__.__module__ not in ("builtins", "gzip")):
+def damage(e: Exception, source: str | bytes) -> str:
+    """What is wrong with a file, in one line.  Raises an error of the storage again: that has a
+    number, or comes from a bucket."""
+    is_storage = isinstance(e, OSError) and not isinstance(e, gzip.BadGzipFile)
+    if is_storage and (e.errno or is_remote(source)):
         raise e
     return f"cannot be read on from here: {' '.join(str(e).split())[:200]}"
 
@@ -352,7 +351,7 @@ def cut_file(file: File, options: Options) -> list[Piece]:
     try:
         return FORMATS[kind].cut(file, options)
     except DAMAGE as e:
-        return [Piece(kind, file.source, 0, 0, 0, why=damage(e))]
+        return [Piece(kind, file.source, 0, 0, 0, why=damage(e, file.source))]
 
 
 # ---- documents
@@ -419,4 +418,4 @@ def read_documents(piece: Piece, options: Options) -> Iterator[Document | Skippe
                 key = text_hash(f"{piece.rank} {piece.start}".encode())
             yield Document(row, parts, len(data), rank, key, piece.ends)
     except DAMAGE as e:
-        yield Skipped(row + 1, damage(e))
+        yield Skipped(row + 1, damage(e, piece.source))

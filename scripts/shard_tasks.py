@@ -142,7 +142,7 @@ def write_shards(task: Task) -> dict:
         for document in batch:
             writer = val if document.rank < task.threshold else train
             for encoding, part in zip(
-                islice(encodings, len(document.parts)), document.parts, strict=False
+                islice(encodings, len(document.parts)), document.parts, strict=True
             ):
                 writer.add(encoding.ids, part[1])
             if document.ends:
@@ -155,7 +155,7 @@ def write_shards(task: Task) -> dict:
         ranks = {min(ranks), max(ranks)} if ranks else ranks
     for writer in writers:
         writer.close_shard()
-    facts |= dict(shards={split: w.shards for split, w in zip(SPLITS, writers, strict=False)})
+    facts |= dict(shards={split: w.shards for split, w in zip(SPLITS, writers, strict=True)})
     facts |= dict(ranks=sorted(ranks))
     write_whole(task.path(".json"), json.dumps(facts))
     return facts

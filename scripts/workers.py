@@ -46,6 +46,13 @@ def run_in_pool(function: Callable, tasks: list, n_workers: int) -> Iterator:
         pool.shutdown()
 
 
+def run_in_folder(function: Callable, folder: str, task):
+    """function(task), where paths are relative to that folder, if this machine has it."""
+    if os.path.isdir(folder):
+        os.chdir(folder)
+    return function(task)
+
+
 def run_on_ray(function: Callable, tasks: list, address: str) -> Iterator:
     """function(task) of each task, in the order of the tasks, on a cluster."""
     try:
@@ -53,14 +60,14 @@ def run_on_ray(function: Callable, tasks: list, address: str) -> Iterator:
     except ImportError:
         fix = "pip install ray, as docs/data.md says"
         raise UserError(USAGE, f"--ray {address} needs the package ray", fix) from None
-    from scripts import readers, shard_tasks
+    from scripts import corpus, readers, shard_tasks, workers
 
     try:
         ray.init(address, log_to_driver=False, logging_level="ERROR", include_dashboard=False)
-        for module in (config, files, shards, readers, shard_tasks):
+        for module in (config, files, shards, corpus, readers, shard_tasks, workers):
             ray.cloudpickle.register_pickle_by_value(module)  # the cluster needs no copy of them
-        remote = ray.remote(function)
-        for result in [remote.remote(task) for task in tasks]:
+        remote = ray.remote(run_in_folder)
+        for result in [remote.remote(function, os.getcwd(), task) for task in tasks]:
             yield ray.get(result)
     except (ray.exceptions.RayError, ConnectionError, RuntimeError) as e:
         if isinstance(e, OSError) and not isinstance(e, ConnectionError):
@@ -74,7 +81,10 @@ def run_on_ray(function: Callable, tasks: list, address: str) -> Iterator:
 
 def run_tasks(function: Callable, tasks: list, n_workers: int, address: str) -> Iterator:
     """function(task) of each task, in the order of the tasks."""
-    if address:
-        return run_on_ray(function, tasks, address)
     n_workers = min(n_workers, len(tasks))
-    return run_in_pool(function, tasks, n_workers) if n_workers > 1 else map(function, tasks)
+    if address:
+        yield from run_on_ray(function, tasks, address)
+    elif n_workers > 1:
+        yield from run_in_pool(function, tasks, n_workers)
+    else:
+        yield from map(function, tasks)
