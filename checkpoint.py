@@ -25,7 +25,7 @@ import config
 from config import UserError
 from digests import digest_leaves
 from files import free_name, is_remote, move_folder
-from processes import LOST_PEER, name_ids
+from processes import LOST_IN_COLLECTIVE, name_ids
 from utils import (
     all_agree,
     exchange,
@@ -484,8 +484,8 @@ class Checkpoints:
         # orbax raises many types for storage; others are bugs
         if not (isinstance(error, ValueError | RuntimeError) or is_storage_error(error)):
             raise error
-        if isinstance(error, jax.errors.JaxRuntimeError) and re.search(LOST_PEER, str(error)):
-            raise error  # in one of orbax's collectives
+        if re.search(LOST_IN_COLLECTIVE, str(error)):  # one of orbax's, which may be a ValueError
+            raise error
         reason = re.sub(r"\s+", " ", str(error).replace(f"{self.path}/", ""))[:400]
         what = f"checkpoint {step} could not be written to {self.path}: {reason}"
         fix = "make room or fix the storage, and run the same command again to resume"

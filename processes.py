@@ -459,10 +459,10 @@ def hide_late_errors(unraisable):
         sys.__unraisablehook__(unraisable)
 
 
-# What the messages of errors contain after another process of the run is lost.
-LOST_PEER = (
-    r"Gloo|[Cc]onnection closed by peer|coordination service|heartbeat|[Bb]arrier|UNAVAILABLE"
-)
+# What the messages of errors contain after another process of the run is lost: of a collective, and
+# of others too.
+LOST_IN_COLLECTIVE = r"Gloo|[Cc]onnection closed by peer"
+LOST_PEER = rf"{LOST_IN_COLLECTIVE}|coordination service|heartbeat|[Bb]arrier|UNAVAILABLE"
 
 
 def run_main(main, cfg: Config):
