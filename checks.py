@@ -420,6 +420,8 @@ def other_problems(cfg: Config):
         sets = {name: read_sets(field_value(cfg, name)) for name in ("data.train", "data.val")}
         paths += [(name, part.path) for name, parts in sets.items() for part in parts.values()]
         read_stages(cfg.data.stages, sets["data.train"])
+        if any(part.weight != 1 for part in sets["data.val"].values()):
+            raise ValueError("sets of data.val have no weights: each is evaluated")
     except ValueError as e:
         yield Problem(f"data.train, data.val or data.stages: {e}", MIXTURE_FIX)
     try:

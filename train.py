@@ -208,6 +208,7 @@ def loss_and_grads(params, tokens_AMBL, targets_AMBL, key, cfg: Config):
     )
     def per_device(params, tokens_AMBL, targets_AMBL, key):
         n_tokens = lax.psum((targets_AMBL >= 0).sum(dtype=jnp.float32), BATCH)
+        n_tokens = jnp.maximum(n_tokens, 1)  # masks may leave none
         # A stage works on all microbatches of its dp rank.
         tokens_AMBL = lax.all_gather(tokens_AMBL, "pp", axis=1, tiled=True)
         targets_AMBL = lax.all_gather(targets_AMBL, "pp", axis=1, tiled=True)
@@ -284,7 +285,7 @@ def evaluate(params, data: Dataset, step: int, cfg: Config, stop=None) -> dict |
             return None
         nll, n, _ = utils.wait_for(eval_step(params, *data.eval_batch(i), cfg))
         total, tokens = total + float(nll), tokens + int(n)
-    loss, bytes_per_token = total / max(1, tokens), data.source.bytes_per_token
+    loss, bytes_per_token = total / tokens if tokens else math.nan, data.source.bytes_per_token
     result = dict(loss=utils.finite_or_none(loss), bits_per_byte=None, tokens=tokens)
     if data.name:
         result = dict(set=data.name) | result

@@ -42,9 +42,10 @@ def main(args: Args):
     print(f"run directory    {run} (loss.png, metrics.jsonl, checkpoints/)")
     amount = f"{last['step']:,} updates, {last['tokens']:,} tokens"
     print(f"trained          {amount}, {rate:,.0f} tokens/s, {n_skipped} skipped")
-    if evals:
-        loss, n_tokens, bits = (evals[-1][k] for k in ("loss", "tokens", "bits_per_byte"))
-        print(f"validation loss  {loss:.4f} nats per token, over {n_tokens:,} tokens")
+    for row in {row.get("set"): row for row in evals}.values():  # the last of each set
+        loss, n_tokens, bits = (row[k] for k in ("loss", "tokens", "bits_per_byte"))
+        name = f" of {row['set']}" if "set" in row else ""
+        print(f"validation loss  {loss:.4f} nats per token, over {n_tokens:,} tokens{name}")
         if bits is not None:
             print(f"bits per byte    {bits:.4f}")
     if samples:

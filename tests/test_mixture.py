@@ -232,6 +232,19 @@ def test_two_processes_and_a_kill_change_nothing_of_a_mixture(mixed):
     ]
 
 
+def test_a_batch_of_which_nothing_is_scored_changes_little(base, tmp_path):
+    """Weight decay is all that is left; the update is not skipped."""
+    np.save(tmp_path / "x.npy", np.arange(4000, dtype=np.uint16) % 300)
+    np.zeros(4000, np.uint8).tofile(tmp_path / "x.mask")
+    path = str(tmp_path / "x.npy")
+    cfg, run = new_run(base, "none", data=dict(train=path, val=path), train=dict(steps=2))
+    train.main(on_mesh(cfg, (2, 1, 1)))
+    assert [row["loss"] for row in rows(run).values()] == [0, 0]
+    assert [row["grad_norm"] for row in rows(run).values()] == [0, 0]
+    (row,) = rows(run, "eval").values()
+    assert row["loss"] is None and row["tokens"] == 0
+
+
 def test_a_run_beyond_data_epochs_max_does_not_start(mixed):
     cfg = replace(mixed, data=replace(mixed.data, epochs_max=1))
     with pytest.raises(UserError, match=r"would begin epoch 2 of b\n.*--train.steps") as error:
