@@ -648,12 +648,11 @@ def test_twenty_kills_change_no_byte(large, by_one_worker, tmp_path):
     whole = time.monotonic() - begin
     while n_kills < 20:
         process = start_prepare(large, out)
-        # Later and later, so that the last ones meet every part of the work.
         time.sleep(generator.uniform(0.2, 1) * whole)
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             n_kills += 1
-        _, err = process.communicate()
+        _, err = process.communicate(timeout=120)
         assert process.returncode in (0, -signal.SIGKILL), err
         if process.returncode == 0:
             assert contents(out) == by_one_worker
