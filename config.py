@@ -620,6 +620,9 @@ class UserError(Exception):
         self.code, self.problems = code, list(problems) or [Problem(what, fix)]
         super().__init__("\n".join(map(str, self.problems)))
 
+    def __reduce__(self):  # it may come from another process
+        return UserError, (self.code, "", "", self.problems)
+
 
 def or_list(values) -> str:
     """The values as words: "a, b or c"."""

@@ -52,6 +52,10 @@ class Source:
     tokenizer: epath.Path | None = None
     """The tokenizer.json, for samples; it is copied into the run directory."""
 
+    def problems(self) -> list[Problem]:
+        """Why it cannot be used, besides what every source is asked."""
+        return []
+
     def windows(self, rows: np.ndarray) -> np.ndarray:
         """int32 [len(rows), seq_len + 1]: tokens from row * seq_len on, and -1 after the last."""
         raise NotImplementedError
@@ -216,31 +220,38 @@ class Mixture(Source):
     def __init__(self, cfg: Config, split: str, parts: dict[str, mixture.Part]):
         self.parts = {name: open_source(cfg, split, part.path) for name, part in parts.items()}
         sources, L = [*self.parts.values()], cfg.train.seq_len
+        self.seq_len = L
         self.n_windows = [(source.n_tokens - 1) // L for source in sources]
         self.ends = np.cumsum(self.n_windows)
         self.n_tokens = int(self.ends[-1]) * L + 1
         self.vocab_size = max(source.vocab_size for source in sources)
         self.end_id = max(source.end_id for source in sources)
         self.tokenizer = next((x.tokenizer for x in sources if x.tokenizer is not None), None)
-        facts = [[name, str(parts[name].weight), x.fingerprint] for name, x in self.parts.items()]
+        total = sum(part.weight for part in parts.values())
+        shares = {name: str(part.weight / total) for name, part in parts.items()}
+        facts = [[name, shares[name], x.fingerprint] for name, x in self.parts.items()]
         self.fingerprint = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
     def __str__(self):
         return "; ".join(f"{name}: {source}" for name, source in self.parts.items())
 
-    def problems(self):
-        """Why these sources cannot be trained on together."""
-        for what in ("end_id", "tokenizer"):
-            seen = {}
-            for name, source in self.parts.items():
-                value = getattr(source, what)
-                if value not in (None, -1):
-                    seen[name] = value.read_text() if what == "tokenizer" else value
-            if len(set(seen.values())) > 1:
-                names = " and ".join(seen)
-                what = f"data.train: {names} have different tokenizers"
-                return [Problem(what, "prepare them with one, --tokenizer PATH/tokenizer.json")]
-        return []
+    def problems(self) -> list[Problem]:
+        found, needed = [], self.seq_len + 1
+        for name, source in self.parts.items():
+            if source.n_tokens < needed:
+                what = (
+                    f"data.train: {name} holds {source.n_tokens} tokens; one window needs {needed}"
+                )
+                found.append(Problem(what, "give more data, or set a smaller --train.seq_len"))
+        ends = {name: x.end_id for name, x in self.parts.items() if x.end_id >= 0}
+        files = {name: x.tokenizer for name, x in self.parts.items() if x.tokenizer is not None}
+        texts = {name: file.read_text() for name, file in files.items()}
+        for seen in (texts, ends):
+            if len(set(seen.values())) > 1 and not found:
+                what = f"data.train: {' and '.join(seen)} have different tokenizers"
+                fix = "prepare them with one, by --tokenizer PATH/tokenizer.json"
+                found.append(Problem(what, fix))
+        return found
 
     def windows(self, rows: np.ndarray) -> np.ndarray:
         return self.gather(rows, "windows")
@@ -322,6 +333,7 @@ class Dataset:
         data, source, t = self.cfg.data, self.source, self.cfg.train
         name = f"data.{self.split}={getattr(data, self.split)}"
         is_train = self.split == "train"
+        yield from source.problems()
         needed = t.seq_len + 1 if is_train else 2  # evaluation pads its last window
         if source.n_tokens < needed:
             window = f"train.seq_len + 1 = {needed}" if is_train else needed
@@ -348,7 +360,7 @@ class Dataset:
     def check_epochs(self):
         """Raise UserError DATA if the run would repeat a source more often than data.epochs_max."""
         limit = self.cfg.data.epochs_max
-        if limit and (found := self.order.first_beyond(limit)):
+        if limit and not self.cfg.eval_only and (found := self.order.first_beyond(limit)):
             name, update = found
             what = f"data.epochs_max={limit}, but update {update} would begin epoch {limit + 1}"
             what += f" of {name or 'data.train'}"
@@ -403,7 +415,8 @@ class Dataset:
         """The error, with the updates that train on the page."""
         if self.split != "train" or error.windows is None:
             return error
-        windows = range(error.windows.start, min(error.windows.stop, self.n_windows))
+        n_windows = int(self.order.n_windows[error.source])  # what is left does not fill one
+        windows = range(error.windows.start, min(error.windows.stop, n_windows))
         updates = self.order.updates_of(error.source, windows)
         feeds = "no update of this run" if not updates else f"updates {name_numbers(updates)}"
         (problem,) = error.problems

@@ -47,10 +47,28 @@ def read_stages(words: tuple[str, ...], parts: dict[str, Part]) -> dict[int, dic
             raise ValueError(f"{word!r} names {unknown[0]!r}, but data.train has {names}")
         if len(weights) < len(pairs) or not any(weights.values()):
             raise ValueError(f"{word!r} names a set twice, or has no weight above 0")
-        if word is not words[0] and int(start) <= max(stages):
+        are_weighted = any(part.weight != 1 for part in parts.values())
+        if len(stages) > 1 and int(start) <= max(stages):
             raise ValueError(f"{word!r} does not begin after the stage before it")
+        if int(start) == 0 and are_weighted:
+            raise ValueError(f"{word!r} begins at once, but data.train has weights too")
         stages[int(start)] = weights
     return stages
+
+
+def in_stream(step: int, skip: list[tuple[int, int]]) -> int:
+    """The update, counted without data.skip, that a run makes after `step` others."""
+    for first, stop in skip:
+        step += stop - first if first <= step else 0
+    return step
+
+
+def trained_before(step: int, skip: str, stages) -> tuple:
+    """What data.skip and data.stages say about the first `step` updates of a run."""
+    ranges = read_skip(skip)
+    last = in_stream(step - 1, ranges) if step else -1
+    begun = [word for word in stages if int(word.partition(":")[0]) <= last]
+    return [pair for pair in ranges if pair[0] <= last], begun
 
 
 def read_skip(text: str) -> list[tuple[int, int]]:

@@ -9,7 +9,7 @@ from fractions import Fraction
 import numpy as np
 
 from config import DATA, Config, UserError
-from mixture import read_sets, read_skip, read_stages
+from mixture import in_stream, read_sets, read_skip, read_stages
 
 # ---- permutations
 
@@ -127,9 +127,7 @@ class Order:
 
     def in_stream(self, step: int) -> int:
         """The update of the stream that this run makes after `step` others."""
-        for first, stop in self.skip:
-            step += stop - first if first <= step else 0
-        return step
+        return in_stream(step, self.skip)
 
     def place(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(source, how many rows of it come before) of each row of the stream."""

@@ -8,6 +8,8 @@ asked for.
 
 import itertools
 import os
+import re
+import stat
 import tempfile
 import threading
 import uuid
@@ -66,8 +68,9 @@ class DiskCache:
     def __init__(self, folder: str, limit: int):
         self.folder, self.limit = Path(folder), limit
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        owner = os.stat(self.folder)
-        if owner.st_uid != os.getuid() or owner.st_mode & 0o022:
+        owner = os.lstat(self.folder)
+        is_folder = stat.S_ISDIR(owner.st_mode)
+        if not is_folder or owner.st_uid != os.getuid() or owner.st_mode & 0o022:
             what = f"the cache {folder} belongs to another user, or others can write to it"
             raise UserError(STORAGE, what, "set --data.cache to a folder of your own, of mode 700")
         self.added = limit  # since the last trim; so the first page that is added trims
@@ -94,15 +97,17 @@ class DiskCache:
 
     def trim(self):
         self.added, found = 0, []
-        for path in self.folder.glob("*/*"):
+        for path in self.folder.glob("[0-9a-f][0-9a-f]/*"):
             with suppress(OSError):  # another process has removed it
                 facts = path.stat()
-                found.append((facts.st_mtime, facts.st_size, path))
+                if re.fullmatch(r"[0-9a-f]{32}(\.part)?", path.name):
+                    found.append((facts.st_mtime, facts.st_size, path))
         excess = sum(size for _, size, _ in found) - self.limit
         for _, size, path in sorted(found):
             if excess <= 0:
                 break
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.unlink()
             excess -= size
 
 
@@ -163,6 +168,7 @@ class PageReader:
         """Check what can be known of a file before it is read; its state, if that matters later."""
         if shard.pages:  # of others the header has been read
             check_is_part(shard.path)
+            check_is_part(digest_list(shard).path)
         state = None
         if not shard.pages and not is_remote(shard.path):
             state = self.state_of(shard)
@@ -234,8 +240,10 @@ class PageReader:
             return None
         with self.lock:
             if self.disk is None:
-                default = os.path.join(tempfile.gettempdir(), f"trifold-pages-{os.getuid()}")
-                self.disk = DiskCache(cfg.data.cache or default, int(cfg.data.cache_gb * 2**30))
+                folder = os.path.join(tempfile.gettempdir(), f"trifold-pages-{os.getuid()}")
+                if cfg.data.cache:
+                    folder = os.path.join(cfg.data.cache, "trifold-pages")
+                self.disk = DiskCache(folder, int(cfg.data.cache_gb * 2**30))
         return self.disk
 
 

@@ -52,22 +52,6 @@ def end_with_parent():
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def n_rollbacks(cfg: Config) -> int:
-    """How often the run has been rolled back."""
-    try:
-        return len([*(run_path(cfg) / "rolled_back").iterdir()])
-    except Exception:  # none, or storage that does not answer
-        return 0
-
-
-def without_rollback(words: list[str]) -> list[str]:
-    """A command line without --rollback STEP, which is done once."""
-    if "--rollback" in words:
-        at = words.index("--rollback")
-        return words[:at] + words[at + 2 :]
-    return [word for word in words if not word.startswith("--rollback=")]
-
-
 class Child:
     """The training process, in a session of its own, so that Ctrl-C reaches it only from here."""
 
@@ -98,13 +82,11 @@ def supervise(cfg: Config) -> int:
     itself was not told to stop, at most run.restarts times in a row without a new checkpoint.
     """
     child, tries, newest, last_end = Child(), 0, newest_checkpoint(cfg), ""
-    old_run, rollbacks, words = run_id(cfg), n_rollbacks(cfg), list(sys.argv)
+    old_run, words = run_id(cfg), list(sys.argv)
     while True:
         code = child.run(words, last_end)
         if "--fresh" in words and run_id(cfg) not in (None, old_run):  # the old run is moved
             words.remove("--fresh")
-        if n_rollbacks(cfg) > rollbacks:
-            words = without_rollback(words)
         last_end = f"exit code {code}, {REASONS[code]}" if code in REASONS else ""
         if code < 0:
             last_end = f"signal {signal.Signals(-code).name}"

@@ -24,6 +24,7 @@ from cli import to_json
 from config import Config, Problem, UserError
 from files import free_name, is_writable, move_folder, run_path, saved_steps, write_whole
 from lock import FileLock, Lease, take_lock
+from mixture import trained_before
 from restart import LAST_END
 from utils import process_ids, run_on_lead, say, warn
 
@@ -93,7 +94,7 @@ def prepare_run(path: epath.Path, cfg: Config, source, lock) -> FileLock | Lease
                 path.mkdir(parents=True, exist_ok=True)
                 lock = take_lock(path)
         if cfg.rollback >= 0:
-            roll_back(path, cfg.rollback)
+            roll_back(path, cfg, source)
         if not record.exists():
             write_record(path, cfg, source)
         return lock
@@ -109,15 +110,22 @@ def prepare_run(path: epath.Path, cfg: Config, source, lock) -> FileLock | Lease
         raise UserError(config.STORAGE, what, fix) from None
 
 
-def roll_back(path: epath.Path, limit: int):
-    """Move checkpoints and rows from after the newest checkpoint of at most `limit` updates to
-    rolled_back/.  Raises UserError CHECKPOINT if there is no such checkpoint."""
+def roll_back(path: epath.Path, cfg: Config, source):
+    """Move checkpoints and rows from after the newest checkpoint of at most cfg.rollback updates to
+    rolled_back/, unless the last start was by this very command.  Raises UserError CHECKPOINT if
+    there is no such checkpoint, and as check_changes."""
+    history = read_history(path)
+    last = history[-1] if history else {}
+    if (last.get("argv"), last.get("rollback")) == (sys.argv, cfg.rollback):
+        return say("this command has rolled the run back already, so the run goes on")
     folder, saved = path / "checkpoints", saved_steps(path)
-    to = max((step for step in saved if step <= limit), default=None)
+    to = max((step for step in saved if step <= cfg.rollback), default=None)
     if to is None:
-        what = f"{path} has no checkpoint of at most {limit} updates"
+        what = f"{path} has no checkpoint of at most {cfg.rollback} updates"
         fix = f"its checkpoints are {', '.join(map(str, saved)) or 'none'}"
         raise UserError(config.CHECKPOINT, what, fix)
+    new = json.loads(run_record(cfg, source.fingerprint, ""))
+    check_changes(changes(read_record(path), new, to), cfg)
     where = free_name(path / "rolled_back" / str(to))
     where.mkdir(parents=True, exist_ok=True)
     for name in ("metrics.jsonl", "samples.jsonl"):  # the run itself drops them as it resumes
@@ -217,6 +225,8 @@ def changes(old: dict, new: dict, step: int) -> dict[str, dict[str, list]]:
     """
     found = {group: {} for group in ("same numbers", "within rounding", "changes the training")}
     there, here = record_facts(old), record_facts(new)
+    if there[FINGERPRINT] is not None:  # records from before these settings
+        there = {"data.skip": "", "data.stages": []} | there
     for name, value in here.items():
         before = there.get(name)
         if None in (before, value) or before == value:  # None: one of the records lacks it
@@ -239,6 +249,17 @@ def check_changes(found: dict, cfg: Config):
             problems.append(Problem(what, fix))
     if problems:
         raise UserError(config.CHECKPOINT, problems=problems)
+
+
+def check_past(old: dict, cfg: Config, step: int):
+    """Raises UserError CHECKPOINT if data.skip or data.stages change updates that the run has
+    made."""
+    data = old.get("data", {})
+    before = trained_before(step, data.get("skip", ""), data.get("stages", []))
+    if before != trained_before(step, cfg.data.skip, cfg.data.stages):
+        what = f"data.skip or data.stages change some of the {step} updates that the run has made"
+        fix = "add --rollback with an update from before those, or change only later ones"
+        raise UserError(config.CHECKPOINT, what, fix)
 
 
 # ---- history.jsonl: a line for each start
@@ -269,6 +290,7 @@ def record_start(path: epath.Path, cfg: Config, source, step: int):
     found = changes(old, new, step)
     if history or step:  # otherwise nothing has been trained: it is new, or imported
         check_changes(found, cfg)
+        check_past(old, cfg, step)
     if history and "end" not in history[-1]:
         history[-1]["end"] = os.environ.get(LAST_END) or "not known: killed, or ended at once"
     write_record(path, cfg, source)
@@ -277,6 +299,7 @@ def record_start(path: epath.Path, cfg: Config, source, step: int):
             say(f"changed since this run's last start ({group}): {name} {before} -> {value}")
     line = dict(time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), argv=sys.argv)
     line |= dict(mesh=cfg.mesh.sizes, processes=len(process_ids()), step=step)
+    line |= dict(rollback=cfg.rollback) if cfg.rollback >= 0 else {}
     last_end = history[-1]["end"] if history else None
     write_history(path, [*history, line | dict(last_end=last_end, changes=found, id=START)])
 

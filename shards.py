@@ -193,7 +193,7 @@ def check_entry(entry: dict, dtype: str, numbers: list, digest: str, n_digits: i
     """Raise ValueError for an entry of a manifest that cannot be right."""
     if not PLAIN_NAME.fullmatch(entry["name"]):
         raise ValueError(f"shard name {entry['name']!r} is not a plain file name")
-    are_counts = all(type(n) is int and n > 0 for n in numbers)
+    are_counts = all(type(n) is int and 0 < n < 2**40 for n in numbers)
     is_digest = len(digest) == n_digits and re.fullmatch("[0-9a-f]+", digest)
     if dtype not in ("uint16", "uint32") or not are_counts or not is_digest:
         facts = f"dtype {dtype!r}, {numbers!r} tokens, digest {digest!r}"
@@ -308,9 +308,14 @@ def fingerprint(found: TokenSet) -> str:
     """A hash that changes with the tokens and masks: of the manifest's digests, or else of each
     file's size and of samples of it, 1 MiB in all, so that the start of a run does not wait for all
     data."""
-    facts = []
-    for shard in [*found.shards, *filter(None, found.masks)]:
+
+    def digest(shard: Shard) -> str:
         known = shard.sha256 or shard.pages.hex()
-        digest = known or hashlib.sha256(sample_pages(shard)).hexdigest()
-        facts.append([shard.n_tokens, shard.dtype, digest])
+        return known or hashlib.sha256(sample_pages(shard)).hexdigest()
+
+    facts = []
+    for shard, mask in zip(found.shards, found.masks, strict=True):
+        facts.append([shard.n_tokens, shard.dtype, digest(shard)])
+        facts[-1] += [shard.offset] if shard.pages else []
+        facts[-1] += [f"mask {digest(mask)}"] if mask else []
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]

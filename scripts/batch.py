@@ -42,6 +42,7 @@ def parse() -> tuple[Args, config.Config]:
     cfg = cli.config_of_run(args.run, config.Mesh(1, 1, 1))
     record = json.loads((files.absolute_path(args.run) / "config.json").read_text())
     cfg = replace(cfg, train=replace(cfg.train, batch_size=record["train"]["batch_size"]))
+    cfg = replace(cfg, data=replace(cfg.data, epochs_max=0))
     for name, x, low, high in (
         ("step", args.step, 1, cfg.train.steps),
         ("row", args.row, -1, cfg.train.batch_size - 1),
@@ -59,6 +60,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 import processes
+import rundir
 import train
 import utils
 from dataset import Dataset, Mixture, TokenFiles
@@ -98,6 +100,18 @@ def count_documents(source: TokenFiles, start: int, stop: int) -> int:
     return sum(int((source.read(a, min(a + 2**24, stop)) == source.end_id).sum()) for a in at)
 
 
+def check_record(args: Args, run, fingerprint: str):
+    """Raise UserError DATA if the data are not those of the run's record; warn if the record is not
+    that of the update."""
+    if rundir.read_record(run)["data_fingerprint"] != fingerprint:
+        what = f"the data are not those that {run} was trained on"
+        raise config.UserError(config.DATA, what, "put the data back to where config.json says")
+    for start in rundir.read_history(run):
+        changed = [*start.get("changes", {}).get("changes the training", {})]
+        if start["step"] >= args.step and changed:
+            utils.warn(f"{', '.join(changed)} changed after update {args.step}; this is as of now")
+
+
 class Row:
     """One sequence of the batch. nll: of each token after the first; None without --loss."""
 
@@ -110,13 +124,13 @@ class Row:
 
 
 def read_rows(args: Args, cfg: config.Config) -> list[Row]:
-    data = Dataset(cfg, "train")
+    data, run = Dataset(cfg, "train"), files.absolute_path(args.run)
+    check_record(args, run, data.source.fingerprint)
     sources, epochs, windows = data.order.batch(args.step - 1)
     batch = data.batch(args.step - 1)
     tokens, targets = (np.asarray(x).reshape(cfg.train.batch_size, -1) for x in batch)
     nll = None
     if args.loss or args.html:
-        run = files.absolute_path(args.run)
         step = find_weights(run, args.step)
         print(f"losses by the weights after update {step}", file=sys.stderr, flush=True)
         params = train.load_params(run, cfg, step)

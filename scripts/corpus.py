@@ -28,7 +28,7 @@ def find_files(root: Path, suffix: str, excluded: set[str]) -> list[tuple[str, P
     found = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name[0] != "." and name not in excluded]
-        names = [name for name in names if name.endswith(suffix)]
+        names = [name for name in names if name.endswith(suffix) and name[0] != "."]
         names = [name for name in names if name.endswith(".arrow")] or names
         paths = [Path(folder, name) for name in names]
         paths = [path for path in paths if path.is_file() and not path.is_symlink()]
@@ -47,7 +47,7 @@ def find_remote(pattern: str, suffix: str) -> list[File]:
     files = []
     for full, about in sorted(found.items()):
         name = full.removeprefix(path.rstrip("/")).lstrip("/") or full.rpartition("/")[2]
-        is_hidden = any(part.startswith(".") for part in name.split("/")[:-1])
+        is_hidden = any(part.startswith(".") for part in name.split("/"))
         if about["type"] == "file" and name.endswith(suffix) and not is_hidden:
             files.append(File(name, fs.unstrip_protocol(full), about["size"]))
     return files

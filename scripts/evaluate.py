@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import cli
 import config
 import files
+from mixture import read_sets
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,11 @@ def parse() -> tuple[Args, config.Config]:
         what = f"batch_size={args.batch_size} must be at least 1"
         raise config.UserError(config.USAGE, what, "set --batch_size 1 or more")
     flags = ["--data.val", args.data] if args.data else []
-    return args, cli.config_of_run(args.run, args.mesh, *flags)
+    cfg = cli.config_of_run(args.run, args.mesh, *flags)
+    if args.per_token and len(read_sets(cfg.data.val)) > 1:
+        what = f"--per_token takes one set, but data.val={cfg.data.val} has several"
+        raise config.UserError(config.USAGE, what, "name one with --data")
+    return args, cfg
 
 
 if __name__ == "__main__":  # before jax is imported, see train.py
@@ -57,7 +62,6 @@ import processes
 import train
 import utils
 from dataset import Dataset
-from mixture import read_sets
 
 
 def main(args: Args, cfg: config.Config):

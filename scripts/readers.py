@@ -299,7 +299,11 @@ def read_dataset(piece: Piece, options: Options) -> Iterator[dict]:
 
 
 def parse_json(line: bytes):
-    return json.loads(line.decode("utf-8")) if line.strip() else None
+    return json.loads(line.decode("utf-8-sig")) if line.strip() else None
+
+
+def parse_line(line: bytes) -> str | None:
+    return line.decode() if line.strip() else None
 
 
 class Format(NamedTuple):
@@ -313,7 +317,7 @@ class Format(NamedTuple):
 # {suffix: format}.  Other files are text; with --document_per_line text is "lines".
 FORMATS = {
     ".txt": Format(cut_text, read_text, bytes.decode),
-    "lines": Format(cut_lines, read_range, bytes.decode),
+    "lines": Format(cut_lines, read_range, parse_line),
     ".jsonl": Format(cut_lines, read_range, parse_json),
     ".jsonl.gz": Format(cut_nothing, read_compressed, parse_json),
     ".jsonl.zst": Format(cut_nothing, read_compressed, parse_json),

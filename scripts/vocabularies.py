@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable
 
-from etils import epath
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from config import END
+from config import DATA, END, UserError
+from files import read_limited
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -51,7 +51,12 @@ def bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def read_tokenizer(path: str) -> Tokenizer:
-    tokenizer = Tokenizer.from_str(epath.Path(path).read_text())
+    """Raises UserError DATA."""
+    try:
+        tokenizer = Tokenizer.from_str(read_limited(path))
+    except Exception as e:  # tokenizers raises nothing narrower
+        what = f"--tokenizer {path} cannot be read: {str(e)[:200]}"
+        raise UserError(DATA, what, "give a tokenizer.json of the tokenizers library") from None
     tokenizer.add_special_tokens([END])  # does nothing if it has this token
     tokenizer.no_truncation()
     tokenizer.no_padding()

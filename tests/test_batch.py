@@ -82,6 +82,13 @@ def test_a_bad_batch_is_found_rolled_back_and_left_out(spoilt, tmp_path, capsys)
     assert rows(run, "eval")[STEPS]["loss"] == pytest.approx(want, rel=0.01)
     assert rows(run)[UPDATE]["loss"] < 1.2 * rows(run)[UPDATE - 1]["loss"]
 
+    train.main(on_mesh(accepted, (1, 1, 1)))  # the same command goes on: here there is no more
+    assert "this command has rolled the run back already" in capsys.readouterr().out
+    assert [path.name for path in (run / "rolled_back").iterdir()] == ["30"]
+    later = replace(cfg, data=replace(cfg.data, skip=f"5,{UPDATE}"), run=accepted.run)
+    error = refusal(on_mesh(later, (1, 1, 1)))
+    assert error.code == CHECKPOINT and "change some of the 60 updates" in str(error)
+
 
 def test_a_rollback_to_before_all_checkpoints_is_an_error(spoilt):
     cfg, _, _ = spoilt
@@ -114,7 +121,7 @@ def test_a_rollback_happens_once_under_restarts(base):
     again.terminate()
     assert finish(again)[0] == 75
     steps = [json.loads(line)["step"] for line in history.read_text().splitlines()]
-    assert steps[0] == 0 and steps[1] == 4 and steps[2] >= 12
+    assert steps[0] == 0 and steps[1] == 4 and steps[2] > 4
     assert [p.name for p in (run / "rolled_back").iterdir()] == ["4"]
 
 

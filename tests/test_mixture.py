@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
@@ -255,6 +256,33 @@ def test_a_run_beyond_data_epochs_max_does_not_start(mixed):
     data = Dataset(on_mesh(cfg), "train")
     assert max(data.order.batch(step)[1].max() for step in range(fits)) == 0
     assert data.order.batch(fits)[1].max() == 1
+
+
+def test_sets_that_cannot_be_mixed_are_named(cfg, corpus, tmp_path):
+    np.save(tmp_path / "x.npy", np.zeros(10, np.uint16))
+    shutil.copytree(corpus / "val", tmp_path / "other")
+    text = (tmp_path / "other" / "tokenizer.json").read_text()
+    (tmp_path / "other" / "tokenizer.json").write_text(text + "\n")
+    for part, word in dict(x="x holds 10 tokens", other="a and other have different").items():
+        path = tmp_path / ("x.npy" if part == "x" else part)
+        data = dict(train=f"a={corpus / 'train'},{part}={path}")
+        with pytest.raises(UserError, match=word) as error:
+            Dataset(on_mesh(cfg, data=data), "train")
+        assert error.value.code == DATA
+
+
+def test_the_fingerprint_says_which_shard_a_mask_belongs_to(cfg, tmp_path):
+    seen = set()
+    for masked in ("", "a", "b"):
+        folder = tmp_path / f"masked_{masked}"
+        folder.mkdir()
+        for name in "ab":
+            np.save(folder / f"{name}.npy", np.arange(1000, dtype=np.uint16) % 500)
+        if masked:
+            np.zeros(1000, np.uint8).tofile(folder / f"{masked}.mask")
+        data = Dataset(on_mesh(cfg, data=dict(train=str(folder))), "train")
+        seen.add(data.source.fingerprint)
+    assert len(seen) == 3
 
 
 def test_a_mask_of_another_length_is_refused(cfg, tmp_path):

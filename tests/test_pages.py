@@ -152,7 +152,7 @@ def test_pages_from_a_bucket_are_kept_on_disk_and_damage_there_is_noticed(remote
         return len(fetched)
 
     assert read() == 3 and read() == 0
-    kept = sorted(Path(remote.data.cache).glob("*/*"))
+    kept = sorted(Path(remote.data.cache).glob("trifold-pages/*/*"))
     assert len(kept) == 3  # two pages, and the file of digests
     for path in kept:
         flip(path, 5)
@@ -174,6 +174,11 @@ def test_the_cache_on_disk_keeps_its_size_and_what_was_used_last(tmp_path):
         assert size <= (50 + 50 // 16 + 1) * PAGE
     assert cache.get(keys[10]) == page and cache.get(keys[-1]) == page
     assert cache.get(keys[11]) is None
+    (cache.folder / "ab" / "folder").mkdir(parents=True, exist_ok=True)
+    (cache.folder / "ab" / "thesis.tex").write_text("mine")
+    cache.limit = 0
+    cache.trim()
+    assert [path.name for path in sorted(cache.folder.glob("*/*"))] == ["folder", "thesis.tex"]
 
 
 def test_memory_keeps_its_size(cfg, folder, monkeypatch):
@@ -235,4 +240,4 @@ def test_a_run_reads_the_same_from_a_bucket_as_from_disk(base, folder, monkeypat
     monkeypatch.setattr(pages, "is_remote", lambda path: True)
     np.testing.assert_array_equal(np.asarray(Dataset(on_mesh(cfg), "train").batch(11)), local)
     train.main(on_mesh(replace(cfg, train=replace(cfg.train, steps=2)), (2, 1, 1)))
-    assert len(list((tmp_path / "cache").glob("*/*"))) > 2
+    assert len(list((tmp_path / "cache").glob("trifold-pages/*/*"))) > 2
