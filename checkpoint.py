@@ -76,7 +76,8 @@ def find_fault(folder: Path) -> str:
             if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
                 kind = "a symbolic link" if stat.S_ISLNK(mode) else "a pipe or device"
                 return f"{'it' if path == folder else path.relative_to(folder)} is {kind}"
-            if not os.access(path, os.R_OK | (os.X_OK if stat.S_ISDIR(mode) else 0)):
+            needed = os.R_OK | (os.X_OK if stat.S_ISDIR(mode) else 0)
+            if not os.access(path, needed, effective_ids=os.access in os.supports_effective_ids):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
     except FileNotFoundError:
         return "it was removed while this process looked at it"

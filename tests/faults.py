@@ -528,7 +528,7 @@ def train_with_nan(world: World, step: int, leaf: int, where: float, in_loss: bo
     with world.trial(1, True, **sections) as trial:
         data = dataset.Dataset(on_mesh(trial.cfg, (1, 1, 1)), "train")
         bad_sum = int(np.asarray(data.batch(step)[0]).sum())
-        data.worker.shutdown()
+        data.workers.shutdown()
         loss_and_grads = train.loss_and_grads
 
         def with_nan(params, tokens, targets, key, cfg):
@@ -702,7 +702,7 @@ def read_all(world: World, folder: Path) -> tuple[bytes, str]:
     data = replace(world.base.data, train=str(folder))
     data = dataset.Dataset(on_mesh(replace(world.base, data=data), (1, 1, 1)), "train")
     found = data.source.windows(np.arange(data.n_windows)).tobytes()
-    data.worker.shutdown()
+    data.workers.shutdown()
     return found, data.source.fingerprint
 
 
