@@ -181,7 +181,7 @@ class PageReader:
         try:
             return file_state(shard.path)
         except FileNotFoundError:
-            raise missing(shard.path) from None
+            raise missing_error(shard.path) from None
 
     def is_unchanged(self, shard: Shard) -> bool:
         """Whether a file without digests is as it was when it was opened first."""
@@ -195,7 +195,7 @@ class PageReader:
             absent = [block for block, data in found.items() if data is None]
             for block, data in zip(absent, fetch(absent), strict=True):
                 if isinstance(data, FileNotFoundError):
-                    raise missing(block.path) from None
+                    raise missing_error(block.path) from None
                 if isinstance(data, Exception):
                     raise data
                 if not block.digest or page_digest(data) == block.digest:
@@ -247,7 +247,7 @@ class PageReader:
         return self.disk
 
 
-def missing(path: epath.Path) -> UserError:
+def missing_error(path: epath.Path) -> UserError:
     what = f"shard {path.name!r} is missing from {path.parent}"
     return data_error(what, "copy it there again")
 

@@ -308,7 +308,7 @@ def split_again(tasks: list[Task], facts: list[dict], out: epath.Path, plan: dic
 
 
 def finish(out: epath.Path, tasks: list[Task], facts: list[dict], recipe: dict):
-    """Write the list of skipped rows and the manifests, and remove the facts."""
+    """Write the list of skipped rows, and the manifests."""
     tokenizer = load_tokenizer(str(out))
     vocab_size, end_id = tokenizer.get_vocab_size(), tokenizer.token_to_id(END)
     n_skipped = sum(x["n_skipped"] for x in facts)
@@ -332,7 +332,7 @@ def finish(out: epath.Path, tasks: list[Task], facts: list[dict], recipe: dict):
         say(f"skipped {n_skipped:,} document(s), which {out / 'skipped.jsonl'} lists")
 
 
-def remove_facts(out: epath.Path):
+def remove_progress(out: epath.Path):
     if (out / "progress").exists():
         (out / "progress").rmtree()
 
@@ -372,7 +372,7 @@ def main(args: Args):
     sizes = [pair for pair in sizes if pair[1]]
     recipe["documents"] = hashlib.sha256(json.dumps(sizes).encode()).hexdigest()
     if is_finished(out, recipe):
-        remove_facts(out)
+        remove_progress(out)
         return say(f"{out} is up to date")
     step = min(PIECE, max(65536, args.shard_tokens))
     options = Options(args.field, args.prompt_field, args.document_per_line, step)
@@ -391,7 +391,7 @@ def main(args: Args):
         if not split_again(tasks, facts, out, plan):
             break
     finish(out, tasks, facts, recipe)
-    remove_facts(out)
+    remove_progress(out)
 
 
 if __name__ == "__main__":

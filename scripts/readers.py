@@ -194,7 +194,7 @@ def read_range(piece: Piece, options: Options) -> Iterator[bytes]:
                 return
 
 
-def cut_nothing(file: File, options: Options) -> list[Piece]:
+def take_whole(file: File, options: Options) -> list[Piece]:
     """The whole file.  A compressed text is taken to be a third of its size."""
     return [Piece(kind_of(file, options), file.source, 0, file.size, 3 * file.size)]
 
@@ -319,8 +319,8 @@ FORMATS = {
     ".txt": Format(cut_text, read_text, bytes.decode),
     "lines": Format(cut_lines, read_range, parse_line),
     ".jsonl": Format(cut_lines, read_range, parse_json),
-    ".jsonl.gz": Format(cut_nothing, read_compressed, parse_json),
-    ".jsonl.zst": Format(cut_nothing, read_compressed, parse_json),
+    ".jsonl.gz": Format(take_whole, read_compressed, parse_json),
+    ".jsonl.zst": Format(take_whole, read_compressed, parse_json),
     ".parquet": Format(cut_parquet, read_parquet, dict),
     ".arrow": Format(cut_arrow, read_arrow, dict),
     "hf://": Format(cut_dataset, read_dataset, dict),
