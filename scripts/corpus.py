@@ -37,7 +37,8 @@ def find_files(root: Path, suffix: str, excluded: set[str]) -> list[tuple[str, P
 
 
 def find_remote(pattern: str, suffix: str) -> list[File]:
-    """The files of a gs:// file, folder or pattern, as find_files finds local ones."""
+    """The files of a gs:// file, folder or pattern, as find_files finds local ones, but
+    also those that describe .arrow files."""
     fs, path = fsspec.url_to_fs(pattern)
     if glob.has_magic(pattern):
         found = fs.glob(path, detail=True)
