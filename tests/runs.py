@@ -83,7 +83,9 @@ def new_run(base: Config, name: str, **sections) -> tuple[Config, Path]:
     """base under another name and with fields replaced, and its run directory."""
     cfg = replace(base, run=replace(base.run, name=name))
     cfg = replace(cfg, **{s: replace(getattr(cfg, s), **fields) for s, fields in sections.items()})
-    return cfg, Path(cfg.run.dir) / name
+    run = Path(cfg.run.dir) / name
+    assert not run.exists(), f"another test has a run {name}"
+    return cfg, run
 
 
 def copy_run(reference: Path, base: Config, name: str, **sections) -> tuple[Config, Path]:

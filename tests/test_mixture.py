@@ -219,7 +219,7 @@ def test_a_run_on_a_mixture_reports_each_set_and_resumes(mixed, sets, capsys):
 def test_two_processes_and_a_kill_change_nothing_of_a_mixture(mixed):
     cfg, run = new_run(mixed, "one", mesh=dict(dp=2, pp=1, tp=1))
     assert finish(start(cfg))[0] == 0
-    two, other = new_run(mixed, "two", mesh=dict(dp=2, pp=1, tp=1))
+    two, other = new_run(mixed, "two of a mixture", mesh=dict(dp=2, pp=1, tp=1))
     first = start_two(two)
     while not (other / "metrics.jsonl").exists() or len(rows(other)) < 8:
         assert first[0].poll() is None
