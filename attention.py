@@ -25,7 +25,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from blockwise import block_attention
-from config import USAGE, Config, UserError, look_up
+from config import Config
+from errors import USAGE, UserError, look_up
 from layers import (
     add_bias,
     einsum,

@@ -21,9 +21,9 @@ import tensorstore
 from etils import epath
 from orbax.checkpoint import checkpoint_managers
 
-import config
-from config import UserError
+import errors
 from digests import digest_leaves
+from errors import UserError
 from files import free_name, is_remote, move_folder
 from processes import LOST_IN_COLLECTIVE, name_ids
 from utils import (
@@ -251,7 +251,7 @@ class Checkpoints:
         if self.keep == 0:
             what = f"checkpoint {self.path / name} is damaged"
             fix = "resume its run: it continues from the checkpoint before this one"
-            raise UserError(config.CHECKPOINT, what, fix)
+            raise UserError(errors.CHECKPOINT, what, fix)
 
     def restore(self, abstract: dict, step: int = -1):
         """Return the newest checkpoint that passes verification, or None if the run has no rows in
@@ -277,12 +277,12 @@ class Checkpoints:
         if bad:
             what = f"no usable checkpoint among {len(bad)} in {self.path}: {', '.join(bad)}"
             fix = "restore one from a copy, or start over with --fresh; they are in damaged/"
-            raise UserError(config.CHECKPOINT, what, fix)
+            raise UserError(errors.CHECKPOINT, what, fix)
         metrics = self.run / "metrics.jsonl"
         if metrics.exists() and metrics.read_bytes().strip():
             what = f"{self.run} has trained, but {self.path} holds no checkpoint"
             fix = "restore the checkpoints from a copy, or start over with --fresh"
-            raise UserError(config.CHECKPOINT, what, fix)
+            raise UserError(errors.CHECKPOINT, what, fix)
         return None
 
     def find_step(self, step: int) -> int | None:
@@ -292,9 +292,9 @@ class Checkpoints:
             return self.manager.latest_step()
         found = self.manager.all_steps()
         if step not in found:
-            what = f"{self.path} has no checkpoint {step}, only {config.or_list(found or ['none'])}"
+            what = f"{self.path} has no checkpoint {step}, only {errors.or_list(found or ['none'])}"
             fix = "give --step one of those, or leave it out for the newest"
-            raise UserError(config.CHECKPOINT, what, fix)
+            raise UserError(errors.CHECKPOINT, what, fix)
         return step
 
     def load(self, step: int, abstract: dict):
@@ -338,7 +338,7 @@ class Checkpoints:
         if refused or re.search(UNREACHABLE, str(error)):
             what = f"cannot read {self.path / str(step)}: {str(error)[:300]}"
             fix = "fix the storage or the permissions, and run the same command again"
-            raise UserError(config.STORAGE, what, fix) from error
+            raise UserError(errors.STORAGE, what, fix) from error
         if not all_agree(error is None):
             why = f"{type(error).__name__}: {error}" if error else "another process failed"
             raise Damaged(re.sub(r"\s+", " ", why)[:160]) from error
@@ -364,7 +364,7 @@ class Checkpoints:
             what = f"checkpoint {self.path / str(step)} is of another run: "
             fix = "give the values in its run's config.json, or another --run.name, or --fresh; "
             fix += "what is not the shape of a weight, --run.accept can name"
-            raise UserError(config.CHECKPOINT, what + "; ".join(differ[:10]) + more, fix)
+            raise UserError(errors.CHECKPOINT, what + "; ".join(differ[:10]) + more, fix)
 
     def move_to_damaged(self, step: int) -> epath.Path:
         """Move checkpoint `step` to damaged/ and return its new path.  If it stayed, orbax would
@@ -384,7 +384,7 @@ class Checkpoints:
         if is_writing and (waited := time.monotonic() - self.saved_at) > self.SLOWEST:
             what = f"checkpoint {self.newest} is still being written to {self.path}"
             fix = "look at the storage, then run the same command again to resume"
-            raise UserError(config.STORAGE, f"{what} after {waited:.0f} s", fix)
+            raise UserError(errors.STORAGE, f"{what} after {waited:.0f} s", fix)
         return is_writing
 
     def is_late(self, every: int, minutes: float) -> bool:
@@ -424,7 +424,7 @@ class Checkpoints:
             if not finite:
                 what = f"the state after update {step} holds a NaN or infinity; it was not saved"
                 fix = f"resume from checkpoint {self.newest} with a lower --optim.lr"
-                raise UserError(config.DIVERGED, what, fix)
+                raise UserError(errors.DIVERGED, what, fix)
             leaf_digests = dict(zip(table, np.asarray(values).tolist(), strict=True))
             self.write(step, state, leaf_digests, loss)
         if last:
@@ -490,7 +490,7 @@ class Checkpoints:
         reason = re.sub(r"\s+", " ", str(error).replace(f"{self.path}/", ""))[:400]
         what = f"checkpoint {step} could not be written to {self.path}: {reason}"
         fix = "make room or fix the storage, and run the same command again to resume"
-        self.failure, now = UserError(config.STORAGE, what, fix), time.monotonic()
+        self.failure, now = UserError(errors.STORAGE, what, fix), time.monotonic()
         self.failing_since = self.failing_since or now
         left = self.failing_since + self.patience - now
         wait = max(0, min(60, 5 * 2 ** len(self.failed), left))

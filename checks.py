@@ -8,19 +8,8 @@ import math
 import re
 from dataclasses import replace
 
-from config import (
-    SECTIONS,
-    USAGE,
-    Config,
-    Model,
-    Problem,
-    UserError,
-    all_kinds,
-    field_value,
-    layer_kinds,
-    n_blocks,
-    or_list,
-)
+from config import SECTIONS, Config, Model, all_kinds, field_value, layer_kinds, n_blocks
+from errors import USAGE, Problem, UserError, or_list
 from mixture import read_sets, read_skip, read_stages
 
 

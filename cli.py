@@ -18,17 +18,8 @@ from typing import Annotated
 import tyro
 
 from checks import check
-from config import (
-    INTERRUPTED,
-    PRESETS,
-    SECTIONS,
-    STORAGE,
-    USAGE,
-    Config,
-    Mesh,
-    UserError,
-    or_list,
-)
+from config import PRESETS, SECTIONS, Config, Mesh
+from errors import INTERRUPTED, STORAGE, USAGE, UserError, or_list
 
 # ---- config files
 

@@ -19,7 +19,8 @@ from etils import epath
 from jax.sharding import NamedSharding
 
 import mixture
-from config import DATA, Config, Problem, UserError
+from config import Config
+from errors import DATA, Problem, UserError
 from files import absolute_path
 from mixture import read_sets
 from model import TOKEN_SPEC

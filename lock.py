@@ -15,8 +15,9 @@ import uuid
 import fsspec
 from etils import epath
 
-import config
-from config import Config, UserError
+import errors
+from config import Config
+from errors import UserError
 from files import is_remote, run_path
 
 
@@ -27,7 +28,7 @@ def warn(text: str):
 def busy_error(path: epath.Path, owner: str) -> UserError:
     what = f"run directory {path.parent} belongs to another live run: {owner[:200]}"
     fix = "wait for that run or stop it, or choose another --run.name"
-    return UserError(config.BUSY, what, fix)
+    return UserError(errors.BUSY, what, fix)
 
 
 def new_owner() -> dict:
@@ -136,7 +137,7 @@ class Lease:
                 if generation is None:
                     error = busy_error(self.path, self.file.read()[1] or "the lease is gone")
                     os.write(2, f"{error}\n".encode())
-                    os._exit(config.BUSY)
+                    os._exit(errors.BUSY)
                 self.generation = generation
             except Exception as e:  # the next turn tries again, and sees whether it is still ours
                 warn(f"{self.path} was not renewed ({type(e).__name__}: {str(e)[:200]})")

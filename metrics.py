@@ -17,7 +17,9 @@ import numpy as np
 from etils import epath
 
 import config
-from config import Config, UserError
+import errors
+from config import Config
+from errors import UserError
 from files import is_remote, write_whole
 from mixture import read_sets
 from utils import (
@@ -315,7 +317,7 @@ class MetricsLog:
             o, first = self.cfg.optim, step - self.skips + 1
             what = f"diverged: {self.skips} updates in a row, {first} to {step}, were not finite"
             fix = f"lower optim.lr={o.lr} or optim.clip_norm={o.clip_norm}, or check their data"
-            raise UserError(config.DIVERGED, what, fix)
+            raise UserError(errors.DIVERGED, what, fix)
 
     def run_untimed(self, f, *args):
         """f(*args), once all earlier rows are written; no update's step_time includes it."""
@@ -435,7 +437,7 @@ def start_wandb(run: epath.Path, cfg: Config):
     if mode != "offline" and not has_wandb_key():
         if required:
             fix = "set WANDB_API_KEY or run `wandb login`, or use --log.wandb online"
-            raise UserError(config.USAGE, "log.wandb=required but no API key was found", fix)
+            raise UserError(errors.USAGE, "log.wandb=required but no API key was found", fix)
         say("wandb: no API key, so this run is logged offline; `wandb sync` uploads it later")
         mode = "offline"
     try:
@@ -445,7 +447,7 @@ def start_wandb(run: epath.Path, cfg: Config):
         if required:
             what = f"log.wandb=required but it did not start: {why}"
             fix = "fix the connection, or use --log.wandb online"
-            raise UserError(config.USAGE, what, fix) from None
+            raise UserError(errors.USAGE, what, fix) from None
         warn(f"wandb is off ({why}); metrics.jsonl has everything")
         return None
 

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from config import Config, look_up
+from config import Config
+from errors import look_up
 from model import param_table
 
 # ---- learning rate schedules: (n, cfg) -> how far from min_lr_ratio (0) to the peak (1)

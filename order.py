@@ -8,7 +8,8 @@ from fractions import Fraction
 
 import numpy as np
 
-from config import DATA, Config, UserError
+from config import Config
+from errors import DATA, UserError
 from mixture import in_stream, read_sets, read_skip, read_stages
 
 # ---- permutations

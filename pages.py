@@ -22,7 +22,8 @@ import fsspec
 import numpy as np
 from etils import epath
 
-from config import DATA, STORAGE, Config, UserError
+from config import Config
+from errors import DATA, STORAGE, UserError
 from files import is_remote
 from shards import (
     PAGE,

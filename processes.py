@@ -25,8 +25,10 @@ import jaxlib
 from etils import epath
 
 import config
+import errors
 from cli import call_within
-from config import Config, Problem, Run, UserError
+from config import Config, Run
+from errors import Problem, UserError
 from files import write_whole
 from restart import LAST_END
 from utils import (
@@ -61,7 +63,7 @@ def start_processes(cfg: Config):
         except RuntimeError as e:
             what = f"run.coordinator={r.coordinator}: {str(e).splitlines()[0][:200]}"
             fix = "choose a free port on process 0's host, the same in every process's flags"
-            raise UserError(config.DISTRIBUTED, what, fix) from None
+            raise UserError(errors.DISTRIBUTED, what, fix) from None
         return
     exit_on_abort()
     try:
@@ -89,7 +91,7 @@ def meet(r: Run):
         server = socket.create_server(address, family=family)
     except OSError as e:
         fix = "choose a free port of this host, the same in every process's flags"
-        raise UserError(config.DISTRIBUTED, f"run.coordinator={r.coordinator}: {e}", fix) from None
+        raise UserError(errors.DISTRIBUTED, f"run.coordinator={r.coordinator}: {e}", fix) from None
     try:
         with server:
             while len(greeted) < r.num_processes - 1:
@@ -131,7 +133,7 @@ def wait_for_greeting(server: socket.socket, r: Run, greeted: dict, deadline: fl
         what = f"{missing} of {r.num_processes} did not come to run.coordinator={r.coordinator}"
         fix = "start every process within run.start_timeout, and look at their logs"
         what += f" within {r.start_timeout} s"
-        raise UserError(config.DISTRIBUTED, what, fix) from None
+        raise UserError(errors.DISTRIBUTED, what, fix) from None
     connection.settimeout(5)
     try:
         word, n, count = connection.makefile().readline(100).split()
@@ -148,7 +150,7 @@ def wait_for_greeting(server: socket.socket, r: Run, greeted: dict, deadline: fl
         what += f" and knows another process {n} already" if came_twice else ""
         greeted[-1] = connection
         fix = "give each process the same number of processes and an id of its own"
-        raise UserError(config.USAGE, what, fix)
+        raise UserError(errors.USAGE, what, fix)
     greeted[n] = connection
 
 
@@ -184,7 +186,7 @@ def greet_process_0(r: Run, address: tuple[str, int], deadline: float):
         if time.monotonic() > deadline:
             what = f"no process 0 at run.coordinator={r.coordinator} after {r.start_timeout} s"
             fix = "start process 0, and check the address and the firewall"
-            raise UserError(config.DISTRIBUTED, f"{what}: {reason}", fix)
+            raise UserError(errors.DISTRIBUTED, f"{what}: {reason}", fix)
         time.sleep(0.5)
 
 
@@ -229,7 +231,7 @@ def compare_settings(cfg: Config):
     if differ := differences(settings):
         fix = "start all processes of a run with the same flags"
         problems = [Problem(f"{name} is {values}", fix) for name, values in differ.items()]
-        raise UserError(config.USAGE, problems=problems)
+        raise UserError(errors.USAGE, problems=problems)
     ours = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
     versions = dict(python=platform.python_version(), jax=jax.__version__)
     versions |= dict(jaxlib=jaxlib.__version__, trifold=hashlib.sha256(ours).hexdigest()[:12])
@@ -242,7 +244,7 @@ def compare_data(fingerprints: dict[str, str]):
     if differ := differences(fingerprints):
         fix = "let the path hold the same data set on every host"
         problems = [Problem(f"{n} differs: {values}", fix) for n, values in differ.items()]
-        raise UserError(config.USAGE, problems=problems)
+        raise UserError(errors.USAGE, problems=problems)
 
 
 # ---- stopping
@@ -289,7 +291,7 @@ class Stop:
             if LAST_END in os.environ and now < self.told_at + self.TOGETHER:
                 return
             os.write(2, b"\ninterrupted before all was saved; run the same command again\n")
-            os._exit(config.INTERRUPTED)
+            os._exit(errors.INTERRUPTED)
         os.write(2, b"\nstopping after this update; once more stops at once\n")
         self.wants_stop, self.told_at = True, now
 
@@ -392,7 +394,7 @@ class Watchdog:
 
     def give_up(self, waited: float):
         HANGS.set()
-        threading.Timer(60, os._exit, [config.HUNG]).start()  # storage may be what hangs
+        threading.Timer(60, os._exit, [errors.HUNG]).start()  # storage may be what hangs
         with tempfile.TemporaryFile() as f:
             faulthandler.dump_traceback(f, all_threads=True)
             f.seek(0)
@@ -409,7 +411,7 @@ class Watchdog:
         fix = f"look at the stacks, in {where}, then run the same command again to resume"
         os.write(2, f"{Problem(what, fix)}\n".encode())
         leave_last(30)
-        os._exit(config.HUNG)
+        os._exit(errors.HUNG)
 
     def who_is_late(self) -> str:
         """The processes that have made the fewest polls, as far as the others know."""
@@ -440,7 +442,7 @@ def aborted(number):
     what = "JAX aborted this process (its message is above), most often as another one was lost"
     fix = "look at the other processes' logs, then run the same command again in every process"
     os.write(2, f"{Problem(what, fix)}\n".encode())
-    os._exit(config.DISTRIBUTED)
+    os._exit(errors.DISTRIBUTED)
 
 
 def exit_on_abort():
@@ -475,19 +477,19 @@ def run_main(main, cfg: Config):
     except UserError as e:
         exit_with(e)
     except KeyboardInterrupt:  # before Stop has replaced the signal's handler
-        exit_with(UserError(config.INTERRUPTED, "interrupted", again))
+        exit_with(UserError(errors.INTERRUPTED, "interrupted", again))
     except Exception as e:  # every error ends the process here: a normal exit could hang
         reason = f"{type(e).__name__}: {str(e).splitlines()[0][:200] if str(e) else ''}"
         if jax.distributed.is_initialized() and re.search(LOST_PEER, str(e)):
             fix = f"look at that process's log, then {again}, in every process"
-            exit_with(UserError(config.DISTRIBUTED, f"a peer process was lost: {reason}", fix))
+            exit_with(UserError(errors.DISTRIBUTED, f"a peer process was lost: {reason}", fix))
         if isinstance(e, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(e):
             rows = "fewer rows at a time (in training, train.microbatches or train.grad_accum)"
             fix = f"use more devices, {rows}, or train.remat=layer; scripts/plan.py says what fits"
-            exit_with(UserError(config.USAGE, f"a device's memory is too small: {reason}", fix))
+            exit_with(UserError(errors.USAGE, f"a device's memory is too small: {reason}", fix))
         if is_storage_error(e):
             fix = f"free some space, or fix the storage or the permissions, then {again}"
-            exit_with(UserError(config.STORAGE, f"storage failed: {reason}", fix))
+            exit_with(UserError(errors.STORAGE, f"storage failed: {reason}", fix))
         traceback.print_exc()
         exit_with(None)
     finally:

@@ -9,7 +9,8 @@ import subprocess
 import sys
 import time
 
-from config import DISTRIBUTED, HUNG, INTERRUPTED, STORAGE, Config
+from config import Config
+from errors import DISTRIBUTED, HUNG, INTERRUPTED, STORAGE
 from files import run_path, saved_steps
 
 LAST_END = "TRIFOLD_LAST_END"

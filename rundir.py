@@ -20,8 +20,10 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 import config
+import errors
 from cli import to_json
-from config import Config, Problem, UserError
+from config import Config
+from errors import Problem, UserError
 from files import free_name, is_writable, move_folder, run_path, saved_steps, write_whole
 from lock import FileLock, Lease, take_lock
 from mixture import trained_before
@@ -78,7 +80,7 @@ def prepare_run(path: epath.Path, cfg: Config, source, lock) -> FileLock | Lease
     record = path / "config.json"
     if cfg.eval_only and not record.exists():
         what = f"there is no run in {path} to evaluate"
-        raise UserError(config.CHECKPOINT, what, "set --run.name and --run.dir to those of a run")
+        raise UserError(errors.CHECKPOINT, what, "set --run.name and --run.dir to those of a run")
     if cfg.eval_only and not is_writable(path):
         return None
     try:
@@ -107,7 +109,7 @@ def prepare_run(path: epath.Path, cfg: Config, source, lock) -> FileLock | Lease
             lock.release()
         what = f"cannot write to {path}: {e.strerror or e}"
         fix = "choose a --run.dir that this user can write to"
-        raise UserError(config.STORAGE, what, fix) from None
+        raise UserError(errors.STORAGE, what, fix) from None
 
 
 def roll_back(path: epath.Path, cfg: Config, source):
@@ -123,7 +125,7 @@ def roll_back(path: epath.Path, cfg: Config, source):
     if to is None:
         what = f"{path} has no checkpoint of at most {cfg.rollback} updates"
         fix = f"its checkpoints are {', '.join(map(str, saved)) or 'none'}"
-        raise UserError(config.CHECKPOINT, what, fix)
+        raise UserError(errors.CHECKPOINT, what, fix)
     new = json.loads(run_record(cfg, source.fingerprint, ""))
     check_changes(changes(read_record(path), new, to), cfg)
     where = free_name(path / "rolled_back" / str(to))
@@ -146,7 +148,7 @@ def check_is_run(path: epath.Path):
     others = [file.name for file in path.iterdir() if file.name not in left_by_start]
     if others:
         what = f"{path} is not a run directory: it holds {others[0]!r} and no config.json"
-        raise UserError(config.USAGE, what, "choose another --run.name or --run.dir")
+        raise UserError(errors.USAGE, what, "choose another --run.name or --run.dir")
 
 
 def write_record(path: epath.Path, cfg: Config, source):
@@ -157,7 +159,7 @@ def write_record(path: epath.Path, cfg: Config, source):
     text = "" if source.tokenizer is None else source.tokenizer.read_text()
     if text and tokenizer.exists() and tokenizer.read_text() != text:
         what = f"{tokenizer} is another tokenizer than that of the data, {source.tokenizer}"
-        raise UserError(config.DATA, what, f"prepare the data with --tokenizer {tokenizer}")
+        raise UserError(errors.DATA, what, f"prepare the data with --tokenizer {tokenizer}")
     old = read_record(path)
     new = run_record(cfg, source.fingerprint, old.get("run_id", uuid.uuid4().hex[:12]))
     write_whole(path / "config.json", new)
@@ -176,7 +178,7 @@ def read_record(path: epath.Path) -> dict:
         return found
     except (ValueError, AttributeError) as e:
         what = f"{record} is not the JSON object that a run writes there: {e}"
-        raise UserError(config.USAGE, what, "repair it, or start over with --fresh") from None
+        raise UserError(errors.USAGE, what, "repair it, or start over with --fresh") from None
 
 
 # ---- what a start changes
@@ -248,7 +250,7 @@ def check_changes(found: dict, cfg: Config):
             fix = f"give the old value, or --run.accept {flag}, or another --run.name"
             problems.append(Problem(what, fix))
     if problems:
-        raise UserError(config.CHECKPOINT, problems=problems)
+        raise UserError(errors.CHECKPOINT, problems=problems)
 
 
 def check_past(old: dict, cfg: Config, step: int):
@@ -259,7 +261,7 @@ def check_past(old: dict, cfg: Config, step: int):
     if before != trained_before(step, cfg.data.skip, cfg.data.stages):
         what = f"data.skip or data.stages change some of the {step} updates that the run has made"
         fix = "add --rollback with an update from before those, or change only later ones"
-        raise UserError(config.CHECKPOINT, what, fix)
+        raise UserError(errors.CHECKPOINT, what, fix)
 
 
 # ---- history.jsonl: a line for each start

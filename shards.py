@@ -16,7 +16,7 @@ import fsspec
 import numpy as np
 from etils import epath
 
-from config import DATA, UserError, or_list
+from errors import DATA, UserError, or_list
 from files import is_remote, leaves_folder, read_limited
 
 

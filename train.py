@@ -15,7 +15,7 @@ import sys
 def quit_early(number, frame):
     """What SIGTERM and Ctrl-C do until main has made its Stop; nothing can be lost before."""
     os.write(2, b"\ninterrupted while starting: nothing is lost, run the same command again\n")
-    os._exit(75)  # config.INTERRUPTED, which is not imported yet
+    os._exit(75)  # errors.INTERRUPTED, which is not imported yet
 
 
 if __name__ == "__main__":  # before the imports, which take seconds
@@ -53,8 +53,9 @@ import model
 import processes
 import utils
 from checkpoint import Checkpoints
-from config import CHECKPOINT, INTERRUPTED, USAGE, Config, UserError
+from config import Config
 from dataset import Dataset
+from errors import CHECKPOINT, INTERRUPTED, USAGE, UserError
 from experts import moe_metrics, update_router_biases
 from files import is_writable, run_path
 from generate import generate

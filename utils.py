@@ -22,9 +22,10 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import config
+import errors
 from checks import AUTOMATIC, resolve
-from config import Config, UserError
+from config import Config
+from errors import UserError
 
 for package in ("absl", "asyncio"):  # they log tracebacks of errors that they also raise
     logging.getLogger(package).setLevel(logging.CRITICAL)
@@ -113,7 +114,7 @@ def together(f, *args):
     except UserError as e:
         error, answer = e, json.dumps([e.code, e.problems[0].what])
     except Exception as e:  # raised again below
-        code = config.STORAGE if is_storage_error(e) else 1
+        code = errors.STORAGE if is_storage_error(e) else 1
         error, answer = e, json.dumps([code, f"{type(e).__name__}: {e}"])
     answers = exchange(answer)
     if error is not None:
@@ -169,7 +170,7 @@ def start_mesh(cfg: Config, rows: int | None = None) -> Config:
     except RuntimeError as e:
         what = f"JAX has no device: {str(e).splitlines()[0][:200]}"
         fix = "install JAX for the accelerator, or set JAX_PLATFORMS=cpu to simulate the mesh"
-        raise UserError(config.USAGE, what, fix) from None
+        raise UserError(errors.USAGE, what, fix) from None
     jax.set_mesh(make_mesh(cfg))
     if cfg.train.dtype == "float32":  # TPUs and GPUs multiply in fewer bits by default
         jax.config.update("jax_default_matmul_precision", "float32")
@@ -197,10 +198,10 @@ def make_mesh(cfg: Config) -> jax.sharding.Mesh:
     fix = f"choose axes whose product is {len(devices)} (one axis may be -1), or "
     if n > len(devices):
         fix += "simulate the mesh on this host's CPU with JAX_PLATFORMS=cpu"
-        raise UserError(config.USAGE, f"{product} = {n} but only {found}", fix)
+        raise UserError(errors.USAGE, f"{product} = {n} but only {found}", fix)
     if n < len(devices) and (devices[0].platform != "cpu" or jax.process_count() > 1):
         fix += "hide the others from JAX"
-        raise UserError(config.USAGE, f"{product} = {n} would leave some idle: {found}", fix)
+        raise UserError(errors.USAGE, f"{product} = {n} would leave some idle: {found}", fix)
     # Puts mesh neighbours next to each other on the chips' network.  That network may have fewer
     # axes than the mesh, so one of them may be split between two mesh axes.
     grid = mesh_utils.create_device_mesh(

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import cli
 import config
+import errors
 import files
 
 
@@ -49,7 +50,7 @@ def parse() -> tuple[Args, config.Config]:
     ):
         if not low <= x <= high:
             what = f"{name}={x} must be between {low} and {high} in this run"
-            raise config.UserError(config.USAGE, what, f"set --{name} inside that range")
+            raise errors.UserError(errors.USAGE, what, f"set --{name} inside that range")
     return args, cfg
 
 
@@ -70,7 +71,7 @@ def find_weights(run, step: int) -> int:
     """The checkpoint whose weights come nearest to those that update `step` was made with."""
     saved = files.saved_steps(run)
     if not saved:
-        raise config.UserError(config.CHECKPOINT, f"{run} has no checkpoint", "leave --loss out")
+        raise errors.UserError(errors.CHECKPOINT, f"{run} has no checkpoint", "leave --loss out")
     return max((n for n in saved if n < step), default=saved[0])
 
 
@@ -105,7 +106,7 @@ def check_record(args: Args, run, fingerprint: str):
     that of the update."""
     if rundir.read_record(run)["data_fingerprint"] != fingerprint:
         what = f"the data are not those that {run} was trained on"
-        raise config.UserError(config.DATA, what, "put the data back to where config.json says")
+        raise errors.UserError(errors.DATA, what, "put the data back to where config.json says")
     for start in rundir.read_history(run):
         changed = [*start.get("changes", {}).get("changes the training", {})]
         if start["step"] >= args.step and changed:

@@ -33,8 +33,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import checks
 import cli
 import config
+import errors
 import files
-from config import Config, UserError
+from config import Config
+from errors import UserError
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ def parse_meshes(names: tuple[str, ...], flags: list[str]) -> dict[str, Config]:
         values = name.split(",")
         if not 3 <= len(values) <= len(fields):
             what = f"meshes: {name!r} is not dp,pp,tp[,schedule[,skip_bubbles]]"
-            raise UserError(config.USAGE, what, "write it as in 2,2,2 or 1,4,1,1f1b")
+            raise UserError(errors.USAGE, what, "write it as in 2,2,2 or 1,4,1,1f1b")
         mesh = zip(fields, values, strict=False)
         configs[name] = cli.parse([*flags, *(f"--mesh.{field}={x}" for field, x in mesh)])
     return configs
@@ -71,11 +73,11 @@ def parse() -> tuple[Args, Config, dict[str, Config]]:
     for name, least in dict(repeats=1, steps=0).items():
         if getattr(args, name) < least:
             what = f"{name}={getattr(args, name)} must be at least {least}"
-            raise UserError(config.USAGE, what, f"set --{name} {least} or more")
+            raise UserError(errors.USAGE, what, f"set --{name} {least} or more")
     out = Path(args.json)
     if args.json and (out.is_dir() or not out.parent.is_dir()):
         what = f"--json {out} is not a file in a folder that exists"
-        raise UserError(config.USAGE, what, "make the folder, or name another file")
+        raise UserError(errors.USAGE, what, "make the folder, or name another file")
     cfg = cli.parse(rest)
     others = parse_meshes(args.meshes, rest)
     meshes = [x.mesh for x in (cfg, *others.values())]
@@ -260,11 +262,11 @@ def make_torch(name: str, window_BL, cfg: Config) -> Contestant:
     """
     if missing := [name for name in ("torch", "transformers") if not find_spec(name)]:
         what = f"{' and '.join(missing)} not installed"
-        raise UserError(config.USAGE, what, "pip install torch transformers")
+        raise UserError(errors.USAGE, what, "pip install torch transformers")
     if platform() not in ("cpu", "gpu"):
-        raise UserError(config.USAGE, f"is not measured on {platform()}", "leave it out")
+        raise UserError(errors.USAGE, f"is not measured on {platform()}", "leave it out")
     if cfg.optim.name != "adamw":
-        raise UserError(config.USAGE, f"is not measured with optim.name={cfg.optim.name}")
+        raise UserError(errors.USAGE, f"is not measured with optim.name={cfg.optim.name}")
     import torch
 
     from scripts import torch_peers
@@ -295,7 +297,7 @@ def make_peers(names, window_BL, cfg: Config) -> tuple[list[Contestant], dict[st
     for name in names:
         try:
             if missing:
-                raise UserError(config.USAGE, f"has no {', no '.join(missing)}")
+                raise UserError(errors.USAGE, f"has no {', no '.join(missing)}")
             peers.append(on_first_device(PEERS[name], window_BL, cfg))
         except UserError as e:
             left_out[name] = e.problems[0].what

@@ -6,7 +6,7 @@ It needs no jax, so that plan.py can check a topology before it imports jax.
 import math
 from typing import NamedTuple
 
-from config import USAGE, UserError, or_list
+from errors import USAGE, UserError, or_list
 
 GIB = 2**30
 

@@ -18,7 +18,8 @@ from jax.sharding import AxisType, Mesh
 
 import train
 import utils
-from config import USAGE, Config, UserError
+from config import Config
+from errors import USAGE, UserError
 from scripts.chips import H200_TARGET, Chip
 from scripts.cost_model import assume_hopper, scale, step_schedule, work_shares
 

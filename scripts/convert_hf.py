@@ -29,8 +29,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import checks
 import cli
 import config
+import errors
 import files
-from config import CHECKPOINT, DATA, USAGE, Problem, UserError
+from errors import CHECKPOINT, DATA, USAGE, Problem, UserError
 
 
 @dataclass(frozen=True)
@@ -225,7 +226,7 @@ def check_tensors(
     note(scales, "tensors are scales of quantized weights", fix)
     stored = [(name, x.dtype) for name, x in found.items() if name in shapes]
     others = [f"{name} ({dtype})" for name, dtype in stored if dtype not in DTYPES]
-    note(others, f"tensors have a dtype other than {config.or_list(DTYPES)}", fix)
+    note(others, f"tensors have a dtype other than {errors.or_list(DTYPES)}", fix)
     unknown = [name for name in unknown if name not in scales]
     fix = "fetch config.json again, or convert a model with only the tensors of its family"
     note(unknown, f"tensors are unknown for {hf['model_type']}", fix)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import fsspec
 
-from config import DATA, UserError
+from errors import DATA, UserError
 from files import is_remote
 
 
@@ -23,13 +23,12 @@ def find_files(root: Path, suffix: str, excluded: set[str]) -> list[tuple[str, P
     """(path below root, path) of each file, sorted.
 
     Leaves out symbolic links, pipes and devices, and folders that are hidden or have an excluded
-    name.  Where there are .arrow files, the others only describe them.
+    name.
     """
     found = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name[0] != "." and name not in excluded]
         names = [name for name in names if name.endswith(suffix) and name[0] != "."]
-        names = [name for name in names if name.endswith(".arrow")] or names
         paths = [Path(folder, name) for name in names]
         paths = [path for path in paths if path.is_file() and not path.is_symlink()]
         found += [(path.relative_to(root).as_posix(), path) for path in paths]
@@ -37,8 +36,7 @@ def find_files(root: Path, suffix: str, excluded: set[str]) -> list[tuple[str, P
 
 
 def find_remote(pattern: str, suffix: str) -> list[File]:
-    """The files of a gs:// file, folder or pattern, as find_files finds local ones, but
-    also those that describe .arrow files."""
+    """The files of a gs:// file, folder or pattern, as find_files finds local ones."""
     fs, path = fsspec.url_to_fs(pattern)
     if glob.has_magic(pattern):
         found = fs.glob(path, detail=True)
@@ -52,6 +50,14 @@ def find_remote(pattern: str, suffix: str) -> list[File]:
         if about["type"] == "file" and name.endswith(suffix) and not is_hidden:
             files.append(File(name, fs.unstrip_protocol(full), about["size"]))
     return files
+
+
+def without_descriptions(files: list[File]) -> list[File]:
+    """The files, without those that only describe .arrow files in the same folder."""
+    folders = {os.path.dirname(x.source) for x in files if x.source.endswith(".arrow")}
+    return [
+        x for x in files if x.source.endswith(".arrow") or os.path.dirname(x.source) not in folders
+    ]
 
 
 def find_input(pattern: str, suffix: str) -> list[File]:
@@ -78,4 +84,4 @@ def find_input(pattern: str, suffix: str) -> list[File]:
         ending = f" ending in {suffix!r}" if suffix else ""
         what = f"no files{ending} in {pattern}" if exists else f"--input {pattern} does not exist"
         raise UserError(DATA, what, "give a file, a folder with files, or a pattern within quotes")
-    return found
+    return without_descriptions(found)

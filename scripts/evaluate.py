@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import cli
 import config
+import errors
 import files
 from mixture import read_sets
 
@@ -42,12 +43,12 @@ def parse() -> tuple[Args, config.Config]:
     args = tyro.cli(Args, use_underscores=True, description=__doc__)
     if args.batch_size < 1:
         what = f"batch_size={args.batch_size} must be at least 1"
-        raise config.UserError(config.USAGE, what, "set --batch_size 1 or more")
+        raise errors.UserError(errors.USAGE, what, "set --batch_size 1 or more")
     flags = ["--data.val", args.data] if args.data else []
     cfg = cli.config_of_run(args.run, args.mesh, *flags)
     if args.per_token and len(read_sets(cfg.data.val)) > 1:
         what = f"--per_token takes one set, but data.val={cfg.data.val} has several"
-        raise config.UserError(config.USAGE, what, "name one with --data")
+        raise errors.UserError(errors.USAGE, what, "name one with --data")
     return args, cfg
 
 

@@ -7,7 +7,9 @@ from itertools import groupby
 import attention
 import checks
 import config
-from config import DATA, Model, Problem, UserError
+import errors
+from config import Model
+from errors import DATA, Problem, UserError
 from scripts import hf_families
 
 # Keys that are accepted with any value: they change nothing, or only training with transformers, or
@@ -66,7 +68,7 @@ def read_model(hf: dict) -> Model:
     """The Model of a config.json.  Raises UserError DATA with all keys that cannot be converted."""
     name = hf.get("model_type")
     if name not in hf_families.FAMILIES:
-        what = f"config.json: model_type={name!r} is none of {config.or_list(hf_families.FAMILIES)}"
+        what = f"config.json: model_type={name!r} is none of {errors.or_list(hf_families.FAMILIES)}"
         raise UserError(DATA, what, "convert a model of one of these families")
     if hf.get("quantization_config"):
         what = f"config.json: quantization_config={hf['quantization_config']!r:.200} is not read"
@@ -100,7 +102,7 @@ def read_fields(keys: Keys, name: str) -> dict:
     H, D = fields["n_heads"], fields["d_model"]
     if name == "gpt2":
         act = fields["activation"]
-        supported = act if act in ACTIVATIONS else config.or_list(ACTIVATIONS)
+        supported = act if act in ACTIVATIONS else errors.or_list(ACTIVATIONS)
         keys.require("activation_function", act, supported)
         keys.require("n_embd % n_head", D % H, 0)
         fields |= dict(n_kv_heads=H, d_head=D // H, d_ff=fields["d_ff"] or 4 * D)
@@ -147,7 +149,7 @@ def read_rope(keys: Keys, name: str) -> dict:
     rotated = keys.take("partial_rotary_factor", 1)
     keys.require("partial_rotary_factor", rope.pop("partial_rotary_factor", rotated), 1)
     if kind not in ("default", *SCALINGS):
-        keys.require("rope_type", kind, f"default, {config.or_list(SCALINGS)}")
+        keys.require("rope_type", kind, f"default, {errors.or_list(SCALINGS)}")
         return fields
     if kind != "default":
         longest = keys.all.get("max_position_embeddings", 2048)
@@ -250,7 +252,7 @@ def write_config(cfg: config.Config, dtype: str, end_id: int | None) -> dict:
     ours, theirs = effective_fields(m), effective_fields(read_model(hf))
     differ = [n for n in ours | theirs if ours.get(n) != theirs.get(n)]
     if differ:
-        fix = f"only models of {config.or_list(hf_families.FAMILIES)} can be exported"
+        fix = f"only models of {errors.or_list(hf_families.FAMILIES)} can be exported"
         has = f"but a {name} of transformers has"
         whats = [f"model.{n} is {ours.get(n)}, {has} {theirs.get(n)}" for n in differ]
         raise UserError(DATA, problems=[Problem(what, fix) for what in whats])

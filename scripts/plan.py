@@ -25,7 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import checks
 import cli
 import config
-from config import USAGE, Config, UserError
+from config import Config
+from errors import USAGE, UserError
 from scripts.chips import GIB, Chip, parse_topology
 
 

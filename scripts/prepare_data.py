@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass, fields
 from functools import partial
-from itertools import chain, islice, product
+from itertools import chain, islice
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -38,7 +38,8 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from cli import quit_on_error
-from config import DATA, END, USAGE, UserError
+from config import END
+from errors import DATA, USAGE, UserError
 from files import is_remote, write_whole
 from scripts import readers
 from scripts.corpus import File, find_files, find_input
@@ -178,6 +179,28 @@ def make_tokenizer(args: Args, pieces: list[Piece], options: Options, threshold:
     return read_tokenizer(args.tokenizer)
 
 
+def choose_threshold(pieces: list[Piece], options: Options, val_fraction: float) -> int:
+    """Documents of a lower rank are held out: that fraction of them, but at least one and not all.
+
+    It reads until there is a document for each split.  Raises UserError DATA if there cannot be.
+    """
+    threshold, low, high, why = round(val_fraction * 2**64), 2**64, -1, "no rows"
+    for found in chain.from_iterable(readers.read_documents(piece, options) for piece in pieces):
+        if isinstance(found, Document):
+            low, high = min(low, found.rank), max(high, found.rank)
+            if low < threshold <= high:
+                return threshold
+        elif why == "no rows":
+            why = found.why or why
+    if low > high:
+        what = f"no documents in {len({piece.source for piece in pieces})} file(s): {why}"
+        raise UserError(DATA, what, "give other files, or name the right --field")
+    if low == high:
+        what = "there is only one document, or all are the same"
+        raise UserError(DATA, what, "give more documents, or a single text file to cut in two")
+    return low + 1 if threshold <= low else high
+
+
 def make_plan(args: Args, out: epath.Path, pieces: list[Piece], options, recipe: dict) -> dict:
     """The recipe, what is held out, and the bytes of a task; and the tokenizer, in its files.
 
@@ -186,14 +209,9 @@ def make_plan(args: Args, out: epath.Path, pieces: list[Piece], options, recipe:
     path, tokenizer_path = out / "progress" / "plan.json", out / "train" / "tokenizer.json"
     if path.exists() and tokenizer_path.exists():
         return json.loads(path.read_text())
-    threshold = round(args.val_fraction * 2**64)
+    threshold = choose_threshold(pieces, options, args.val_fraction)
     texts = list(sample_texts(pieces, options, 0, 1_000_000, 16))
     texts = texts or list(islice(sample_texts(pieces, options, 0, 2**62), 1))
-    if not texts:
-        found = chain.from_iterable(readers.read_documents(piece, options) for piece in pieces)
-        first = next((x.why for x in found if not isinstance(x, Document) and x.why), "no rows")
-        what = f"no documents in {len({piece.source for piece in pieces})} file(s): {first}"
-        raise UserError(DATA, what, "give other files, or name the right --field")
     tokenizer = make_tokenizer(args, pieces, options, threshold)
     encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     n_bytes = sum(len(text.encode()) for text in texts)
@@ -214,7 +232,11 @@ def is_finished(out: epath.Path, recipe: dict) -> bool:
     paths = [out / split / "manifest.json" for split in SPLITS]
     found = [path for path in (*paths, out / "progress" / "plan.json") if path.exists()]
     for path in found:
-        old = json.loads(path.read_text()).get("recipe", {})
+        try:
+            old = dict(json.loads(path.read_text())["recipe"])
+        except (ValueError, KeyError, TypeError) as e:
+            what = f"{path} is damaged: {type(e).__name__} {e}"
+            raise UserError(DATA, what, f"delete {out}, or choose another --out") from None
         # A flag that did not exist when the data was made had its default.
         old = {f.name: f.default for f in fields(Args) if f.name in recipe} | old
         differ = [k for k in old | recipe if old.get(k) != recipe.get(k)]
@@ -271,7 +293,8 @@ def run_all(tasks: list[Task], args: Args, n_workers: int) -> list[dict]:
     with bar, closing(results):
         for n, task in enumerate(tasks):
             if not facts[n]:
-                facts[n] = next(results)
+                next(results)
+                facts[n] = json.loads(paths[n].read_text())
                 bar.update(task.size)
             for shard in chain.from_iterable(facts[n]["shards"].values()):
                 n_documents += shard["documents"]
@@ -282,29 +305,6 @@ def run_all(tasks: list[Task], args: Args, n_workers: int) -> list[dict]:
                 what = f"{first['file']} row {first['row']}: {first['why']}"
                 raise UserError(DATA, what, "correct it, or leave out --strict to skip it")
     return facts
-
-
-def split_again(tasks: list[Task], facts: list[dict], out: epath.Path, plan: dict) -> bool:
-    """Whether a split was empty.  Then the document of the lowest rank, or else all but that of the
-    highest, are to be held out, and the tasks that have it are to be done again."""
-    train, val = (any(x["shards"][split] for x in facts) for split in SPLITS)
-    ranks = [rank for x in facts for rank in x["ranks"]]
-    if train and val:
-        return False
-    if min(ranks) == max(ranks):
-        what = "there is only one document, or all are the same"
-        raise UserError(DATA, what, "give more documents, or a single text file to cut in two")
-    moved = min(ranks) if train else max(ranks)
-    plan["threshold"] = moved + train
-    write_whole(out / "progress" / "plan.json", json.dumps(plan))
-    for task, x in zip(tasks, facts, strict=True):
-        if moved in x["ranks"]:
-            for split, shard in product(SPLITS, x["shards"]["train"] + x["shards"]["val"]):
-                for suffix in (".npy", ".npy.pages", ".mask", ".mask.pages"):
-                    path = out / split / shard["name"].replace(".npy", suffix)
-                    path.unlink(missing_ok=True)
-            task.path(".json").unlink()
-    return True
 
 
 def finish(out: epath.Path, tasks: list[Task], facts: list[dict], recipe: dict):
@@ -379,17 +379,14 @@ def main(args: Args):
     pieces = cut_corpus(files, options, args.val_fraction)
     plan = make_plan(args, out, pieces, options, recipe)
     groups = enumerate(group(pieces, plan["size"]))
-    tasks = [Task(n, found, str(out), options, args.shard_tokens) for n, found in groups]
+    common = dict(options=options, shard_tokens=args.shard_tokens, threshold=plan["threshold"])
+    tasks = [Task(n, found, str(out), **common) for n, found in groups]
     # A process takes about as long to start as a million bytes to be tokenized.
     n_workers = args.workers or len(os.sched_getaffinity(0))
     n_workers = min(n_workers, 1 + sum(piece.size for piece in pieces) // 1_000_000)
     if args.dedup:
         tasks = find_repeats(tasks, args, n_workers)
-    while True:
-        tasks = [task._replace(threshold=plan["threshold"]) for task in tasks]
-        facts = run_all(tasks, args, n_workers)
-        if not split_again(tasks, facts, out, plan):
-            break
+    facts = run_all(tasks, args, n_workers)
     finish(out, tasks, facts, recipe)
     remove_progress(out)
 

@@ -19,7 +19,7 @@ import pyarrow as pa
 import zstandard
 from pyarrow import ipc, parquet
 
-from config import DATA, USAGE, UserError
+from errors import DATA, USAGE, UserError
 from files import is_remote
 from scripts.corpus import File
 
@@ -221,15 +221,24 @@ def check_columns(file: File, names: list[str], options: Options):
         raise UserError(DATA, what, "name one of them with --field or --prompt_field")
 
 
+def with_bytes(t: pa.DataType) -> pa.DataType:
+    """The type, with bytes in place of text, also within lists and structs."""
+    if pa.types.is_struct(t):
+        return pa.struct([field.with_type(with_bytes(field.type)) for field in t])
+    if pa.types.is_list(t):
+        return pa.list_(with_bytes(t.value_type))
+    if pa.types.is_large_list(t):
+        return pa.large_list(with_bytes(t.value_type))
+    return {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}.get(t, t)
+
+
 def rows_of(batch, options: Options) -> Iterator[dict]:
     """The rows of a batch of pyarrow, with text as bytes, because it may not be UTF-8."""
-    binary = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
-    columns = [batch.column(name) for name in columns_of(options)]
-    columns = [column.cast(binary.get(column.type, column.type)) for column in columns]
-    for column in columns:
-        column.validate(full=True)  # a damaged file has offsets that lead out of it
-    for values in zip(*(column.to_pylist() for column in columns), strict=True):
-        yield dict(zip(columns_of(options), values, strict=True))
+    schema = pa.schema([batch.schema.field(name) for name in columns_of(options)])
+    batch = batch.select(schema.names)
+    batch = batch.cast(pa.schema([field.with_type(with_bytes(field.type)) for field in schema]))
+    batch.validate(full=True)  # a damaged file has offsets that lead out of it
+    yield from batch.to_pylist()
 
 
 def cut_parquet(file: File, options: Options) -> list[Piece]:
@@ -361,6 +370,10 @@ def cut_file(file: File, options: Options) -> list[Piece]:
 # ---- documents
 
 
+def as_text(value):
+    return value.decode() if isinstance(value, bytes) else value
+
+
 def parts_of(value, options: Options) -> list[tuple[str, bool]]:
     """The text of a row in parts, and whether each is scored.  Raises ValueError.
 
@@ -373,9 +386,9 @@ def parts_of(value, options: Options) -> list[tuple[str, bool]]:
         raise ValueError(f"{type(value).__name__} in place of an object")
     fields = []
     for name in columns_of(options):
-        x = value.get(name)
-        fields.append(x.decode("utf-8") if isinstance(x, bytes) else x)
-        if not isinstance(fields[-1], (str, list)):
+        x = as_text(value.get(name))
+        fields.append(x)
+        if not isinstance(x, (str, list)):
             what = "is missing" if x is None else f"is of type {type(x).__name__}, not text"
             raise ValueError(f"field {name!r} {what}")
     text, *prompts = fields
@@ -383,8 +396,8 @@ def parts_of(value, options: Options) -> list[tuple[str, bool]]:
         return [(prompt, False) for prompt in prompts] + [(text, True)] if text else []
     parts = []
     for message in text if isinstance(text, list) and not prompts else [None]:
-        is_message = isinstance(message, dict)
-        role, content = (message.get(x) if is_message else None for x in ("role", "content"))
+        message = message if isinstance(message, dict) else {}
+        role, content = as_text(message.get("role")), as_text(message.get("content"))
         if not (isinstance(role, str) and isinstance(content, str)):
             raise ValueError(f"field {options.field!r} is neither text nor messages")
         parts += [(f"{role}: ", False), (f"{content}\n", role == "assistant")]

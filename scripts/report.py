@@ -15,7 +15,7 @@ from etils import epath
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from cli import quit_on_error
-from config import DATA, UserError
+from errors import DATA, UserError
 
 
 @dataclass(frozen=True)

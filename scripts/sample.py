@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import cli
 import config
+import errors
 import files
 
 
@@ -56,9 +57,9 @@ def parse() -> tuple[Args, config.Config]:
     for name, (low, high) in ranges.items():
         if not low <= getattr(args, name) <= high:
             what = f"{name}={getattr(args, name)} must be between {low} and {high}"
-            problems.append(config.Problem(what, f"set --{name} inside that range"))
+            problems.append(errors.Problem(what, f"set --{name} inside that range"))
     if problems:
-        raise config.UserError(config.USAGE, problems=problems)
+        raise errors.UserError(errors.USAGE, problems=problems)
     length = ["--train.seq_len", str(args.seq_len)] if args.seq_len else []
     return args, cli.config_of_run(args.run, args.mesh, *length)
 
@@ -78,7 +79,7 @@ def load_tokenizer(args: Args) -> Tokenizer:
     path = files.absolute_path(args.tokenizer or f"{args.run}/tokenizer.json")
     if not path.exists():
         what = f"{path} does not exist: the run's data had no tokenizer"
-        raise config.UserError(config.DATA, what, "name one with --tokenizer tokenizer.json")
+        raise errors.UserError(errors.DATA, what, "name one with --tokenizer tokenizer.json")
     return Tokenizer.from_str(path.read_text())
 
 
@@ -87,7 +88,7 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
         return tokenizer.encode(text).ids  # with the special tokens that it puts before a text
     except Exception as e:  # tokenizers raises nothing narrower
         what = f"the prompt {text!r} has a character that the tokenizer does not know: {e}"
-        raise config.UserError(config.USAGE, what, "use characters of the training text") from None
+        raise errors.UserError(errors.USAGE, what, "use characters of the training text") from None
 
 
 def print_as_it_grows(texts):
@@ -110,7 +111,7 @@ def main(args: Args, cfg: config.Config):
     if vocab_size > cfg.model.vocab_size:
         what = f"the tokenizer has {vocab_size} tokens, the model vocab_size={cfg.model.vocab_size}"
         fix = "give the tokenizer that the run's data was made with"
-        raise config.UserError(config.DATA, what, fix)
+        raise errors.UserError(errors.DATA, what, fix)
     end_id = cfg.data.end_id if cfg.data.end_id >= 0 else tokenizer.token_to_id(config.END)
     start_id = 0 if end_id is None else end_id
     prompts = [encode(tokenizer, text) or [start_id] for text in texts]

@@ -128,14 +128,14 @@ def hash_documents(task: Task):
         write_whole(task.path(".keys"), keys)
 
 
-def write_shards(task: Task) -> dict:
-    """Write a task's shards, and then the facts about them, which are returned."""
+def write_shards(task: Task):
+    """Write a task's shards, and then the facts about them."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the tasks are what runs side by side
     tokenizer = load_tokenizer(task.out)
     end_id = tokenizer.token_to_id(END)
     dtype = "uint16" if tokenizer.get_vocab_size() <= 65536 else "uint32"
     train, val = writers = [ShardWriter(task, split, dtype) for split in SPLITS]
-    facts, ranks = {}, set()
+    facts = {}
     for batch in batches(documents_of(task, facts)):
         texts = [text for document in batch for text, _ in document.parts]
         encodings = iter(tokenizer.encode_batch_fast(texts, add_special_tokens=False))
@@ -149,13 +149,9 @@ def write_shards(task: Task) -> dict:
                 writer.add([end_id], document.parts[-1][1])
             writer.n_bytes += document.n_bytes
             writer.documents += document.ends
-            ranks.add(document.rank)
             if writer.n_tokens >= 2 * task.shard_tokens:
                 writer.close_shard()
-        ranks = {min(ranks), max(ranks)} if ranks else ranks
     for writer in writers:
         writer.close_shard()
     facts |= dict(shards={split: w.shards for split, w in zip(SPLITS, writers, strict=True)})
-    facts |= dict(ranks=sorted(ranks))
     write_whole(task.path(".json"), json.dumps(facts))
-    return facts

@@ -4,7 +4,8 @@ from collections.abc import Iterable
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from config import DATA, END, UserError
+from config import END
+from errors import DATA, UserError
 from files import read_limited
 
 

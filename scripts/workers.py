@@ -9,9 +9,10 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
 import config
+import errors
 import files
 import shards
-from config import DISTRIBUTED, USAGE, UserError
+from errors import DISTRIBUTED, USAGE, UserError
 
 
 def end_with_parent():
@@ -64,7 +65,7 @@ def run_on_ray(function: Callable, tasks: list, address: str) -> Iterator:
 
     try:
         ray.init(address, log_to_driver=False, logging_level="ERROR", include_dashboard=False)
-        for module in (config, files, shards, corpus, readers, shard_tasks, workers):
+        for module in (config, corpus, errors, files, readers, shards, shard_tasks, workers):
             ray.cloudpickle.register_pickle_by_value(module)  # the cluster needs no copy of them
         remote = ray.remote(run_in_folder)
         for result in [remote.remote(function, os.getcwd(), task) for task in tasks]:

@@ -46,7 +46,7 @@ import config
 import dataset
 import processes
 import train
-from config import (
+from errors import (
     BUSY,
     CHECKPOINT,
     DATA,

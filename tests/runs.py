@@ -19,7 +19,8 @@ import config
 import files
 import train
 import utils
-from config import Config, UserError
+from config import Config
+from errors import UserError
 
 
 def rows(run: Path, kind="train") -> dict:

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 import attention
 import blockwise
-import config
+import errors
 import model
 import train
 
@@ -231,7 +231,7 @@ def test_a_kernel_declares_outputs_of_the_given_type():
 
 def test_a_kernel_that_cannot_do_it_is_refused_by_name():
     cfg = on_mesh(PLAIN, train=dict(attention="cudnn"))
-    with pytest.raises(config.UserError, match="cudnn runs on gpu, and this is cpu.*\n.*auto"):
+    with pytest.raises(errors.UserError, match="cudnn runs on gpu, and this is cpu.*\n.*auto"):
         gradient_on((1, 1, 1), cfg)
 
 
@@ -266,7 +266,7 @@ def test_a_new_attention_is_functions_and_an_entry(monkeypatch):
 def test_an_attention_that_the_table_does_not_have_is_refused():
     cfg = replace(PLAIN, model=replace(PLAIN.model, attention="ring"))
     message = "model.attention='ring' is not one of gqa or mla\n.*--model.attention to gqa or mla"
-    with pytest.raises(config.UserError, match=message):
+    with pytest.raises(errors.UserError, match=message):
         model.param_table(cfg)
 
 

@@ -13,8 +13,8 @@ from conftest import ROOT, on_mesh
 from runs import finish, new_run, refusal, rows, start
 
 import train
-from config import CHECKPOINT, USAGE
 from dataset import Dataset
+from errors import CHECKPOINT, USAGE
 
 BAD, UPDATE, STEPS = 7, 40, 60
 

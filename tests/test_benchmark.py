@@ -12,6 +12,7 @@ import pytest
 from conftest import on_mesh, run
 
 import config
+import errors
 import model
 import optim
 import utils
@@ -152,5 +153,5 @@ def test_the_command_measures_on_any_mesh_and_writes_what_it_prints(tmp_path):
 )
 def test_a_bad_request_is_two_lines(flags):
     done = run("scripts/benchmark.py", "--config", "tiny", *flags)
-    assert done.returncode == config.USAGE and not done.stdout
+    assert done.returncode == errors.USAGE and not done.stdout
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 2

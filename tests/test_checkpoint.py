@@ -19,7 +19,7 @@ import config
 import digests
 import train
 import utils
-from config import CHECKPOINT, STORAGE, UserError
+from errors import CHECKPOINT, STORAGE, UserError
 
 SLOW = pytest.mark.slow
 

@@ -16,13 +16,13 @@ from conftest import ROOT, run
 import checks
 import cli
 import config
-from config import USAGE, UserError
+from errors import USAGE, UserError
 
 # A module imports only modules that stand before it here.
 MODULES = """
-    config mixture checks files cli lock restart utils processes weights layers blockwise attention
-    grouped experts pipeline model gradient generate optim order shards pages dataset rundir metrics
-    digests checkpoint profiling train
+    errors config mixture checks files cli lock restart utils processes weights layers blockwise
+    attention grouped experts pipeline model gradient generate optim order shards pages dataset
+    rundir metrics digests checkpoint profiling train
 """.split()  # noqa: SIM905
 
 

@@ -29,11 +29,13 @@ import checks
 import cli
 import config
 import digests
+import errors
 import files
 import model
 import train
 import utils
-from config import Model, UserError
+from config import Model
+from errors import UserError
 from scripts import convert_hf, hf_arrays, hf_config, hf_families
 
 # ---- directories as transformers writes them
@@ -406,7 +408,7 @@ def problems(tmp_path, family, tensors=None, **keys) -> str:
     hf_dir(tmp_path / "hf", family, tensors, **keys)
     with pytest.raises(UserError) as e:
         convert_hf.import_hf(tmp_path / "hf", tmp_path / "runs" / "x")
-    assert e.value.code == config.DATA and not (tmp_path / "runs").exists()
+    assert e.value.code == errors.DATA and not (tmp_path / "runs").exists()
     lines = str(e.value).splitlines()
     assert all(x.startswith("error: ") for x in lines[::2])
     assert all(x.startswith("  fix: ") for x in lines[1::2])
@@ -551,7 +553,7 @@ def test_models_that_transformers_lacks_are_not_exported(fields, words):
     cfg = checks.check(config.Config(model=Model(**fields)))
     with pytest.raises(UserError) as e:
         hf_config.write_config(cfg, "float32", None)
-    assert e.value.code == config.DATA and words in str(e.value)
+    assert e.value.code == errors.DATA and words in str(e.value)
 
 
 PUBLISHED = ["gpt2_124m", "gpt2_1.5b", "llama3_8b", "llama3_70b", "qwen3_0.6b", "qwen3_30b_a3b"]

@@ -18,8 +18,8 @@ import order
 import pages
 import shards
 import train
-from config import DATA, STORAGE, UserError
 from dataset import Dataset, Source
+from errors import DATA, STORAGE, UserError
 from shards import Shard
 
 

@@ -21,7 +21,7 @@ from etils import epath
 import config
 import metrics
 import train
-from config import USAGE, UserError
+from errors import USAGE, UserError
 
 # ---- rows
 

@@ -15,8 +15,9 @@ from runs import finish, losses, new_run, refusal, rows, start, start_two
 
 import mixture
 import train
-from config import CHECKPOINT, DATA, Data, UserError
+from config import Data
 from dataset import Dataset
+from errors import CHECKPOINT, DATA, UserError
 from order import Order, Pattern, permute
 
 

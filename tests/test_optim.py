@@ -14,7 +14,7 @@ import model
 import optim
 import train
 import utils
-from config import USAGE, UserError
+from errors import USAGE, UserError
 
 # ---- learning rate schedules
 

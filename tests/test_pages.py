@@ -15,8 +15,8 @@ from runs import new_run, refusal
 
 import pages
 import train
-from config import DATA, UserError
 from dataset import Dataset
+from errors import DATA, UserError
 from pages import DiskCache, PageReader
 from shards import PAGE, find_shards, page_digest, page_digests
 

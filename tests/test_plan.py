@@ -27,7 +27,7 @@ import optim
 import profiling
 import train
 import utils
-from config import USAGE
+from errors import USAGE
 from scripts import compiled_cost, cost_model, plan
 from scripts.chips import CHIPS
 

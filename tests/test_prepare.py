@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -22,7 +23,7 @@ from conftest import ROOT, prepare, run
 from pyarrow import ipc, parquet
 from tokenizers import Tokenizer
 
-from config import DATA, DISTRIBUTED, INTERRUPTED, USAGE
+from errors import DATA, DISTRIBUTED, INTERRUPTED, USAGE
 from scripts import corpus, pydocs, readers
 
 SCRIPT = "scripts/prepare_data.py"
@@ -112,6 +113,9 @@ def test_a_second_run_does_nothing_and_another_request_is_refused(texts, tmp_pat
     changed = run("scripts/prepare_data.py", *request)
     assert changed.returncode == DATA and "was made with other documents" in changed.stderr
     assert contents() == before
+    (tmp_path / "out/train/manifest.json").write_text('{"recipe": {')
+    damaged = run("scripts/prepare_data.py", *request)
+    assert damaged.returncode == DATA and "train/manifest.json is damaged" in damaged.stderr
 
 
 def test_a_tokenizer_left_by_another_request_is_not_used(texts, tmp_path):
@@ -347,6 +351,14 @@ def test_several_inputs_patterns_and_folders_are_one_corpus(tmp_path):
     assert sorted(all_documents(out)) == sorted([*rows, "A text."])
 
 
+def test_files_of_a_bucket_that_describe_arrow_files_are_no_text():
+    bucket = fsspec.filesystem("memory")
+    for name in ("hf/data.arrow", "hf/state.json", "notes/a.md", "notes/.hidden"):
+        bucket.pipe(f"/corpus/{name}", b"x")
+    names = [file.name for file in corpus.find_input("memory://corpus", "")]
+    assert names == ["hf/data.arrow", "notes/a.md"]
+
+
 @pytest.mark.parametrize("shard_tokens", [300, 100_000_000])
 def test_lines_are_documents_wherever_a_file_is_cut(tmp_path, monkeypatch, shard_tokens):
     lines = [f"line {n} {'x' * (n % 90)}" for n in range(3000)]
@@ -476,6 +488,20 @@ def test_text_that_is_not_utf8_in_a_table_is_one_bad_row(tmp_path):
     parquet.write_table(pa.table(dict(text=column)), tmp_path / "a.parquet")
     prepare("--input", tmp_path / "a.parquet", "--tokenizer", "byte", "--out", tmp_path / "out")
     assert sorted(all_documents(tmp_path / "out")) == ["fine", "good"]
+    assert [(row["row"], row["why"]) for row in skipped_of(tmp_path / "out")] == [(2, "not UTF-8")]
+
+
+def test_a_chat_that_is_not_utf8_in_a_table_is_one_bad_row(tmp_path):
+    texts = [b"good", b"\xff\xfe", b"fine", b"well"]
+    column = pa.array(texts, pa.binary()).view(pa.string())
+    columns = [pa.array(["assistant"] * 4), column]
+    messages = pa.StructArray.from_arrays(columns, ["role", "content"])
+    chats = pa.ListArray.from_arrays(range(5), messages)
+    parquet.write_table(pa.table(dict(chat=chats)), tmp_path / "a.parquet")
+    flags = ["--field", "chat", "--tokenizer", "byte", "--out", tmp_path / "out"]
+    prepare("--input", tmp_path / "a.parquet", *flags)
+    want = [f"assistant: {word}\n" for word in ("fine", "good", "well")]
+    assert sorted(all_documents(tmp_path / "out")) == want
     assert [(row["row"], row["why"]) for row in skipped_of(tmp_path / "out")] == [(2, "not UTF-8")]
 
 
@@ -713,29 +739,6 @@ def test_a_killed_worker_is_two_lines(large, by_one_worker, tmp_path):
     assert err.count("\n") == 2, err
     prepare(*large, "--out", tmp_path / "out")
     assert contents(tmp_path / "out") == by_one_worker
-
-
-def test_a_kill_while_a_split_is_found_to_be_empty_changes_nothing(tmp_path):
-    """The state on disk is that of a command killed after it had removed a task's facts."""
-    rows = text_rows()
-    path = write_corpus(tmp_path, ".parquet", rows)
-    request = ["--input", path, "--tokenizer", "byte", "--shard_tokens", 100]
-    request += ["--val_fraction", 0.000001]
-    prepare(*request, "--out", tmp_path / "whole")
-    code = f"""if True:
-        import sys; sys.argv = {["x", *map(str, request), "--out", str(tmp_path / "cut")]!r}
-        sys.path[:0] = [{str(ROOT)!r}]
-        from scripts import prepare_data
-        import tyro
-        def split_again(*words):
-            assert again(*words)
-            sys.exit(0)
-        again, prepare_data.split_again = prepare_data.split_again, split_again
-        prepare_data.main(tyro.cli(prepare_data.Args, use_underscores=True))"""
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-    assert (tmp_path / "cut/progress/plan.json").exists()
-    prepare(*request, "--out", tmp_path / "cut")
-    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ import cli
 import config
 import processes
 import train
-from config import DATA, DISTRIBUTED, HUNG, INTERRUPTED, USAGE
+from errors import DATA, DISTRIBUTED, HUNG, INTERRUPTED, USAGE
 
 # ---- one process
 

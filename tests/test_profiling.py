@@ -19,7 +19,7 @@ import cli
 import profiling
 import train
 import utils
-from config import USAGE, UserError
+from errors import USAGE, UserError
 
 # ---- which mesh axes a collective joins
 

@@ -31,7 +31,7 @@ from runs import (
 import checkpoint
 import files
 import train
-from config import DATA, INTERRUPTED, STORAGE, UserError
+from errors import DATA, INTERRUPTED, STORAGE, UserError
 
 pytestmark = pytest.mark.slow
 SINGLE = dict(dp=1, pp=1, tp=1)

@@ -22,9 +22,10 @@ from runs import (
 
 import cli
 import config
+import errors
 import rundir
 import train
-from config import CHECKPOINT, STORAGE, UserError
+from errors import CHECKPOINT, STORAGE, UserError
 
 
 def test_an_unwritable_run_directory_is_a_storage_error(cfg, tmp_path):
@@ -50,7 +51,7 @@ def test_secrets_are_not_in_what_a_run_leaves_and_prints(base, tmp_path, monkeyp
     (run / "metrics.jsonl").unlink()
     os.mkfifo(run / "metrics.jsonl")
     printed += finish(hangs)
-    assert [printed[0], printed[3]] == [0, config.HUNG], printed
+    assert [printed[0], printed[3]] == [0, errors.HUNG], printed
     found = [path for path in run.rglob("*") if path.is_file()]
     assert {"crash", "wandb", "checkpoints"} < {path.relative_to(run).parts[0] for path in found}
     for name, data in [*((p, p.read_bytes()) for p in found), ("printed", str(printed).encode())]:
@@ -142,6 +143,6 @@ def test_the_history_says_why_the_last_start_ended(base):
         process.send_signal(number)
         finish(process)
     cfg = replace(cfg, data=replace(cfg.data, train="nowhere"))
-    assert refusal(cfg).code == config.DATA  # no start: it has not trained
+    assert refusal(cfg).code == errors.DATA  # no start: it has not trained
     ends = [line.get("end") for line in history(run)]
     assert ends == ["not known: killed, or ended at once", "exit code 75"]

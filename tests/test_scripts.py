@@ -16,8 +16,8 @@ import cli
 import config
 import files
 import train
-from config import CHECKPOINT, DATA, USAGE
 from dataset import Dataset
+from errors import CHECKPOINT, DATA, USAGE
 
 
 def manifest(folder) -> dict:

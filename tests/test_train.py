@@ -35,17 +35,11 @@ import checkpoint
 import checks
 import cli
 import config
+import errors
 import files
 import processes
 import train
-from config import (
-    BUSY,
-    CHECKPOINT,
-    DIVERGED,
-    INTERRUPTED,
-    STORAGE,
-    UserError,
-)
+from errors import BUSY, CHECKPOINT, DIVERGED, INTERRUPTED, STORAGE, UserError
 
 SLOW = pytest.mark.slow
 SINGLE = dict(dp=1, pp=1, tp=1)  # the mesh of one device
@@ -295,7 +289,7 @@ def test_a_warmup_longer_than_the_run_is_only_a_warning(base, capsys):
     for steps in (4, 5):
         data = dict(train="nowhere")  # so that the run ends before it trains
         cfg, _ = new_run(base, "short", train=dict(steps=steps), data=data)
-        assert refusal(cfg).code == config.DATA
+        assert refusal(cfg).code == errors.DATA
         want = "warning: optim.warmup_steps=5 is more than train.steps=4: the learning rate"
         assert (want in capsys.readouterr().err) == (steps == 4)
 
@@ -304,7 +298,7 @@ def test_fewer_steps_than_the_run_has_made_are_refused(base, reference):
     cfg, run = copy_run(reference, base, "fewer", train=dict(steps=15))
     before = contents(run)
     error = refusal(cfg)
-    assert error.code == config.USAGE
+    assert error.code == errors.USAGE
     assert "train.steps=15" in str(error) and "already made 20 updates" in str(error)
     assert contents(run) == before
 
@@ -321,7 +315,7 @@ def test_a_folder_that_is_not_a_run_is_refused(base):
     run.mkdir()
     (run / "thesis.tex").write_text("x")
     error = refusal(cfg)
-    assert error.code == config.USAGE and "'thesis.tex'" in str(error)
+    assert error.code == errors.USAGE and "'thesis.tex'" in str(error)
     assert list(run.iterdir()) == [run / "thesis.tex"]
 
 
@@ -357,7 +351,7 @@ def test_a_run_keeps_the_tokenizer_of_its_weights(reference, base, tmp_path):
     (run / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match="another tokenizer than that of the data") as error:
         train.main(cfg)
-    assert error.value.code == config.DATA
+    assert error.value.code == errors.DATA
     assert (run / "tokenizer.json").read_text() == "{}"
 
 

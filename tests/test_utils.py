@@ -9,7 +9,7 @@ from conftest import on_mesh
 
 import config
 import utils
-from config import UserError
+from errors import UserError
 
 
 def test_a_mesh_too_large_or_too_small_names_both_numbers():

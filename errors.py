@@ -1,0 +1,50 @@
+"""Errors that people make, and the exit codes of all programs."""
+
+from typing import NamedTuple
+
+# 0 is success, and 1 is a bug in Trifold.
+
+USAGE = 2  # wrong settings or command line
+DATA = 3  # data are missing, damaged or out of range
+CHECKPOINT = 4  # no usable checkpoint, or one of another model, data or format
+STORAGE = 5  # storage failed, after retries
+DIVERGED = 6  # the numbers are no longer finite
+DISTRIBUTED = 7  # another process was lost or cannot be reached
+BUSY = 8  # another live run uses the run directory
+HUNG = 9  # nothing moved for run.hang_timeout
+INTERRUPTED = 75  # stopped by SIGTERM or Ctrl-C; the same command resumes
+
+
+class Problem(NamedTuple):
+    """One error, printed on two lines: what is wrong, and how to fix it."""
+
+    what: str
+    fix: str
+
+    def __str__(self):
+        return f"error: {self.what}\n  fix: {self.fix}"
+
+
+class UserError(Exception):
+    """An error that is printed without a traceback: its problems, and the process's exit code."""
+
+    def __init__(self, code: int, what: str = "", fix: str = "", problems: list[Problem] = ()):
+        self.code, self.problems = code, list(problems) or [Problem(what, fix)]
+        super().__init__("\n".join(map(str, self.problems)))
+
+    def __reduce__(self):  # it may come from another process
+        return UserError, (self.code, "", "", self.problems)
+
+
+def or_list(values) -> str:
+    """The values as words: "a, b or c"."""
+    *head, last = map(str, values)
+    return f"{', '.join(head)} or {last}" if head else last
+
+
+def look_up(table: dict, flag: str, name: str):
+    """table[name], where a flag names an entry of a table.  Raises UserError USAGE."""
+    if name not in table:
+        what = f"{flag}={name!r} is not one of {or_list(table)}"
+        raise UserError(USAGE, what, f"set --{flag} to {or_list(table)}")
+    return table[name]
