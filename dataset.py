@@ -185,12 +185,18 @@ class Synthetic(Source):
     WINDOWS = MappingProxyType(dict(train=2**32, val=256))
 
     def __init__(self, cfg: Config, split: str):
-        self.cfg, self.fingerprint = cfg, f"synthetic {split} {cfg.model.vocab_size}"
+        self.cfg, self.path = cfg, getattr(cfg.data, split)
+        self.fingerprint = f"synthetic {split} {cfg.model.vocab_size}"
         self.n_tokens = self.WINDOWS[split] * cfg.train.seq_len + 1
         self.first = 0 if split == "val" else self.WINDOWS["val"]  # the sets have no common window
 
     def __str__(self):
         return f"{super().__str__()}, synthetic"
+
+    def problems(self) -> list[Problem]:
+        if self.path == "synthetic":
+            return []
+        return [Problem(f"{self.path} is not a data set", "give synthetic, without more")]
 
     def windows(self, rows: np.ndarray) -> np.ndarray:
         V, L = self.cfg.model.vocab_size, self.cfg.train.seq_len
@@ -220,8 +226,7 @@ class Mixture(Source):
 
     def __init__(self, cfg: Config, split: str, parts: dict[str, mixture.Part]):
         self.parts = {name: open_source(cfg, split, part.path) for name, part in parts.items()}
-        sources, L = [*self.parts.values()], cfg.train.seq_len
-        self.seq_len = L
+        self.cfg, sources, L = cfg, [*self.parts.values()], cfg.train.seq_len
         self.n_windows = [(source.n_tokens - 1) // L for source in sources]
         self.ends = np.cumsum(self.n_windows)
         self.n_tokens = int(self.ends[-1]) * L + 1
@@ -237,21 +242,14 @@ class Mixture(Source):
         return "; ".join(f"{name}: {source}" for name, source in self.parts.items())
 
     def problems(self) -> list[Problem]:
-        found, needed = [], self.seq_len + 1
+        found, needed = [], self.cfg.train.seq_len + 1
         for name, source in self.parts.items():
+            found += source.problems()
             if source.n_tokens < needed:
                 what = (
                     f"data.train: {name} holds {source.n_tokens} tokens; one window needs {needed}"
                 )
                 found.append(Problem(what, "give more data, or set a smaller --train.seq_len"))
-        ends = {name: x.end_id for name, x in self.parts.items() if x.end_id >= 0}
-        files = {name: x.tokenizer for name, x in self.parts.items() if x.tokenizer is not None}
-        texts = {name: file.read_text() for name, file in files.items()}
-        for seen in (texts, ends):
-            if len(set(seen.values())) > 1 and not found:
-                what = f"data.train: {' and '.join(seen)} have different tokenizers"
-                fix = "prepare them with one, by --tokenizer PATH/tokenizer.json"
-                found.append(Problem(what, fix))
         return found
 
     def windows(self, rows: np.ndarray) -> np.ndarray:
@@ -278,6 +276,22 @@ class Mixture(Source):
         except DamagedPage as e:
             e.source = n
             raise
+
+
+def check_tokenizers(sources: dict[str, Source]):
+    """Raise UserError DATA where an id means different text in these sources; {name: source}."""
+    parts = {}
+    for name, source in sources.items():
+        within = source.parts if isinstance(source, Mixture) else {"": source}
+        parts |= {f"{name} {part}".strip(): x for part, x in within.items()}
+    files = {name: x.tokenizer for name, x in parts.items() if x.tokenizer is not None}
+    texts = {name: file.read_text() for name, file in files.items()}
+    ends = {name: x.end_id for name, x in parts.items() if x.end_id >= 0}
+    for seen in (texts, ends):
+        if len(set(seen.values())) > 1:
+            what = f"{', '.join(seen)} have different tokenizers"
+            fix = "prepare them with one, by --tokenizer PATH/tokenizer.json"
+            raise UserError(DATA, what, fix)
 
 
 # ---- batches

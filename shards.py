@@ -189,7 +189,7 @@ def read_manifest(folder: epath.Path) -> TokenSet:
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 
 
-def check_entry(entry: dict, dtype: str, numbers: list, digest: str, n_digits: int):
+def check_entry(entry: dict, numbers: list, digest: str, n_digits: int, dtype="uint16"):
     """Raise ValueError for an entry of a manifest that cannot be right."""
     if not PLAIN_NAME.fullmatch(entry["name"]):
         raise ValueError(f"shard name {entry['name']!r} is not a plain file name")
@@ -203,7 +203,7 @@ def check_entry(entry: dict, dtype: str, numbers: list, digest: str, n_digits: i
 def verified_shard(folder: epath.Path, entry: dict, manifest: dict) -> tuple[Shard, None]:
     """A shard of format 1, in whose entry there is a checksum of all of it."""
     name, dtype, n_tokens, sha256 = (entry[key] for key in ("name", "dtype", "tokens", "sha256"))
-    check_entry(entry, dtype, [n_tokens], sha256, 64)
+    check_entry(entry, [n_tokens], sha256, 64, dtype)
     check_is_part(folder / name)
     shard = npy_shard(folder / name)
     if (shard.dtype, shard.n_tokens) != (dtype, n_tokens):
@@ -216,11 +216,11 @@ def verified_shard(folder: epath.Path, entry: dict, manifest: dict) -> tuple[Sha
 def paged_shard(folder: epath.Path, entry: dict, manifest: dict) -> tuple[Shard, Shard | None]:
     """A shard of format 2 and its mask."""
     name, n_tokens, offset, pages = (entry[key] for key in ("name", "tokens", "offset", "pages"))
-    check_entry(entry, manifest["dtype"], [n_tokens, offset], pages, 32)
+    check_entry(entry, [n_tokens, offset], pages, 32, manifest["dtype"])
     shard = Shard(folder / name, n_tokens, manifest["dtype"], offset, pages=bytes.fromhex(pages))
     if "mask" not in entry:
         return shard, None
-    check_entry(entry, "uint16", [], entry["mask"], 32)
+    check_entry(entry, [], entry["mask"], 32)
     file = folder / f"{name.removesuffix('.npy')}.mask"
     return shard, Shard(file, n_tokens, "uint8", 0, pages=bytes.fromhex(entry["mask"]))
 

@@ -54,7 +54,7 @@ import processes
 import utils
 from checkpoint import Checkpoints
 from config import Config
-from dataset import Dataset
+from dataset import Dataset, check_tokenizers
 from errors import CHECKPOINT, INTERRUPTED, USAGE, UserError
 from experts import moe_metrics, update_router_biases
 from files import is_writable, run_path
@@ -430,8 +430,9 @@ def open_data(cfg: Config) -> tuple[Dataset, list[Dataset]]:
         train = utils.together(Dataset, cfg, "train")
         names = read_sets(cfg.data.val)
         vals = [utils.together(Dataset, train.cfg, "val", name) for name in names]
-        seen = {f"data.{x.split} {x.name}".strip(): x.source.fingerprint for x in (train, *vals)}
-        processes.compare_data(seen)
+        sources = {f"data.{x.split} {x.name}".strip(): x.source for x in (train, *vals)}
+        utils.together(check_tokenizers, sources)
+        processes.compare_data({name: x.fingerprint for name, x in sources.items()})
     return train, vals
 
 

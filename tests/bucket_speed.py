@@ -39,7 +39,7 @@ def write_set(folder: Path, n_shards: int, n_bytes: int):
         (folder / f"{name}.pages").write_bytes(digests)
         facts = dict(name=name, tokens=len(tokens), offset=len(data) - tokens.nbytes)
         entries.append(facts | dict(pages=page_digest(digests).hex()))
-    manifest = dict(format=2, dtype="uint16", vocab_size=512, eot_id=0, bytes=10, shards=entries)
+    manifest = dict(format=2, dtype="uint16", vocab_size=512, bytes=10, shards=entries)
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,8 +33,8 @@ def mean_loss(text: str) -> float:
 
 @pytest.fixture(scope="module")
 def spoilt(base, corpus, tmp_path_factory):
-    """(config of a clean run, of one whose update UPDATE has only a repeated token, final loss of
-    the clean one)."""
+    """(config of a finished clean run, of one to come whose update UPDATE has only a repeated
+    token, final loss of the clean one)."""
     folder = tmp_path_factory.mktemp("spoilt")
     more = dict(steps=STEPS, eval_every=STEPS, eval_batches=-1)
     cfg, run = new_run(base, "clean", train=more, checkpoint=dict(every=10, keep=10))
@@ -53,7 +54,7 @@ def spoilt(base, corpus, tmp_path_factory):
 
 def test_a_bad_batch_is_found_rolled_back_and_left_out(spoilt, tmp_path, capsys):
     _, cfg, want = spoilt
-    _, run = new_run(cfg, "bad")
+    run = Path(cfg.run.dir) / cfg.run.name
     train.main(on_mesh(cfg, (1, 1, 1)))
     loss = [row["loss"] for row in rows(run).values()]
     spike = int(np.argmax(np.diff(loss))) + 2
@@ -92,7 +93,7 @@ def test_a_bad_batch_is_found_rolled_back_and_left_out(spoilt, tmp_path, capsys)
 
 def test_a_rollback_to_before_all_checkpoints_is_an_error(spoilt):
     cfg, _, _ = spoilt
-    _, run = new_run(cfg, "clean")
+    run = Path(cfg.run.dir) / cfg.run.name
     (run / "checkpoints" / "0").rename(run / "0")
     error = refusal(replace(on_mesh(cfg, (1, 1, 1)), rollback=3))
     (run / "0").rename(run / "checkpoints" / "0")
@@ -127,7 +128,7 @@ def test_a_rollback_happens_once_under_restarts(base):
 
 def test_an_update_that_the_run_does_not_have_is_an_error(spoilt):
     cfg, _, _ = spoilt
-    _, run = new_run(cfg, "clean")
+    run = Path(cfg.run.dir) / cfg.run.name
     for flags in (["--step", 0], ["--step", 61], ["--step", 3, "--row", 99]):
         command = [sys.executable, ROOT / "scripts/batch.py", "--run", run, *flags]
         done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300)

@@ -1,21 +1,25 @@
 """Mixtures, stages, left-out updates, several validation sets, and masks of what is scored."""
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import on_mesh
-from runs import finish, losses, new_run, refusal, rows, start, start_two
+from conftest import MESHES, ROOT, on_mesh
+from runs import finish, flags, free_port, losses, new_run, refusal, rows, start, start_two
 
 import mixture
 import train
-from config import Data
+from config import Data, Mesh
 from dataset import Dataset
 from errors import CHECKPOINT, DATA, UserError
 from order import Order, Pattern, permute
@@ -168,14 +172,16 @@ def mixed(base, sets):
 
 
 def test_a_batch_of_a_mixture_is_the_same_on_every_mesh(mixed, sets):
+    mixed = replace(mixed, train=replace(mixed.train, microbatches=4))
+
     def batch(step, mesh):
         data = Dataset(on_mesh(mixed, mesh), "train")
         return [np.asarray(x).reshape(mixed.train.batch_size, -1) for x in data.batch(step)]
 
-    for step in (0, 3, 4, 6, 15):
-        want = batch(step, (1, 1, 1))
-        for mesh in [(2, 2, 2), (8, 1, 1), (4, 1, 2), (2, 2, 1), (1, 2, 4)]:
-            np.testing.assert_array_equal(batch(step, mesh), want)
+    steps = (0, 3, 4, 6, 15)  # in both stages, before and after those that are left out
+    want = {step: batch(step, (1, 1, 1)) for step in steps}
+    for mesh, step in product([m for m in MESHES if m[1] <= mixed.model.n_layers], steps):
+        np.testing.assert_array_equal(batch(step, mesh), want[step])
     data = Dataset(on_mesh(mixed), "train")
     scored = np.fromfile(sets / "c" / "tokens.mask", np.uint8)
     tokens_c, L = np.load(sets / "c" / "tokens.npy"), mixed.train.seq_len
@@ -216,11 +222,58 @@ def test_a_run_on_a_mixture_reports_each_set_and_resumes(mixed, sets, capsys):
     assert error.code == CHECKPOINT and "data.train fingerprint" in str(error)
 
 
+PRINT_BATCHES = """
+import sys
+sys.path.insert(0, {root!r})
+import cli
+cfg = cli.start()
+import numpy as np
+import processes, utils
+from dataset import Dataset
+
+def save_batches(cfg):
+    data = Dataset(utils.start_mesh(cfg), "train")
+    for step in {steps}:
+        for n, array in enumerate(data.batch(step)):
+            for shard in array.addressable_shards:
+                where = [s.indices(size)[:2] for s, size in zip(shard.index, array.shape)]
+                name = f"{{step}}_{{n}}_{{cfg.run.process_id}}_{{shard.device.id}}.npz"
+                np.savez({out!r} + "/" + name, where=where, part=shard.data, shape=array.shape)
+
+processes.run_main(save_batches, cfg)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_processes", [2, 4])
+def test_a_batch_of_a_mixture_is_the_same_in_many_processes(mixed, tmp_path, n_processes):
+    steps, mesh = (0, 3, 6, 15), (4, 1, 2)
+    cfg = replace(mixed, mesh=Mesh(*mesh))
+    code = PRINT_BATCHES.format(root=str(ROOT), steps=steps, out=str(tmp_path))
+    env = {k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"}
+    address, all_of_them = f"127.0.0.1:{free_port()}", []
+    for n in range(n_processes):
+        shared = dict(coordinator=address, num_processes=n_processes, process_id=n)
+        one = flags(replace(cfg, run=replace(cfg.run, **shared)))
+        command = [sys.executable, "-c", code, "--config", "tiny", *one]
+        all_of_them.append(subprocess.Popen(command, env=env))
+    assert [process.wait(timeout=200) for process in all_of_them] == [0] * n_processes
+    data = Dataset(on_mesh(mixed, (1, 1, 1)), "train")
+    for step in steps:
+        for n, want in enumerate(data.batch(step)):
+            files = [np.load(path) for path in tmp_path.glob(f"{step}_{n}_*.npz")]
+            got = np.full(files[0]["shape"], -2)
+            for file in files:
+                got[tuple(slice(*span) for span in file["where"])] = file["part"]
+            rows_of = mixed.train.batch_size, -1
+            np.testing.assert_array_equal(got.reshape(rows_of), np.reshape(want, rows_of))
+
+
 @pytest.mark.slow
 def test_two_processes_and_a_kill_change_nothing_of_a_mixture(mixed):
     cfg, run = new_run(mixed, "one", mesh=dict(dp=2, pp=1, tp=1))
     assert finish(start(cfg))[0] == 0
-    two, other = new_run(mixed, "two of a mixture", mesh=dict(dp=2, pp=1, tp=1))
+    two, other = new_run(mixed, "two_of_a_mixture", mesh=dict(dp=2, pp=1, tp=1))
     first = start_two(two)
     while not (other / "metrics.jsonl").exists() or len(rows(other)) < 8:
         assert first[0].poll() is None
@@ -260,17 +313,36 @@ def test_a_run_beyond_data_epochs_max_does_not_start(mixed):
     assert data.order.batch(fits)[1].max() == 1
 
 
-def test_sets_that_cannot_be_mixed_are_named(cfg, corpus, tmp_path):
+def test_sets_that_cannot_be_mixed_are_named(cfg, tmp_path):
     np.save(tmp_path / "x.npy", np.zeros(10, np.uint16))
-    shutil.copytree(corpus / "val", tmp_path / "other")
-    text = (tmp_path / "other" / "tokenizer.json").read_text()
-    (tmp_path / "other" / "tokenizer.json").write_text(text + "\n")
-    for part, word in dict(x="x holds 10 tokens", other="a and other have different").items():
-        path = tmp_path / ("x.npy" if part == "x" else part)
-        data = dict(train=f"a={corpus / 'train'},{part}={path}")
-        with pytest.raises(UserError, match=word) as error:
-            Dataset(on_mesh(cfg, data=data), "train")
-        assert error.value.code == DATA
+    data = dict(train=f"a=synthetic:x,x={tmp_path / 'x.npy'}")
+    with pytest.raises(UserError) as error:
+        Dataset(on_mesh(cfg, data=data), "train")
+    assert error.value.code == DATA
+    assert "synthetic:x is not a data set" in str(error.value)
+    assert "x holds 10 tokens" in str(error.value)
+
+
+@pytest.mark.parametrize("end", [None, 7])
+def test_sets_of_different_tokenizers_are_refused(base, corpus, tmp_path, end):
+    """Within a mixture, and for validation; where there is no tokenizer.json, by its end_id."""
+    a, other = corpus / "train", tmp_path / "other"
+    shutil.copytree(corpus / "val", other)
+    text = (other / "tokenizer.json").read_text()
+    if end is None:
+        (other / "tokenizer.json").write_text(text + "\n")
+    else:
+        (other / "tokenizer.json").unlink()
+        manifest = json.loads((other / "manifest.json").read_text())
+        (other / "manifest.json").write_text(json.dumps(manifest | dict(eot_id=end)))
+    for data, names in {
+        (f"a={a},b={other}", str(corpus / "val")): "data.train a, data.train b, data.val",
+        (str(a), f"{other}"): "data.train, data.val",
+        (str(a), f"a={a},b={other}"): "data.train, data.val a, data.val b",
+    }.items():
+        sets = dict(train=data[0], val=data[1])
+        error = refusal(on_mesh(replace(base, data=replace(base.data, **sets)), (1, 1, 1)))
+        assert error.code == DATA and f"{names} have different tokenizers" in str(error)
 
 
 def test_the_fingerprint_says_which_shard_a_mask_belongs_to(cfg, tmp_path):

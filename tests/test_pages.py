@@ -39,7 +39,7 @@ def write_set(folder: Path, n_tokens: list[int], seed=0) -> np.ndarray:
     folder.mkdir()
     parts = [random.integers(0, 512, n, dtype=np.uint16) for n in n_tokens]
     entries = [write_shard(folder, f"s{n}.npy", part) for n, part in enumerate(parts)]
-    manifest = dict(format=2, dtype="uint16", vocab_size=512, eot_id=0, bytes=10, shards=entries)
+    manifest = dict(format=2, dtype="uint16", vocab_size=512, bytes=10, shards=entries)
     (folder / "manifest.json").write_text(json.dumps(manifest))
     return np.concatenate(parts)
 
@@ -221,11 +221,11 @@ def test_a_hundred_thousand_shards_are_opened_in_seconds(cfg, tmp_path):
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     del entries, manifest
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    begin = time.monotonic()
+    begin = time.process_time()  # of this process alone: other tests run beside it
     data = Dataset(on_mesh(cfg, data=dict(train=str(tmp_path))), "train")
-    took = time.monotonic() - begin
+    took = time.process_time() - begin
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10
-    print(f"{took:.2f} s, {grown:.0f} MiB")
+    print(f"{took:.2f} s of a core, {grown:.0f} MiB")
     assert took < 3 and grown < 300
     assert data.source.n_tokens == 5 * 10**12
     with pytest.raises(UserError, match="is missing from"):
