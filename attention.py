@@ -316,15 +316,31 @@ def update_cache(cache, new: dict, at: Span) -> dict:
     return {name: cache[name].at[row_B1, at.index_BL].set(x) for name, x in new.items()}
 
 
+def to_heads(D: int, H: int, K: int) -> Param:
+    """A projection of D numbers to H heads of K."""
+    return Param((D, H, K), P("dp", "tp", None), normal(D), rows=(0,), columns=(1, 2))
+
+
+def from_heads(H: int, K: int, D: int, n_layers: int) -> Param:
+    """A projection of H heads of K to the residual stream of D numbers."""
+    std = normal(2 * n_layers * H * K)
+    return Param((H, K, D), P("tp", None, "dp"), std, rows=(0, 1), columns=(2,))
+
+
+def to_latent(D: int, I: int) -> Param:
+    """A projection of D numbers to I that all heads share."""
+    return Param((D, I), P("dp", None), normal(D), rows=(0,), columns=(1,))
+
+
 def gqa_table(cfg: Config) -> dict:
     """The weights of `gqa`."""
     m = cfg.model
     D, H, G, K, N = m.d_model, m.n_heads, m.n_kv_heads, m.d_head, m.n_layers
     table = dict(
-        q_DHK=Param((D, H, K), P("dp", "tp", None), normal(D)),
-        k_DGK=Param((D, G, K), P("dp", "tp", None), normal(D)),
-        v_DGK=Param((D, G, K), P("dp", "tp", None), normal(D)),
-        o_HKD=Param((H, K, D), P("tp", None, "dp"), normal(2 * N * H * K)),
+        q_DHK=to_heads(D, H, K),
+        k_DGK=to_heads(D, G, K),
+        v_DGK=to_heads(D, G, K),
+        o_HKD=from_heads(H, K, D, N),
     )
     if m.attn_bias:
         spec = P("tp", None)
@@ -365,17 +381,17 @@ def mla_table(cfg: Config) -> dict:
     D, H, K, N, J, I = m.d_model, m.n_heads, m.d_head, m.n_layers, m.q_rank or m.d_model, m.kv_rank
     T, W = m.d_rope, m.d_value
     table = dict(
-        q_JHK=Param((J, H, K), P("dp", "tp", None), normal(J)),
-        q_rope_JHT=Param((J, H, T), P("dp", "tp", None), normal(J)),
-        kv_down_DI=Param((D, I), P("dp", None), normal(D)),
+        q_JHK=to_heads(J, H, K),
+        q_rope_JHT=to_heads(J, H, T),
+        kv_down_DI=to_latent(D, I),
         kv_norm_I=norm_gain(I),
-        k_rope_DT=Param((D, T), P("dp", None), normal(D)),
-        k_IHK=Param((I, H, K), P("dp", "tp", None), normal(I)),
-        v_IHW=Param((I, H, W), P("dp", "tp", None), normal(I)),
-        o_HWD=Param((H, W, D), P("tp", None, "dp"), normal(2 * N * H * W)),
+        k_rope_DT=to_latent(D, T),
+        k_IHK=to_heads(I, H, K),
+        v_IHW=to_heads(I, H, W),
+        o_HWD=from_heads(H, W, D, N),
     )
     if m.q_rank:
-        table |= dict(q_down_DJ=Param((D, J), P("dp", None), normal(D)), q_norm_J=norm_gain(J))
+        table |= dict(q_down_DJ=to_latent(D, J), q_norm_J=norm_gain(J))
     if m.attn_bias:
         table |= dict(
             kv_down_bias_I=zero_bias(I), k_rope_bias_T=zero_bias(T), o_bias_D=zero_bias(D)

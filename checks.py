@@ -8,7 +8,7 @@ import math
 import re
 from dataclasses import replace
 
-from config import SECTIONS, Config, Model, all_kinds, field_value, layer_kinds, n_blocks
+from config import SECTIONS, Config, Model, Optim, all_kinds, field_value, layer_kinds, n_blocks
 from errors import USAGE, Problem, UserError, or_list
 from mixture import read_sets, read_skip, read_stages
 
@@ -19,7 +19,8 @@ def check(cfg: Config) -> Config:
     if pattern := [*pattern_problems(cfg)]:  # the checks in the other branch parse the patterns
         problems += pattern
     else:
-        problems += [*divisor_problems(cfg), *pipeline_problems(cfg), *model_problems(cfg)]
+        problems += [*divisor_problems(cfg), *pipeline_problems(cfg)]
+        problems += [*model_problems(cfg), *optim_problems(cfg)]
     problems += other_problems(cfg)
     if problems:
         raise UserError(USAGE, problems=problems)
@@ -141,6 +142,8 @@ RANGES = {  # field: (lowest, highest) allowed value
     "optim.b1": (0.0, 0.9999999),
     "optim.b2": (0.0, 0.9999999),
     "optim.eps": (1e-30, 1.0),
+    "optim.muon_momentum": (0.0, 0.9999999),
+    "optim.muon_lr_ratio": (0.0, 1e4),
     "optim.clip_norm": (1e-9, 1e9),
     "data.epochs_max": (0, BIG),
     "data.prefetch": (1, 1000),
@@ -330,6 +333,19 @@ def model_problems(cfg: Config):
     if m.rope_scaling != "none" and m.rope_low >= m.rope_high:
         what = f"model.rope_low={m.rope_low} must be below model.rope_high={m.rope_high}"
         yield Problem(what, "set them to 1 and 4 (Llama 3.1), or to 1 and 32 (YaRN)")
+
+
+UNUSED_BY = dict(adamw="muon_momentum muon_lr_ratio", lion="eps muon_momentum muon_lr_ratio")
+"""Which settings of optim have no effect with an optimizer."""
+
+
+def optim_problems(cfg: Config):
+    """Settings of an optimizer that is not chosen."""
+    o, default = cfg.optim, Optim()
+    for name in UNUSED_BY.get(o.name, "").split():
+        if (x := getattr(o, name)) != getattr(default, name):
+            what = f"optim.{name}={x} has no effect: optim.name={o.name}"
+            yield Problem(what, f"leave --optim.{name} out")
 
 
 def moe_problems(cfg: Config):

@@ -311,27 +311,36 @@ class Optim:
     """The optimizer and the learning rate."""
 
     name: str = "adamw"
-    """Optimizer, a name in the table OPTIMIZERS of optim.py."""
+    """Optimizer, a name in the table OPTIMIZERS of optim.py.
+    muon: Muon for the matrices of layers, AdamW for the rest.
+    lion: the sign of one moment; its rates are about a tenth of AdamW's."""
     lr: float = 1e-3
     """Peak learning rate."""
     schedule: str = "cosine"
     """Learning rate after warmup, a name in the table SCHEDULES of optim.py.
     cosine: fall along a cosine.
-    wsd (warmup-stable-decay): stay at the peak, then fall linearly."""
+    wsd (warmup-stable-decay): stay at the peak, then fall linearly.
+    wsd_sqrt: as wsd, but fall fast at first, as 1 - sqrt.
+    linear: fall linearly.
+    constant: stay at the peak."""
     warmup_steps: int = 10
     """Updates in which the learning rate rises linearly to its peak."""
     decay_ratio: float = 0.2
-    """wsd: share of train.steps in which the learning rate falls."""
+    """wsd, wsd_sqrt: share of train.steps in which the learning rate falls."""
     min_lr_ratio: float = 0.1
     """Last learning rate divided by the peak."""
     weight_decay: float = 0.1
     """Decoupled weight decay; it applies to matrices only."""
     b1: float = 0.9
-    """AdamW: decay of the first moment."""
+    """AdamW and Lion: decay of the first moment."""
     b2: float = 0.95
-    """AdamW: decay of the second moment."""
+    """AdamW: decay of the second moment.  Lion: decay of its moment."""
     eps: float = 1e-8
     """AdamW: added to the root of the second moment."""
+    muon_momentum: float = 0.95
+    """Muon: decay of its moment."""
+    muon_lr_ratio: float = 1.0
+    """Muon: learning rate of its matrices divided by that of the other weights."""
     clip_norm: float = 1.0
     """Gradients whose global norm is larger are scaled down to it."""
 

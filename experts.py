@@ -41,15 +41,17 @@ def moe_table(cfg: Config) -> dict:
     """The weights of `moe`."""
     m = cfg.model
     D, N, E, F, C = m.d_model, m.n_layers, m.n_experts, m.d_expert, 1 + (m.activation == "swiglu")
-    stays_sharded = cfg.mesh.experts == "alltoall"
-    if stays_sharded:
+    where = dict(stays_sharded=cfg.mesh.experts == "alltoall")
+    if where["stays_sharded"]:
         in_spec, out_spec = P("dp", None, None, "tp"), P("dp", "tp", None)
     else:
         in_spec, out_spec = P(None, "dp", None, "tp"), P(None, "tp", "dp")
     table = dict(
-        router_DE=Param((D, E), P("dp", None), normal(D), keep_float32=True),
-        in_EDCF=Param((E, D, C, F), in_spec, normal(D), stays_sharded=stays_sharded),
-        out_EFD=Param((E, F, D), out_spec, normal(2 * N * F), stays_sharded=stays_sharded),
+        router_DE=Param(
+            (D, E), P("dp", None), normal(D), keep_float32=True, rows=(0,), columns=(1,)
+        ),
+        in_EDCF=Param((E, D, C, F), in_spec, normal(D), rows=(1,), columns=(3,), **where),
+        out_EFD=Param((E, F, D), out_spec, normal(2 * N * F), rows=(1,), columns=(2,), **where),
     )
     if m.router_bias:
         table |= dict(router_bias_E=zero_bias(E))

@@ -42,8 +42,8 @@ def mlp_table(cfg: Config, F: int, name: str = "") -> dict:
     m = cfg.model
     D, N, C = m.d_model, m.n_layers, 1 + (m.activation == "swiglu")
     table = {
-        f"{name}in_CDF": Param((C, D, F), P(None, "dp", "tp"), normal(D)),
-        f"{name}out_FD": Param((F, D), P("tp", "dp"), normal(2 * N * F)),
+        f"{name}in_CDF": Param((C, D, F), P(None, "dp", "tp"), normal(D), rows=(1,), columns=(2,)),
+        f"{name}out_FD": Param((F, D), P("tp", "dp"), normal(2 * N * F), rows=(0,), columns=(1,)),
     }
     if m.mlp_bias and not name:
         table |= dict(in_bias_CF=zero_bias(C, F, spec=P(None, "tp")), out_bias_D=zero_bias(D))

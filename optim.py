@@ -10,6 +10,7 @@ import optax
 from config import Config
 from errors import look_up
 from model import param_table
+from muon import scale_by_muon
 
 # ---- learning rate schedules: (n, cfg) -> how far from min_lr_ratio (0) to the peak (1)
 
@@ -25,6 +26,16 @@ def cosine(n, cfg: Config):
     return 0.5 * (1 + jnp.cos(jnp.pi * progress(n, cfg.optim.warmup_steps, cfg)))
 
 
+def linear(n, cfg: Config):
+    """A straight line, from the end of the warmup on."""
+    return 1 - progress(n, cfg.optim.warmup_steps, cfg)
+
+
+def constant(n, cfg: Config):
+    """The peak, to the end."""
+    return 1.0
+
+
 def wsd(n, cfg: Config):
     """Warmup-stable-decay: the peak, then linear decay over the last optim.decay_ratio of the
     updates (Hu et al. 2024)."""
@@ -32,7 +43,12 @@ def wsd(n, cfg: Config):
     return 1 - progress(n, cfg.train.steps - decay_steps, cfg)
 
 
-SCHEDULES = dict(cosine=cosine, wsd=wsd)
+def wsd_sqrt(n, cfg: Config):
+    """As wsd, but the decay is 1 - sqrt of its progress: fast at first (Haegele et al. 2024)."""
+    return 1 - jnp.sqrt(1 - wsd(n, cfg))
+
+
+SCHEDULES = dict(cosine=cosine, wsd=wsd, wsd_sqrt=wsd_sqrt, linear=linear, constant=constant)
 
 
 def learning_rate(n, cfg: Config):
@@ -63,13 +79,32 @@ def scale_by_rate(cfg: Config) -> optax.GradientTransformation:
     return optax.scale_by_learning_rate(partial(learning_rate, cfg=cfg))
 
 
+def adam(cfg: Config) -> optax.GradientTransformation:
+    """The first moment over the root of the second (Kingma and Ba 2015)."""
+    return optax.scale_by_adam(cfg.optim.b1, cfg.optim.b2, cfg.optim.eps)
+
+
 def adamw(cfg: Config) -> optax.GradientTransformation:
-    """AdamW (Loshchilov and Hutter 2019)."""
-    adam = optax.scale_by_adam(cfg.optim.b1, cfg.optim.b2, cfg.optim.eps)
-    return optax.chain(clip(cfg), adam, decay_weights(cfg), scale_by_rate(cfg))
+    """AdamW (Loshchilov and Hutter 2019): two moments."""
+    return optax.chain(clip(cfg), adam(cfg), decay_weights(cfg), scale_by_rate(cfg))
 
 
-OPTIMIZERS = dict(adamw=adamw)
+def lion(cfg: Config) -> optax.GradientTransformation:
+    """Lion (Chen et al. 2023): the sign of one moment."""
+    sign = optax.scale_by_lion(cfg.optim.b1, cfg.optim.b2)
+    return optax.chain(clip(cfg), sign, decay_weights(cfg), scale_by_rate(cfg))
+
+
+def muon(cfg: Config) -> optax.GradientTransformation:
+    """Muon (Jordan et al. 2024), with one moment, for matrices of layers; AdamW for the rest."""
+    is_hidden = jax.tree.map(lambda p: len(p.rows) > 0, param_table(cfg))
+    names = jax.tree.map(lambda hidden: "muon" if hidden else "adam", is_hidden)
+    direction = optax.partition(dict(muon=scale_by_muon(cfg), adam=adam(cfg)), names)
+    ratio = optax.masked(optax.scale(cfg.optim.muon_lr_ratio), is_hidden)
+    return optax.chain(clip(cfg), direction, decay_weights(cfg), ratio, scale_by_rate(cfg))
+
+
+OPTIMIZERS = dict(adamw=adamw, lion=lion, muon=muon)
 
 
 def optimizer(cfg: Config) -> optax.GradientTransformation:

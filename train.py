@@ -102,12 +102,17 @@ def state_specs(cfg: Config) -> State:
     like them; counters, and moments of other shapes, are on every device."""
     specs, state = model.param_specs(cfg), state_shapes(cfg)
 
+    def is_absent(moment):  # the weight belongs to another part of optax.partition
+        return isinstance(moment, optax.MaskedNode)
+
     def moment_spec(moment, weight, spec):
+        if is_absent(moment):
+            return moment
         return spec if moment.shape == weight.shape else P()
 
     trees = state.opt, state.params, specs
-    everywhere = dict(transform_non_params=lambda _: P())
-    opt = optax.tree.map_params(optimizer(cfg), moment_spec, *trees, **everywhere)
+    others = dict(transform_non_params=lambda _: P(), is_leaf=is_absent)
+    opt = optax.tree.map_params(optimizer(cfg), moment_spec, *trees, **others)
     return State(P(), specs, opt)
 
 

@@ -40,6 +40,11 @@ class Param:
     """Each dp rank uses only its own part (expert parallelism), so it is never gathered."""
     is_stacked: bool = False
     """The first dim counts layers."""
+    rows: tuple[int, ...] = ()
+    """The dims over which a product with the weight sums, without that of the layers in counting;
+    of the matrices of layers only, which an optimizer may treat as such."""
+    columns: tuple[int, ...] = ()
+    """The dims of the product's result.  Dims in neither count matrices."""
 
     def without_layers(self, dims) -> list:
         """The elements of `dims`, one for each dim, without that of the layers."""

@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import time
@@ -21,7 +22,7 @@ from errors import USAGE, UserError
 # A module imports only modules that stand before it here.
 MODULES = """
     errors config mixture checks files cli lock restart utils processes weights layers blockwise
-    attention grouped experts pipeline model gradient generate optim order shards pages dataset
+    attention grouped experts pipeline model gradient generate muon optim order shards pages dataset
     rundir metrics digests checkpoint profiling train
 """.split()  # noqa: SIM905
 
@@ -35,10 +36,13 @@ def problems(*flags) -> list[str]:
 
 
 def test_a_bad_mesh_is_two_lines_and_exit_2_in_half_a_second():
+    def seconds_of_children() -> float:  # of a core, because other tests run beside this one
+        return sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
+
     for _ in range(10):  # the fastest counts, because the machine may be busy
-        start = time.perf_counter()
+        start = seconds_of_children()
         done = run("train.py", "--config", "demo", "--mesh.pp", 3)
-        seconds = time.perf_counter() - start
+        seconds = seconds_of_children() - start
         if seconds < 0.5:
             break
     assert done.returncode == 2 and done.stdout == ""

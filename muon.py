@@ -1,0 +1,103 @@
+"""Muon: momentum whose singular values are all set to about one (Jordan et al. 2024).
+
+Dimension key (a suffix on every array's name spells its logical shape):
+  N  matrices   R  rows, over which a product with the weight sums   C  columns
+  S  the smaller of R and C   T  the larger
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from config import Config
+from model import param_table
+from weights import Param
+
+# a, b, c of x <- a x + b x^3 + c x^5 on each singular value, in five steps (Amsel et al. 2025, "The
+# Polar Express", the bound 1e-3): what is between 0.001 and 1 ends between 0.88 and 1.12.
+STEPS = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+)
+RMS = 0.2
+"""The root mean square of an update's elements, which is about that of AdamW's, so that the rates
+and the weight decay of AdamW fit (Liu et al. 2025, "Muon is scalable for LLM training", 2.2)."""
+
+
+def orthogonalize(x_ST, dtype: str):
+    """x with its singular values moved to within 0.88 and 1.12, those of at least a hundredth of
+    the largest and up to 10,000 rows; smaller ones grow a thousandfold at most.  The products are
+    computed in `dtype`."""
+    x_ST /= jnp.maximum(jnp.linalg.norm(x_ST), 1e-30)
+    # The largest singular value is at most the fourth root of the sum of all fourth powers, which
+    # is far closer to it than the Frobenius norm where many are alike.
+    x_ST = (x_ST / jnp.sqrt(jnp.linalg.norm(x_ST @ x_ST.T) + 1e-30)).astype(dtype)
+
+    def step(x_ST, abc):
+        a, b, c = abc.astype(dtype)
+        gram_SS = x_ST @ x_ST.T
+        return a * x_ST + (b * gram_SS + c * gram_SS @ gram_SS) @ x_ST, None
+
+    return lax.scan(step, x_ST, jnp.array(STEPS))[0]
+
+
+def update_of(x_RC, dtype: str):
+    """The update of a matrix with this momentum, float32."""
+    R, C = x_RC.shape
+    x_RC = orthogonalize(x_RC, dtype) if R <= C else orthogonalize(x_RC.T, dtype).T
+    return RMS * math.sqrt(max(R, C)) * x_RC.astype(jnp.float32)
+
+
+def update_of_part(x, p: Param, dtype: str):
+    """The update of a device's part of a weight, inside shard_map.
+
+    Each device of a pipeline stage gets whole matrices of some of the layers (and experts) by
+    all-to-all, and its part of all of them back.  That moves two times the bytes of the momentum,
+    where products of parts would need a collective in each of the five steps.
+    """
+    first = p.is_stacked
+    rows, columns = ([first + dim for dim in dims] for dims in (p.rows, p.columns))
+    others = [dim for dim in range(x.ndim) if dim not in rows + columns]
+    order = others + rows + columns
+    x = x.transpose(order)
+    transposed, n = x.shape, math.prod(x.shape[: len(others)])
+    x = x.reshape(n, *x.shape[len(others) :])
+    moves = [(p.spec[dim], k) for k, dim in enumerate(rows + columns, 1) if p.spec[dim]]
+    n_devices = math.prod(lax.axis_size(axis) for axis, _ in moves)
+    x = jnp.pad(x, [(0, -n % n_devices)] + [(0, 0)] * (x.ndim - 1))
+    for axis, k in moves:
+        x = lax.all_to_all(x, axis, split_axis=0, concat_axis=k, tiled=True)
+    whole = x.shape
+    R = math.prod(whole[1 : 1 + len(rows)])
+    # One after the other: the temporaries of all matrices would not fit.
+    x = lax.map(lambda x_RC: update_of(x_RC, dtype), x.reshape(len(x), R, -1)).reshape(whole)
+    for axis, k in reversed(moves):
+        x = lax.all_to_all(x, axis, split_axis=k, concat_axis=0, tiled=True)
+    return x[:n].reshape(transposed).transpose([order.index(dim) for dim in range(len(order))])
+
+
+def scale_by_muon(cfg: Config) -> optax.GradientTransformation:
+    """Gradients to updates, of the weights that have rows and columns: Nesterov momentum, with its
+    singular values set to about one."""
+    params = jax.tree.leaves(param_table(cfg))
+
+    def updates_of(momentum, _):
+        # Weights that are not Muon's are nodes without leaves.
+        leaves, treedef = jax.tree.flatten(momentum)
+        own = [p for p in params if p.rows]
+        specs = [p.spec for p in own]
+
+        @jax.shard_map(in_specs=(specs,), out_specs=specs)
+        def per_device(parts):
+            return [update_of_part(x, p, cfg.train.dtype) for x, p in zip(parts, own, strict=True)]
+
+        return treedef.unflatten(per_device(leaves))
+
+    trace = optax.trace(cfg.optim.muon_momentum, nesterov=True)
+    return optax.chain(trace, optax.stateless(updates_of))

@@ -1,0 +1,130 @@
+"""Muon: its updates are orthogonal, the same on every mesh, and take one moment."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from cases import ALL_EXPERTS, PLAIN, RICH, batch
+from conftest import MESHES, on_mesh
+from runs import final_weights, losses, new_run
+
+import cli
+import config
+import model
+import muon
+import optim
+import train
+import utils
+from errors import USAGE, UserError
+
+SHAPES = [(64, 64), (64, 256), (300, 20), (7, 513), (1, 5), (512, 512)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e6])
+def test_singular_values_end_near_one(shape, scale):
+    """Those of at least a hundredth of the largest, and the singular vectors stay."""
+    rng, n = np.random.default_rng(0), min(shape)
+    u, _, v = np.linalg.svd(rng.normal(size=shape), full_matrices=False)
+    values = scale * np.geomspace(1, 0.01, n)
+    x = ((u * values) @ v).astype(np.float32)
+    got = np.asarray(muon.update_of(x, "float32")) / (muon.RMS * np.sqrt(max(shape)))
+    inner = u.T @ got @ v.T
+    np.testing.assert_allclose(inner - np.diag(np.diag(inner)), 0, atol=2e-3)
+    assert np.diag(inner).min() > 0.85 and np.diag(inner).max() < 1.15
+
+
+def test_singular_values_that_are_alike_end_near_one():
+    """4,096 of them, in the type of a large run: then the norm is 64 times the largest."""
+    q, _ = np.linalg.qr(np.random.default_rng(0).normal(size=(4096, 256)))
+    x = np.asarray(muon.update_of(q.T.astype(np.float32), "bfloat16")) / (muon.RMS * 64)
+    values = np.linalg.svd(x, compute_uv=False)
+    assert values.min() > 0.85 and values.max() < 1.15
+
+
+def test_a_matrix_of_zeros_stays():
+    assert not np.asarray(muon.update_of(np.zeros((4, 8), np.float32), "float32")).any()
+
+
+def muon_config(cfg, mesh, **more):
+    return on_mesh(cfg, mesh, optim=dict(name="muon", warmup_steps=2) | more)
+
+
+def matrices(x, p):
+    """A weight as matrices [N, rows, columns]."""
+    rows, columns = ([p.is_stacked + dim for dim in dims] for dims in (p.rows, p.columns))
+    others = [dim for dim in range(x.ndim) if dim not in rows + columns]
+    n_rows = int(np.prod([x.shape[dim] for dim in rows]))
+    n_columns = int(np.prod([x.shape[dim] for dim in columns]))
+    return np.transpose(x, others + rows + columns).reshape(-1, n_rows, n_columns)
+
+
+@pytest.mark.parametrize("case", [PLAIN, ALL_EXPERTS], ids=["plain", "moe"])
+def test_updates_of_a_model_are_orthogonal(case):
+    """Of each layer and expert, and of the heads together; what has no rows is AdamW's."""
+    cfg = muon_config(case, (2, 2, 2), weight_decay=0.0)
+    state, table = train.init_state(cfg), utils.leaf_table(model.param_table(cfg))
+    moments = utils.leaf_table(optim.optimizer(cfg).init(state.params))
+    n_hidden = sum(bool(p.rows) for p in table.values())
+    assert sum(x.ndim > 0 for x in moments.values()) == 2 * len(table) - n_hidden
+    for step in range(3):
+        before = jax.device_get(utils.leaf_table(state.params))
+        state, metrics = train.train_step(state, *batch(cfg, seed=step), cfg)
+        after = jax.device_get(utils.leaf_table(state.params))
+        for name, p in table.items():
+            if not p.rows:
+                continue
+            for x in matrices((after[name] - before[name]) / float(metrics["lr"]), p):
+                values = np.linalg.svd(x, compute_uv=False) / (muon.RMS * np.sqrt(max(x.shape)))
+                assert values.max() < 1.3, name
+    assert {name.rsplit("/")[-1] for name, p in table.items() if not p.rows and p.is_matrix} == {
+        "embed_VD", "unembed_DV"
+    }  # fmt: skip
+
+
+def trained(cfg, mesh) -> dict:
+    # With eps 1e-8, AdamW's updates of the rare tokens of embed_VD follow the signs of rounding.
+    cfg = muon_config(cfg, mesh, lr=1e-3, eps=1e-5)
+    state = train.init_state(cfg)
+    for step in range(20):
+        state, _ = train.train_step(state, *batch(cfg, seed=step), cfg)
+    return jax.device_get(utils.leaf_table(state.params))
+
+
+ON_ONE = {}
+
+
+@pytest.mark.parametrize("case, mesh", [
+    (RICH, (2, 2, 2)),
+    (replace(ALL_EXPERTS, mesh=config.Mesh(experts="alltoall")), (2, 2, 2)),
+    *(pytest.param(RICH, mesh, marks=pytest.mark.slow) for mesh in MESHES[1:]),
+    *(pytest.param(ALL_EXPERTS, mesh, marks=pytest.mark.slow) for mesh in MESHES if 8 in mesh),
+])  # fmt: skip
+def test_twenty_updates_are_equal_on_any_mesh(case, mesh):
+    key = case.model
+    ON_ONE[key] = ON_ONE.get(key) or trained(case, (1, 1, 1))
+    for name, x in trained(case, mesh).items():
+        want = ON_ONE[key][name]
+        assert np.abs(x - want).max() <= 1e-5 * np.abs(want).max(), name
+
+
+def test_a_run_goes_back_and_on_to_the_same_bits(base):
+    few = dict(train=dict(steps=8, eval_every=0, eval_batches=1))
+    cfg, run = new_run(base, "muon", optim=dict(name="muon"), checkpoint=dict(every=4), **few)
+    train.main(on_mesh(cfg, (2, 2, 2)))
+    want, weights = losses(run), final_weights(run)
+    train.main(on_mesh(replace(cfg, rollback=4), (2, 2, 2)))
+    assert len(want) == 8 and losses(run) == want
+    for name, x in final_weights(run).items():
+        np.testing.assert_array_equal(x, weights[name])
+
+
+@pytest.mark.parametrize("flags, word", [
+    (["--optim.muon_momentum", 0.9], "optim.muon_momentum=0.9 has no effect: optim.name=adamw"),
+    (["--optim.name", "lion", "--optim.eps", 1e-6], "optim.eps=1e-06 has no effect"),
+])  # fmt: skip
+def test_settings_of_another_optimizer_are_refused(flags, word):
+    with pytest.raises(UserError, match=word) as error:
+        cli.parse(["--config", "tiny", *map(str, flags)])
+    assert error.value.code == USAGE
