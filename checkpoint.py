@@ -358,7 +358,11 @@ class Checkpoints:
         for name, x in leaf_table(abstract).items():
             here[name] = f"{x.dtype}{list(x.shape)}"
         pairs = {n: (there.get(n, "nothing"), here.get(n, "nothing")) for n in here | there}
-        differ = [f"{n}: {a} there, {b} here" for n, (a, b) in pairs.items() if a != b]
+        pairs = {n: pair for n, pair in pairs.items() if pair[0] != pair[1]}
+        moments = [n for n, x in pairs.items() if n.startswith("rest/opt/") and "nothing" in x]
+        differ = [f"{n}: {a} there, {b} here" for n, (a, b) in pairs.items() if n not in moments]
+        if moments:
+            differ.append(f"{len(moments)} arrays are of another optimizer's state")
         if differ:
             more = f", and {len(differ) - 10} more" if len(differ) > 10 else ""
             what = f"checkpoint {self.path / str(step)} is of another run: "

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from cases import ALL_EXPERTS, PLAIN, RICH, batch
 from conftest import MESHES, on_mesh
-from runs import final_weights, losses, new_run
+from runs import final_weights, losses, new_run, refusal
 
 import cli
 import config
@@ -16,7 +16,7 @@ import muon
 import optim
 import train
 import utils
-from errors import USAGE, UserError
+from errors import CHECKPOINT, USAGE, UserError
 
 SHAPES = [(64, 64), (64, 256), (300, 20), (7, 513), (1, 5), (512, 512)]
 
@@ -118,6 +118,10 @@ def test_a_run_goes_back_and_on_to_the_same_bits(base):
     assert len(want) == 8 and losses(run) == want
     for name, x in final_weights(run).items():
         np.testing.assert_array_equal(x, weights[name])
+    other = replace(cfg.run, accept=("optim.name",))
+    error = refusal(on_mesh(replace(cfg, run=other), optim=dict(name="lion")))
+    assert error.code == CHECKPOINT and "is of another run: " in str(error)
+    assert "arrays are of another optimizer's state\n" in str(error)
 
 
 @pytest.mark.parametrize("flags, word", [
