@@ -493,10 +493,15 @@ def run_main(main, cfg: Config):
         traceback.print_exc()
         exit_with(None)
     finally:
-        # Nothing is left to save.  Python's exit restores the default handlers, with which a signal
-        # would kill the process instead of letting it end with 0.
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
+        # Python's exit restores the default handlers, with which a signal would kill the process
+        # instead of letting it end with 0.
+        ignore_signals()
+
+
+def ignore_signals():
+    """Do not stop for a signal from here on, because nothing is left to save."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def leave_last(seconds: float):

@@ -416,6 +416,8 @@ def main(cfg: Config, held=None) -> State | None:
                 return evaluate_once(state, vals, stop, cfg)
             print_sizes(train, vals, cfg)
             state, log = train_loop(run, store, state, train, vals, stop, cfg)
+            if log.is_finished():
+                processes.ignore_signals()
             utils.together(stop.raise_error)
             print_end(log, int(state.step))
             if not log.is_finished():
