@@ -359,10 +359,12 @@ class Checkpoints:
             here[name] = f"{x.dtype}{list(x.shape)}"
         pairs = {n: (there.get(n, "nothing"), here.get(n, "nothing")) for n in here | there}
         pairs = {n: pair for n, pair in pairs.items() if pair[0] != pair[1]}
-        moments = [n for n, x in pairs.items() if n.startswith("rest/opt/") and "nothing" in x]
-        differ = [f"{n}: {a} there, {b} here" for n, (a, b) in pairs.items() if n not in moments]
-        if moments:
-            differ.append(f"{len(moments)} arrays are of another optimizer's state")
+        in_one = [n for n, x in pairs.items() if n.startswith("rest/opt/") and "nothing" in x]
+        if any(n.startswith("params/") for n in pairs):
+            in_one = []  # the model is another, so its moments are too
+        differ = [f"{n}: {a} there, {b} here" for n, (a, b) in pairs.items() if n not in in_one]
+        if in_one:
+            differ.append(f"{len(in_one)} arrays are of another optimizer's state (optim.name)")
         if differ:
             more = f", and {len(differ) - 10} more" if len(differ) > 10 else ""
             what = f"checkpoint {self.path / str(step)} is of another run: "

@@ -336,7 +336,7 @@ def model_problems(cfg: Config):
 
 
 UNUSED_BY = dict(adamw="muon_momentum muon_lr_ratio", lion="eps muon_momentum muon_lr_ratio")
-"""Which settings of optim have no effect with an optimizer."""
+"""{optim.name: the settings of optim that it does not use}"""
 
 
 def optim_problems(cfg: Config):

@@ -279,7 +279,8 @@ class Mixture(Source):
 
 
 def check_tokenizers(sources: dict[str, Source]):
-    """Raise UserError DATA where an id means different text in these sources; {name: source}."""
+    """Raise UserError DATA unless these sources, {name: source}, have one tokenizer and one token
+    that ends documents, as far as they say which."""
     parts = {}
     for name, source in sources.items():
         within = source.parts if isinstance(source, Mixture) else {"": source}

@@ -17,23 +17,26 @@ from model import param_table
 from weights import Param
 
 # a, b, c of x <- a x + b x^3 + c x^5 on each singular value, in five steps (Amsel et al. 2025, "The
-# Polar Express", the bound 1e-3): what is between 0.001 and 1 ends between 0.88 and 1.12.
-STEPS = (
+# Polar Express", for values from 0.001 to 1).
+OPTIMAL = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
     (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
     (3.3184196573706015, -2.488488024314874, 0.51004894012372),
     (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
 )
+# Rounding takes values above 1, and from there the steps would go to infinity.  With a margin of
+# 1 % (ibid., section 4.4), what is between 0.001 and 1.01 ends between 0.85 and 1.13.
+STEPS = (*((a / 1.01, b / 1.01**3, c / 1.01**5) for a, b, c in OPTIMAL[:-1]), OPTIMAL[-1])
 RMS = 0.2
 """The root mean square of an update's elements, which is about that of AdamW's, so that the rates
 and the weight decay of AdamW fit (Liu et al. 2025, "Muon is scalable for LLM training", 2.2)."""
 
 
 def orthogonalize(x_ST, dtype: str):
-    """x with its singular values moved to within 0.88 and 1.12, those of at least a hundredth of
-    the largest and up to 10,000 rows; smaller ones grow a thousandfold at most.  The products are
-    computed in `dtype`."""
+    """x with its singular values moved to between 0.85 and 1.13, if they are at least a hundredth
+    of the largest and x has at most 10,000 rows; smaller ones end nearer to zero.  The products of
+    the five steps are computed in `dtype`, those of the norm in float32."""
     x_ST /= jnp.maximum(jnp.linalg.norm(x_ST), 1e-30)
     # The largest singular value is at most the fourth root of the sum of all fourth powers, which
     # is far closer to it than the Frobenius norm where many are alike.
@@ -57,9 +60,10 @@ def update_of(x_RC, dtype: str):
 def update_of_part(x, p: Param, dtype: str):
     """The update of a device's part of a weight, inside shard_map.
 
-    Each device of a pipeline stage gets whole matrices of some of the layers (and experts) by
-    all-to-all, and its part of all of them back.  That moves two times the bytes of the momentum,
-    where products of parts would need a collective in each of the five steps.
+    The devices of a pipeline stage share out the whole matrices of its layers (and experts).  Each
+    way takes one all-to-all for each mesh axis of rows and columns, which moves the momentum once,
+    or more often where there are fewer matrices than devices: zeros fill up.  Products of parts
+    would need a collective in each of the five steps.
     """
     first = p.is_stacked
     rows, columns = ([first + dim for dim in dims] for dims in (p.rows, p.columns))

@@ -295,6 +295,12 @@ class Stop:
         os.write(2, b"\nstopping after this update; once more stops at once\n")
         self.wants_stop, self.told_at = True, now
 
+    def ignore_signals(self):
+        """Do not stop for a signal from here on, because nothing is left to save."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            # Not SIG_IGN, which processes that this one starts would inherit.
+            signal.signal(number, lambda *_: None)
+
     def ask_to_save(self, *_):
         """Ask all processes to save; also the handler of SIGUSR1."""
         self.wants_save = True
@@ -493,15 +499,10 @@ def run_main(main, cfg: Config):
         traceback.print_exc()
         exit_with(None)
     finally:
-        # Python's exit restores the default handlers, with which a signal would kill the process
-        # instead of letting it end with 0.
-        ignore_signals()
-
-
-def ignore_signals():
-    """Do not stop for a signal from here on, because nothing is left to save."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+        # Nothing is left to save.  Python's exit restores the default handlers, with which a signal
+        # would kill the process instead of letting it end with 0.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
 
 
 def leave_last(seconds: float):

@@ -204,7 +204,7 @@ def loss_and_grads(params, tokens_AMBL, targets_AMBL, key, cfg: Config):
     objective's gradient, sharded like params; the sums of the moe layers' statistics
     (experts.routing_stats), stacked like their weights.
 
-    The only shard_map of training.
+    The only shard_map of training, besides that of an optimizer of whole matrices (muon.py).
     """
     specs = model.param_specs(cfg)
     stats_specs = dict(layers=P("pp")) | (dict(prefix=P()) if cfg.model.prefix else {})
@@ -417,7 +417,7 @@ def main(cfg: Config, held=None) -> State | None:
             print_sizes(train, vals, cfg)
             state, log = train_loop(run, store, state, train, vals, stop, cfg)
             if log.is_finished():
-                processes.ignore_signals()
+                stop.ignore_signals()
             utils.together(stop.raise_error)
             print_end(log, int(state.step))
             if not log.is_finished():

@@ -41,10 +41,10 @@ class Param:
     is_stacked: bool = False
     """The first dim counts layers."""
     rows: tuple[int, ...] = ()
-    """The dims over which a product with the weight sums, without that of the layers in counting;
-    of the matrices of layers only, which an optimizer may treat as such."""
+    """The dims over which a product with the weight sums, numbered as in one layer.  Only matrices
+    of layers have them; the embeddings and the head do not."""
     columns: tuple[int, ...] = ()
-    """The dims of the product's result.  Dims in neither count matrices."""
+    """The dims of the product's result.  Each index of the other dims is a matrix of its own."""
 
     def without_layers(self, dims) -> list:
         """The elements of `dims`, one for each dim, without that of the layers."""
