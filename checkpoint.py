@@ -532,7 +532,7 @@ class Checkpoints:
             self.open_manager()
             if failed and failed[0] in self.manager.all_steps():
                 self.judge(failed[0])
-        except Exception as e:
+        except Exception as e:  # note_failure raises what is no storage's
             self.note_failure(self.newest, e, is_final=self.several)
             self.give_up()
             return False

@@ -313,7 +313,7 @@ class Optim:
     name: str = "adamw"
     """Optimizer, a name in the table OPTIMIZERS of optim.py.
     muon: Muon for the matrices of layers, AdamW for the rest.
-    lion: the sign of one moment; its rates are about a tenth of AdamW's."""
+    lion: the sign of one moment; its rates are 3 to 10 times smaller than AdamW's."""
     lr: float = 1e-3
     """Peak learning rate."""
     schedule: str = "cosine"

@@ -25,12 +25,12 @@ OPTIMAL = (
     (3.3184196573706015, -2.488488024314874, 0.51004894012372),
     (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
 )
-# Rounding takes values above 1, and from there the steps would go to infinity.  With a margin of
-# 1 % (ibid., section 4.4), what is between 0.001 and 1.01 ends between 0.85 and 1.13.
+# Rounding may take a value above 1, and from there the steps would go to infinity.  The margin of
+# 1 % is theirs too: what is between 0.001 and 1.01 ends between 0.85 and 1.13.
 STEPS = (*((a / 1.01, b / 1.01**3, c / 1.01**5) for a, b, c in OPTIMAL[:-1]), OPTIMAL[-1])
 RMS = 0.2
 """The root mean square of an update's elements, which is about that of AdamW's, so that the rates
-and the weight decay of AdamW fit (Liu et al. 2025, "Muon is scalable for LLM training", 2.2)."""
+and the weight decay of AdamW fit (Liu et al. 2025, "Muon is scalable for LLM training")."""
 
 
 def orthogonalize(x_ST, dtype: str):

@@ -222,7 +222,7 @@ def test_a_run_on_a_mixture_reports_each_set_and_resumes(mixed, sets, capsys):
     assert error.code == CHECKPOINT and "data.train fingerprint" in str(error)
 
 
-PRINT_BATCHES = """
+SAVE_BATCHES = """
 import sys
 sys.path.insert(0, {root!r})
 import cli
@@ -249,7 +249,7 @@ processes.run_main(save_batches, cfg)
 def test_a_batch_of_a_mixture_is_the_same_in_many_processes(mixed, tmp_path, n_processes):
     steps, mesh = (0, 3, 6, 15), (4, 1, 2)
     cfg = replace(mixed, mesh=Mesh(*mesh))
-    code = PRINT_BATCHES.format(root=str(ROOT), steps=steps, out=str(tmp_path))
+    code = SAVE_BATCHES.format(root=str(ROOT), steps=steps, out=str(tmp_path))
     env = {k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"}
     address, all_of_them = f"127.0.0.1:{free_port()}", []
     for n in range(n_processes):
