@@ -293,7 +293,7 @@ class Checkpoints:
         found = self.manager.all_steps()
         if step not in found:
             what = f"{self.path} has no checkpoint {step}, only {errors.or_list(found or ['none'])}"
-            fix = "give --step one of those, or leave it out for the newest"
+            fix = "give one of those as the step, or none for the newest"
             raise UserError(errors.CHECKPOINT, what, fix)
         return step
 

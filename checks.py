@@ -420,7 +420,10 @@ def other_problems(cfg: Config):
     if t.profile != (0, 0) and not (0 < first < first + n <= t.steps + 1):
         what = f"train.profile={first} {n} must be updates between 1 and train.steps={t.steps}"
         yield Problem(what, "give the number of the first update and how many to trace, or 0 0")
-    paths = [("run.dir", r.dir)]
+    paths = [("run.dir", r.dir)] + ([("run.start_from", r.start_from)] if r.start_from else [])
+    if r.start_with != "weights" and not r.start_from:
+        what = f"run.start_with={r.start_with} has no effect without --run.start_from"
+        yield Problem(what, "name the run to start from, as --run.start_from runs/NAME@STEP")
     try:
         sets = {name: read_sets(field_value(cfg, name)) for name in ("data.train", "data.val")}
         paths += [(name, part.path) for name, parts in sets.items() for part in parts.values()]

@@ -24,7 +24,7 @@ from errors import INTERRUPTED, STORAGE, USAGE, UserError, or_list
 # ---- config files
 
 # Facts about a run that its config.json holds in addition to the sections of Config.
-RECORD = ("argv", "versions", "git_commit", "data_fingerprint", "run_id")
+RECORD = ("argv", "versions", "git_commit", "data_fingerprint", "run_id", "parent")
 
 REMOTE_SECONDS = 10
 """How long each request for a config file in a bucket may take."""
@@ -160,6 +160,7 @@ Common flags:
   --checkpoint.every N    updates between checkpoints
   --fresh                 start over; an old run is moved aside, never deleted
   --eval_only             evaluate the newest checkpoint and exit
+  --run.start_from RUN    start from a checkpoint of another run, RUN@STEP
   --rollback STEP         go back to the newest checkpoint up to STEP
 
 Examples:

@@ -23,6 +23,14 @@ class Run:
     """Name of the run.  Its directory is run.dir/run.name."""
     dir: str = "runs"
     """Folder that holds run directories: a local path or gs://bucket/path."""
+    start_from: str = ""
+    """Another run, RUN or RUN@STEP, whose newest or given checkpoint this new run starts from.
+    Its settings may differ from that run's, but not the shapes of its weights.
+    It is not changed, and not needed once this run has a checkpoint of its own."""
+    start_with: Literal["weights", "state"] = "weights"
+    """What run.start_from gives.
+    weights: the weights, for a new training from update 0.
+    state: all, to go on from its update; of another optimizer, the weights and the update."""
     seed: int = 0
     """Seed of the initial weights, the order of the data, dropout and the sampled text."""
     coordinator: str = ""

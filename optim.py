@@ -121,6 +121,15 @@ def count_updates(opt, step):
     return counts[-1][1] if counts else step
 
 
+def with_count(opt, n: int):
+    """An optimizer's state whose learning rate is that after n updates."""
+
+    def is_schedule(path, _):
+        return any(getattr(key, "tuple_name", "") == "ScaleByScheduleState" for key in path)
+
+    return optax.tree.set(opt, is_schedule, count=jnp.int32(n))
+
+
 def skip_unless_finite(new, old, loss, grad_norm):
     """`new`, or `old` where the loss or the gradient's norm is not finite."""
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)

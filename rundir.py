@@ -31,10 +31,11 @@ from restart import LAST_END
 from utils import process_ids, run_on_lead, say, warn
 
 
-def run_record(cfg: Config, fingerprint: str, run_id: str) -> str:
+def run_record(cfg: Config, fingerprint: str, old: dict) -> str:
     """The text of config.json: the resolved configuration, versions, git commit and command line.
 
-    fingerprint: that of the training data; run_id: the run's id at Weights & Biases.
+    fingerprint: that of the training data.  old: the record that is there, whose run_id (the run's
+    at Weights & Biases) and parent stay.
     """
     versions = {module.__name__: module.__version__ for module in (jax, jaxlib, np, ocp)}
     if any(package.name == "libtpu" for package in metadata.distributions()):
@@ -47,8 +48,10 @@ def run_record(cfg: Config, fingerprint: str, run_id: str) -> str:
         commit = git.stdout.strip()  # empty where the folder is not a checkout
     except (OSError, subprocess.TimeoutExpired):
         commit = ""
-    facts = dict(git_commit=commit, argv=sys.argv, versions=versions)
-    return to_json(cfg, **facts, data_fingerprint=fingerprint, run_id=run_id)
+    facts = dict(git_commit=commit, argv=sys.argv, versions=versions, data_fingerprint=fingerprint)
+    facts |= dict(run_id=old.get("run_id") or uuid.uuid4().hex[:12])
+    facts |= dict(parent=old["parent"]) if "parent" in old else {}
+    return to_json(cfg, **facts)
 
 
 @contextmanager
@@ -126,7 +129,7 @@ def roll_back(path: epath.Path, cfg: Config, source):
         what = f"{path} has no checkpoint of at most {cfg.rollback} updates"
         fix = f"its checkpoints are {', '.join(map(str, saved)) or 'none'}"
         raise UserError(errors.CHECKPOINT, what, fix)
-    new = json.loads(run_record(cfg, source.fingerprint, ""))
+    new = json.loads(run_record(cfg, source.fingerprint, {}))
     check_changes(changes(read_record(path), new, to), cfg)
     where = free_name(path / "rolled_back" / str(to))
     where.mkdir(parents=True, exist_ok=True)
@@ -160,9 +163,8 @@ def write_record(path: epath.Path, cfg: Config, source):
     if text and tokenizer.exists() and tokenizer.read_text() != text:
         what = f"{tokenizer} is another tokenizer than that of the data, {source.tokenizer}"
         raise UserError(errors.DATA, what, f"prepare the data with --tokenizer {tokenizer}")
-    old = read_record(path)
-    new = run_record(cfg, source.fingerprint, old.get("run_id", uuid.uuid4().hex[:12]))
-    write_whole(path / "config.json", new)
+    record = run_record(cfg, source.fingerprint, read_record(path))
+    write_whole(path / "config.json", record)
     if source.tokenizer is not None:  # so that the run can be sampled without its data
         write_whole(tokenizer, text)
 
@@ -288,7 +290,7 @@ def record_start(path: epath.Path, cfg: Config, source, step: int):
     """Note that training starts after `step` updates, in config.json and history.jsonl, and print
     what is different since the last start.  Raises as check_changes and write_record."""
     old, history = read_record(path), read_history(path)
-    new = json.loads(run_record(cfg, source.fingerprint, ""))
+    new = json.loads(run_record(cfg, source.fingerprint, {}))
     found = changes(old, new, step)
     if history or step:  # otherwise nothing has been trained: it is new, or imported
         check_changes(found, cfg)

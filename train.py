@@ -52,6 +52,7 @@ from tqdm import tqdm
 import model
 import processes
 import utils
+from branch import Parent, refuse_other_parent
 from checkpoint import Checkpoints
 from config import Config
 from dataset import Dataset, check_tokenizers
@@ -64,7 +65,7 @@ from layers import BATCH
 from metrics import MetricsLog, print_end, print_eval, send_to_wandb
 from mixture import read_sets
 from model import TOKEN_SPEC
-from optim import count_updates, learning_rate, optimizer, skip_unless_finite
+from optim import count_updates, learning_rate, optimizer, skip_unless_finite, with_count
 from processes import NOTICE
 from profiling import DATA_WAIT, Profile
 from rundir import open_run, record_start
@@ -168,7 +169,13 @@ def restore_or_init(run, train: Dataset, cfg: Config) -> tuple[Checkpoints, Stat
         raise UserError(CHECKPOINT, what, "train it first, without --eval_only")
     if found is None:
         with utils.say_time("initial state"):
-            return store, jax.block_until_ready(utils.wait_for(init_state(cfg)))
+            start = partial(branch_state, run, train.source) if cfg.run.start_from else init_state
+            state = jax.block_until_ready(utils.wait_for(start(cfg)))
+        if (made := int(state.step)) > cfg.train.steps:
+            what = f"train.steps={cfg.train.steps}, but {cfg.run.start_from} has made {made}"
+            raise UserError(USAGE, what, f"set --train.steps above {made}")
+        return store, state
+    utils.together(refuse_other_parent, run, cfg)
     if store.newest > cfg.train.steps and not cfg.eval_only:
         what = f"train.steps={cfg.train.steps}, but {run} has already made {store.newest} updates"
         fix = f"set --train.steps {store.newest} or more, or start over with --fresh"
@@ -176,6 +183,27 @@ def restore_or_init(run, train: Dataset, cfg: Config) -> tuple[Checkpoints, Stat
     took = f"{time.monotonic() - begin:.1f} s"
     utils.say(f"resume: update {store.newest} (verified) from {store.path} in {took}")
     return store, State(params=found["params"], **found["rest"])
+
+
+def branch_state(run, source, cfg: Config) -> State:
+    """The first State of a run that starts from another; source: its training data."""
+    parent = Parent(cfg, source.tokenizer)
+    abstract, keeps_all = checkpoint_items(abstract_state(cfg)), cfg.run.start_with == "state"
+    if not (keeps_all and parent.has("rest", abstract)):
+        del abstract["rest"]
+    found = parent.restore(abstract, cfg)
+    utils.run_on_lead(parent.note, run)
+    if "rest" in found:
+        state, kept = State(params=found["params"], **found["rest"]), "its optimizer's state"
+    else:
+        shardings, kept = utils.shardings(state_specs(cfg)), "its weights alone"
+        state = jax.jit(make_state, static_argnums=1, out_shardings=shardings)(found["params"], cfg)
+    if keeps_all and "rest" not in found:
+        kept = "its weights and update; the moments are new"
+        state = state._replace(step=state.step + parent.step)
+        state = state._replace(opt=with_count(state.opt, parent.step))
+    utils.say(f"start from {parent.path} after update {parent.step}, with {kept}")
+    return state
 
 
 def load_params(run, cfg: Config, step: int = -1):

@@ -1,0 +1,124 @@
+"""Starting a run from a checkpoint of another, its parent, which is only read."""
+
+import json
+import re
+from dataclasses import asdict
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from etils import epath
+
+import model
+import utils
+from checkpoint import Checkpoints
+from config import Config
+from errors import CHECKPOINT, DATA, Problem, UserError
+from files import absolute_path, run_path, write_whole
+from rundir import read_record
+from weights import init_weights
+
+MAY_DIFFER = re.compile("rope_|yarn_|max_positions$|window$")
+"""Settings of the model that may differ from the parent's: those for a longer context."""
+
+
+class Parent:
+    """The checkpoint that run.start_from names.  Raises UserError CHECKPOINT if there is none, or
+    if it is of another model, and DATA if its tokenizer is not that of the data."""
+
+    def __init__(self, cfg: Config, tokenizer: epath.Path | None):
+        """tokenizer: that of the training data, if it has one."""
+        self.path, step = read_name(cfg.run.start_from)
+        utils.together(self.check, cfg, tokenizer)
+        self.store = Checkpoints(self.path, keep=0)
+        found = self.store.find_step(step)
+        if found is None:
+            raise UserError(CHECKPOINT, f"{self.path} has no checkpoint", "train it first")
+        self.step, self.meta = found, self.store.read_meta(found, {})
+
+    def check(self, cfg: Config, tokenizer: epath.Path | None):
+        """Compare the parent's model and tokenizer with this run's."""
+        record = read_record(self.path)
+        if not record or self.path == run_path(cfg):
+            what = f"run.start_from={cfg.run.start_from}: there is no other run in {self.path}"
+            raise UserError(CHECKPOINT, what, "name the directory of a run, as runs/NAME@STEP")
+        here, problems = asdict(cfg.model), []
+        for name, there in record.get("model", {}).items():
+            is_free = MAY_DIFFER.match(name) or f"model.{name}" in cfg.run.accept
+            if here.get(name, there) != there and not is_free:
+                what = f"model.{name} is {there} in {self.path} and {here[name]} in this run"
+                fix = f"give --model.{name} {there}, or if that changes no weight's shape, "
+                fix += f"--run.accept model.{name}"
+                problems.append(Problem(what, fix))
+        if (there := record["model"].get("max_positions", 0)) > cfg.model.max_positions:
+            what = f"model.max_positions={cfg.model.max_positions} is below the parent's {there}"
+            problems.append(Problem(what, f"set --model.max_positions {there} or more"))
+        if problems:
+            raise UserError(CHECKPOINT, problems=problems)
+        theirs = self.path / "tokenizer.json"
+        if tokenizer and theirs.exists() and theirs.read_text() != tokenizer.read_text():
+            what = f"{tokenizer} is another tokenizer than that of the parent, {theirs}"
+            raise UserError(DATA, what, f"prepare the data with --tokenizer {theirs}")
+
+    def has(self, item: str, abstract: dict) -> bool:
+        """Whether the parent's item has just the arrays of `abstract`, {item: tree}."""
+        names = {n for n in self.meta["leaves"] if n.startswith(f"{item}/")}
+        return names == utils.leaf_table({item: abstract[item]}).keys()
+
+    def restore(self, abstract: dict, cfg: Config) -> dict:
+        """The items of `abstract`, verified.  Learned positions that the parent does not have are
+        those of a new run, and their moments 0."""
+
+        def with_parents_rows(path, x):
+            shape = self.meta["leaves"][path_name(path)][0] if is_position(path) else x.shape
+            return jax.ShapeDtypeStruct(shape, x.dtype, sharding=x.sharding)
+
+        @partial(jax.jit, static_argnums=(0, 2))
+        def grow(is_weight: bool, x, missing: int):
+            new = jnp.zeros((missing, *x.shape[1:]), x.dtype)
+            if is_weight:
+                table = dict(position_LD=model.param_table(cfg)["position_LD"])
+                new = init_weights(table, cfg.run.seed)["position_LD"][-missing:]
+            return jnp.concatenate([x, new])
+
+        def fit(path, x, want):
+            missing = want.shape[0] - x.shape[0] if is_position(path) else 0
+            if not missing:
+                return x
+            return jax.device_put(grow(path[0].key != "rest", x, missing), want.sharding)
+
+        wanted = jax.tree_util.tree_map_with_path(with_parents_rows, abstract)
+        found = self.store.load(self.step, wanted)
+        return jax.tree_util.tree_map_with_path(fit, found, abstract)
+
+    def note(self, run: epath.Path):
+        """Record the parent's path, step and digest (the checksum over the digests of its arrays)
+        in a run's config.json."""
+        parent = dict(path=str(self.path), step=self.step, digest=self.meta["checksum"])
+        text = json.dumps(read_record(run) | dict(parent=parent), indent=1)
+        write_whole(run / "config.json", text + "\n")
+
+
+def read_name(text: str) -> tuple[epath.Path, int]:
+    """(path, step) of RUN@STEP; -1 for RUN."""
+    name, step = re.fullmatch(r"(.+?)(?:@(\d{1,9}))?", text).groups()
+    return absolute_path(name), int(step or -1)
+
+
+def path_name(path) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def is_position(path) -> bool:
+    return getattr(path[-1], "key", "") == "position_LD"
+
+
+def refuse_other_parent(run: epath.Path, cfg: Config):
+    """Raises UserError CHECKPOINT if a run that has a checkpoint did not start from
+    run.start_from."""
+    if not cfg.run.start_from:
+        return
+    (path, step), parent = read_name(cfg.run.start_from), read_record(run).get("parent", {})
+    if parent.get("path") != str(path) or step not in (-1, parent.get("step")):
+        what = f"{run} has checkpoints of its own, and did not start from {cfg.run.start_from}"
+        raise UserError(CHECKPOINT, what, "choose another --run.name, or start over with --fresh")

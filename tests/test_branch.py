@@ -1,0 +1,111 @@
+"""Runs that start from a checkpoint of another run."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from cases import GPT2
+from runs import contents, final_weights, losses, new_run, refusal, rows
+
+import train
+from errors import CHECKPOINT, USAGE
+
+
+def branch_of(reference, base, name, start="", how="weights", **sections):
+    start_from = dict(start_from=f"{reference}{start}", start_with=how)
+    return new_run(base, name, run=dict(name=name, **start_from), **sections)
+
+
+def test_a_branch_with_the_state_goes_on_bit_for_bit(reference, base):
+    before = contents(reference)
+    cfg, run = branch_of(reference, base, "same", "@10", "state")
+    train.main(cfg)
+    assert list(rows_after(run)) == losses(reference)[10:]
+    want, got = final_weights(reference), final_weights(run)
+    assert all(np.array_equal(got[name], want[name]) for name in want)
+    assert contents(reference) == before
+    parent = json.loads((run / "config.json").read_text())["parent"]
+    assert (parent["path"], parent["step"]) == (str(reference), 10) and parent["digest"] > 0
+    # It is a run like any other: the same command does nothing more, without its parent too.
+    train.main(replace(cfg, run=replace(cfg.run, start_from="", start_with="weights")))
+    assert json.loads((run / "config.json").read_text())["parent"] == parent
+
+
+def rows_after(run):
+    for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
+        if row["kind"] == "train":
+            yield f"{row['loss'].hex()} {row['grad_norm'].hex()}"
+
+
+def test_a_branch_may_change_data_lengths_schedule_optimizer_mesh_and_dtype(reference, base):
+    cfg, run = branch_of(
+        reference, base, "other", "@10", "state",
+        mesh=dict(dp=4, pp=1, tp=1, fsdp="step"),
+        model=dict(rope_scaling="yarn", rope_factor=4.0, rope_original=16, rope_high=32.0),
+        data=dict(train="synthetic", val="synthetic"),
+        train=dict(seq_len=64, batch_size=8, steps=12, dtype="bfloat16", microbatches=1),
+        optim=dict(name="muon", schedule="wsd", lr=4e-3, decay_ratio=0.5, warmup_steps=0),
+    )  # fmt: skip
+    state = train.main(cfg)
+    assert int(state.step) == 12
+    # wsd: the peak until update 6, then down to 0.1 at update 12
+    table = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rates = [row["lr"] for row in table if row["kind"] == "train"]
+    np.testing.assert_allclose(rates, [4e-3 * (0.1 + 0.9 / 6), 4e-4], rtol=1e-5)
+
+
+def test_a_branch_with_weights_is_a_new_training(reference, base):
+    cfg, run = branch_of(reference, base, "tuned", train=dict(steps=2))
+    train.main(cfg)
+    found = rows(run)
+    assert list(found) == [1, 2] and found[1]["lr"] == pytest.approx(cfg.optim.lr / 5)
+    first = rows(reference)[1]["loss"]
+    assert found[1]["loss"] < first - 0.5  # of the same batch, but with trained weights
+
+
+def test_positions_may_grow(base, tmp_path):
+    model = replace(GPT2.model, n_layers=4, vocab_size=512)
+    cfg, run = new_run(replace(base, model=model), "short")
+    train.main(cfg := replace(cfg, train=replace(cfg.train, steps=1)))
+    for how in ("weights", "state"):
+        longer, branch = branch_of(
+            run, cfg, f"long-{how}", "", how,
+            model=dict(max_positions=40), train=dict(seq_len=40, steps=2), mesh=dict(pp=1),
+        )  # fmt: skip
+        train.main(replace(longer, train=replace(longer.train, steps=1)))
+        if how == "state":  # nothing was trained
+            want, got = final_weights(run), final_weights(branch)
+            position = got.pop("position_LD")
+            assert np.array_equal(position[:20], want.pop("position_LD"))
+            assert position[20:].std() == pytest.approx(32**-0.5, rel=0.1)
+            assert all(np.array_equal(got[name], want[name]) for name in want)
+    shorter, _ = branch_of(run, cfg, "shorter", model=dict(max_positions=16))
+    assert "below the parent's 20" in str(refusal(shorter))
+
+
+def test_a_branch_that_cannot_be_is_refused(reference, base, tmp_path):
+    def refused(name, start="", how="weights", **sections):
+        return refusal(branch_of(reference, base, name, start, how, **sections)[0])
+
+    error = refused("wide", model=dict(d_ff=128, norm_eps=1e-5))
+    assert error.code == CHECKPOINT and len(error.problems) == 2
+    assert f"model.d_ff is 64 in {reference} and 128 in this run" in str(error)
+    error = refused("none", "@15")
+    assert error.code == CHECKPOINT and "no checkpoint 15, only 10 or 20" in str(error)
+    error = refused("ended", how="state", train=dict(steps=19))
+    assert error.code == USAGE and "train.steps=19" in str(error)
+    error = refused("nothing", "-2")
+    assert error.code == CHECKPOINT and "there is no other run in" in str(error)
+    error = refusal(replace(base, run=replace(base.run, start_from=str(reference))))
+    assert error.code == CHECKPOINT and "there is no other run in" not in str(error)
+    assert "did not start from" in str(error)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text("{}")
+    error = refusal(branch_of(tmp_path / "run", base, "empty")[0])
+    assert error.code == CHECKPOINT
+
+
+def test_a_model_of_other_settings_is_named_by_accept(reference, base):
+    cfg, _ = branch_of(reference, base, "eps", model=dict(norm_eps=1e-5), train=dict(steps=1))
+    train.main(replace(cfg, run=replace(cfg.run, accept=("model.norm_eps",))))
