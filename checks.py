@@ -10,11 +10,15 @@ from dataclasses import replace
 
 from config import SECTIONS, Config, Model, Optim, all_kinds, field_value, layer_kinds, n_blocks
 from errors import USAGE, Problem, UserError, or_list
-from mixture import read_sets, read_skip, read_stages
+from mixture import read_ramp, read_sets, read_skip, read_stages
 
 
 def check(cfg: Config) -> Config:
-    """Return cfg, or raise a UserError with all its problems.  A mesh axis may be -1."""
+    """Return cfg, or raise a UserError with all its problems.  A mesh axis may be -1.
+
+    With train.batch_ramp, the cfg returned has its last size as train.batch_size.
+    """
+    cfg = replace(cfg, train=replace(cfg.train, batch_size=batch_sizes(cfg)[-1]))
     problems = [*range_problems(cfg)]
     if pattern := [*pattern_problems(cfg)]:  # the checks in the other branch parse the patterns
         problems += pattern
@@ -43,10 +47,11 @@ def resolve(cfg: Config, n_devices: int, rows: int | None = None, on_cpu: bool =
     cfg = replace(cfg, mesh=replace(cfg.mesh, dp=dp, pp=pp, tp=tp))
     if rows is not None:
         batch_size = max(1, rows // (dp * pp)) * dp * pp
-        batch = dict(batch_size=batch_size, grad_accum=1, microbatches=0, remat="layer", unroll=1)
+        batch = dict(batch_size=batch_size, batch_ramp="", grad_accum=1, microbatches=0)
+        batch |= dict(remat="layer", unroll=1)
         mesh = replace(cfg.mesh, schedule="gpipe", virtual_stages=1)
         cfg = replace(cfg, train=replace(cfg.train, **batch), mesh=mesh)
-    check(cfg)
+    cfg = check(cfg)
     t, chosen = cfg.train, cpu_choices(cfg) if on_cpu else accelerator_choices(cfg)
     chosen = {name: x for name, x in chosen.items() if getattr(t, name) == AUTOMATIC[name]}
     return replace(cfg, train=replace(t, **chosen))
@@ -54,7 +59,7 @@ def resolve(cfg: Config, n_devices: int, rows: int | None = None, on_cpu: bool =
 
 def accelerator_choices(cfg: Config) -> dict:
     """The automatic settings of section train for anything but a CPU."""
-    pp, rows = cfg.mesh.pp, cfg.train.batch_size // (cfg.train.grad_accum * cfg.mesh.dp)
+    pp, rows = cfg.mesh.pp, math.gcd(*batch_sizes(cfg)) // (cfg.train.grad_accum * cfg.mesh.dp)
     counts = range(pp, 4 * pp + 1, pp) if pp > 1 else [1]
     return dict(microbatches=max(n for n in counts if rows % n == 0), remat="layer", unroll=1)
 
@@ -75,7 +80,7 @@ def cpu_choices(cfg: Config) -> dict:
     recompute them.
     """
     m, t, pp = cfg.model, cfg.train, cfg.mesh.pp
-    rows = t.batch_size // (t.grad_accum * cfg.mesh.dp)
+    rows = math.gcd(*batch_sizes(cfg)) // (t.grad_accum * cfg.mesh.dp)
     microbatches = t.microbatches
     if not microbatches:
         counts = [n for n in divisors(rows) if n % pp == 0]
@@ -130,6 +135,8 @@ RANGES = {  # field: (lowest, highest) allowed value
     "model.rope_theta": (1.0, 1e12),
     "model.norm_eps": (1e-12, 0.1),
     "train.dropout": (0.0, 0.99),
+    "train.spike_sigma": (0.0, 1e6),
+    "optim.ema": (0.0, 0.9999999),
     "train.z_loss": (0.0, 1.0),
     "train.balance_loss": (0.0, 10.0),
     "train.bias_rate": (0.0, 1.0),
@@ -244,6 +251,16 @@ def divisor_problems(cfg: Config):
     yield from batch_problems(cfg)
 
 
+def batch_sizes(cfg: Config) -> list[int]:
+    """Sequences in an update, in the order of train.batch_ramp; if that cannot be read, which
+    other_problems reports, train.batch_size."""
+    t = cfg.train
+    try:
+        return [*read_ramp(t.batch_ramp, t.batch_size).values()]
+    except ValueError:
+        return [t.batch_size]
+
+
 def batch_problems(cfg: Config):
     """A batch that does not divide into slices, dp ranks and microbatches."""
     t = cfg.train
@@ -251,14 +268,17 @@ def batch_problems(cfg: Config):
     # A pp that does not divide the blocks is reported already; 1 avoids a second report here.
     microbatches = t.microbatches or (pp if n_blocks(cfg.model) % pp == 0 else 1)
     parts = t.grad_accum * dp * microbatches
-    if parts > 0 and t.batch_size % parts:
+    for size in dict.fromkeys(x for x in batch_sizes(cfg) if parts > 0 and x % parts):
         last = "train.microbatches" if t.microbatches else "mesh.pp"
         product = f"{t.grad_accum}*{dp}*{microbatches} = {parts}"
         what = f"train.grad_accum*mesh.dp*{last} = {product}"
-        nearest = max(1, round(t.batch_size / parts)) * parts
+        nearest = max(1, round(size / parts)) * parts
         fix = f"set --train.batch_size {nearest}"
+        if t.batch_ramp:
+            fix = f"put {nearest} in the place of {size} in --train.batch_ramp"
         fix += ", or --train.microbatches 0" if t.microbatches else ""
-        yield Problem(f"{what} must divide train.batch_size={t.batch_size}", fix)
+        name = f"train.batch_ramp={t.batch_ramp}'s" if t.batch_ramp else "train.batch_size="
+        yield Problem(f"{what} must divide {name}{' ' * bool(t.batch_ramp)}{size}", fix)
 
 
 def pipeline_problems(cfg: Config):
@@ -432,6 +452,10 @@ def other_problems(cfg: Config):
             raise ValueError("sets of data.val have no weights: each is evaluated")
     except ValueError as e:
         yield Problem(f"data.train, data.val or data.stages: {e}", MIXTURE_FIX)
+    try:
+        read_ramp(t.batch_ramp, t.batch_size)
+    except ValueError as e:
+        yield Problem(f"train.batch_ramp: {e}", "give updates and sizes, such as 0:16,2000:32")
     try:
         read_skip(cfg.data.skip)
     except ValueError as e:

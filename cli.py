@@ -217,6 +217,7 @@ def config_of_run(run: str, mesh: Mesh, *flags: str) -> Config:
     # A batch that passes the checks on this mesh; resolve() replaces it.
     rows = str(max(1, mesh.dp) * max(1, mesh.pp))
     batch = ["--train.batch_size", rows, "--train.grad_accum", "1", "--train.microbatches", "0"]
+    batch += ["--train.batch_ramp="]
     # The trainer's choices may not suit this mesh or platform.
     batch += ["--train.remat", "layer", "--train.attention", "auto"]
     one_process = ["--run.coordinator=", "--run.num_processes", "0", "--run.process_id=-1"]

@@ -257,6 +257,9 @@ class Train:
     """Tokens in a sequence."""
     batch_size: int = 32
     """Sequences in an update, over all devices."""
+    batch_ramp: str = ""
+    """Other numbers of sequences from some update on, such as 0:16,2000:32.
+    The last of them takes the place of train.batch_size."""
     microbatches: int = 0
     """Pipeline microbatches in each slice of train.grad_accum.
     0 takes 1 if mesh.pp is 1, else the most that divide the batch, up to 4 per stage.
@@ -296,6 +299,9 @@ class Train:
     xla: plain JAX, in blocks of queries."""
     loss_chunk: int = 4096
     """Tokens whose logits a device computes and holds in memory at a time."""
+    spike_sigma: float = 0.0
+    """Skip an update whose gradient norm is this many standard deviations above the mean.
+    Both are of the last 64 updates; before there are 64, and with 0, none is skipped."""
     dropout: float = 0.0
     """Probability of dropping an element of the embedding, or of an attention or MLP output."""
     profile: tuple[int, int] = (0, 0)
@@ -351,6 +357,10 @@ class Optim:
     """Muon: learning rate of its matrices divided by that of the other weights."""
     clip_norm: float = 1.0
     """Gradients whose global norm is larger are scaled down to it."""
+    ema: float = 0.0
+    """Decay of an exponential moving average of the weights, such as 0.999; 0 keeps none.
+    Scripts take the average with --weights ema.
+    After n updates the decay is at most (1 + n) / (10 + n)."""
 
 
 @dataclass(frozen=True)

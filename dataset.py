@@ -389,9 +389,8 @@ class Dataset:
         return self.first_window[sources] + windows
 
     def tokens_by_source(self, step: int) -> dict[str, int]:
-        """{name: tokens that the first `step` updates trained on} of a mixture, else {}."""
-        if not isinstance(self.source, Mixture):
-            return {}
+        """{name of a source: tokens of it that the first `step` updates trained on}; the name is ""
+        where there is no mixture."""
         L = self.cfg.train.seq_len
         return {name: n * L for name, n in self.order.trained_on(step).items()}
 

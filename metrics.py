@@ -211,18 +211,19 @@ class MetricsLog:
         cfg: Config,
         step: int,
         flops_per_token: float,
-        by_source=lambda _: {},
+        by_source=None,
     ):
         """step: the update the run resumes from.  flops_per_token: forward and backward.
-        by_source: the function from a step to {source: tokens until then}."""
-        self.by_source = by_source
+        by_source: the function from a step to {source: tokens until then}; by default all updates
+        have train.batch_size sequences."""
+        self.by_source = by_source or (lambda n: {"": n * cfg.train.batch_size * cfg.train.seq_len})
         self.cfg, self.run, self.first_step = cfg, run, step
         self.flops_per_token, self.peak = flops_per_token, peak_flops(cfg)
-        self.tokens_per_step = cfg.train.batch_size * cfg.train.seq_len
-        self.first_tokens = step * self.tokens_per_step
+        self.first_tokens = self.tokens_until(step)
         self.start = self.clock = time.perf_counter()
         self.pending = None  # (step, metrics) of the newest update, not written yet
         self.skips = 0  # updates in a row, up to the newest, that were not finite
+        self.spikes = 0  # updates that were skipped because of train.spike_sigma
         self.train_losses = {}  # {step: loss}, for the curve
         self.eval_losses = {name: {} for name in read_sets(cfg.data.val)}  # of each set
         self.best_losses = next(iter(self.eval_losses.values()))
@@ -238,6 +239,9 @@ class MetricsLog:
         if step < cfg.train.steps:
             say(f"updates {step + 1} to {cfg.train.steps}")
 
+    def tokens_until(self, step: int) -> int:
+        return sum(self.by_source(step).values())
+
     def track(self, row: dict):
         """Record the values of a row that the pictures and the count of skipped updates need."""
         if row["kind"] == "train":
@@ -245,6 +249,7 @@ class MetricsLog:
                 self.first_tokens = row["tokens"]
             self.train_losses[row["step"]] = row["loss"]
             self.skips = self.skips + 1 if None in (row["loss"], row["grad_norm"]) else 0
+            self.spikes += row.get("spike", 0) > 0
         elif row["kind"] == "eval":
             self.eval_losses.setdefault(row.get("set", ""), {})[row["step"]] = row["loss"]
         elif row["kind"] in self.panels:
@@ -274,13 +279,14 @@ class MetricsLog:
             self.start = self.clock  # what came before it, such as compiling, does not come again
         now = time.perf_counter()
         seconds, self.clock = now - self.clock, now
-        rate = self.tokens_per_step / seconds
+        tokens, before = self.tokens_until(step), self.tokens_until(step - 1)
+        rate = (tokens - before) / seconds
         mfu = None if self.peak is None else rate * self.flops_per_token / self.peak
         speed = dict(step_time=seconds, tokens_per_sec=rate, mfu=mfu)
         fields = {name: finite_or_none(x) for name, x in scalars.items()}
-        tokens = self.first_tokens + (step - self.first_step) * self.tokens_per_step
+        tokens += self.first_tokens - self.tokens_until(self.first_step)
         sources = self.by_source(step)
-        by_source = dict(tokens_by_source=sources) if sources else {}
+        by_source = {} if "" in sources else dict(tokens_by_source=sources)
         self.write(dict(kind="train", step=step, **fields, tokens=tokens, **by_source, **speed))
         is_first_or_last = step in (self.first_step + 1, self.cfg.train.steps)
         if is_first_or_last or step % self.cfg.log.every == 0:
@@ -297,10 +303,11 @@ class MetricsLog:
 
     def print_update(self, step: int, scalars: dict, speed: dict, summaries: list[str]):
         steps, mfu = self.cfg.train.steps, speed["mfu"]
+        shown = {name: x for name, x in scalars.items() if name != "spike"}  # check_skips warns
         seconds_per_step = (self.clock - self.start) / (step - self.first_step)
         parts = [
             f"update {step}/{steps}",
-            *(SCALARS.get(name, name + " {:.4g}").format(x) for name, x in scalars.items()),
+            *(SCALARS.get(name, name + " {:.4g}").format(x) for name, x in shown.items()),
             f"{speed['tokens_per_sec']:,.0f} tokens/s",
             "mfu -" if mfu is None else f"mfu {mfu:.1%}",
             *summaries,
@@ -309,8 +316,12 @@ class MetricsLog:
         say("  ".join(parts))
 
     def check_skips(self, step: int, scalars: dict):
-        """Warn of a skipped update.  Raises UserError DIVERGED after MAX_SKIPS of them in a row."""
+        """Warn of a skipped update.  Raises UserError DIVERGED after MAX_SKIPS in a row that were
+        not finite."""
         loss, norm = scalars["loss"], scalars["grad_norm"]
+        if scalars.get("spike"):
+            why = f"its gradient norm {norm:.3f} is a spike (train.spike_sigma)"
+            warn(f"update {step} skipped: {why}; {self.spikes} so far")
         if self.skips > 0:
             warn(f"update {step} skipped: loss {loss}, gradient norm {norm}; {self.skips} in a row")
         if self.skips >= self.MAX_SKIPS:

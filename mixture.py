@@ -1,4 +1,5 @@
-"""The words of data.train, data.val, data.stages and data.skip.  Their errors are ValueErrors."""
+"""The words of data.train, data.val, data.stages, data.skip and train.batch_ramp.  Their errors are
+ValueErrors."""
 
 import re
 from fractions import Fraction
@@ -56,6 +57,20 @@ def read_stages(words: tuple[str, ...], parts: dict[str, Part]) -> dict[int, dic
     return stages
 
 
+def read_ramp(text: str, batch_size: int) -> dict[int, int]:
+    """{number of updates before it: sequences in each update from there on} of UPDATES:SEQUENCES,..
+    words; {0: batch_size} of none."""
+    ramp = {}
+    for word in filter(None, text.split(",")):
+        match = re.fullmatch(r"(\d{1,12}):(\d{1,9})", word)
+        if not match or not int(match[2]):
+            raise ValueError(f"{word!r} is not UPDATES:SEQUENCES")
+        if int(match[1]) <= max(ramp, default=-1) or not (ramp or int(match[1]) == 0):
+            raise ValueError(f"{word!r} does not begin at 0, or not after the word before it")
+        ramp[int(match[1])] = int(match[2])
+    return ramp or {0: batch_size}
+
+
 def in_stream(step: int, skip: list[tuple[int, int]]) -> int:
     """The update, counted without data.skip, that a run makes after `step` others."""
     for first, stop in skip:
@@ -63,12 +78,14 @@ def in_stream(step: int, skip: list[tuple[int, int]]) -> int:
     return step
 
 
-def trained_before(step: int, skip: str, stages) -> tuple:
-    """What data.skip and data.stages say about the first `step` updates of a run."""
+def trained_before(step: int, skip: str, stages, ramp: dict[int, int]) -> tuple:
+    """What data.skip, data.stages and train.batch_ramp (as from `read_ramp`) say about the first
+    `step` updates of a run."""
     ranges = read_skip(skip)
     last = in_stream(step - 1, ranges) if step else -1
     begun = [word for word in stages if int(word.partition(":")[0]) <= last]
-    return [pair for pair in ranges if pair[0] <= last], begun
+    sizes = {start: size for start, size in ramp.items() if start <= last}
+    return [pair for pair in ranges if pair[0] <= last], begun, sizes
 
 
 def read_skip(text: str) -> list[tuple[int, int]]:

@@ -130,7 +130,41 @@ def with_count(opt, n: int):
     return optax.tree.set(opt, is_schedule, count=jnp.int32(n))
 
 
-def skip_unless_finite(new, old, loss, grad_norm):
-    """`new`, or `old` where the loss or the gradient's norm is not finite."""
-    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-    return jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
+def average_weights(ema, params, n, cfg: Config):
+    """The exponential moving average of the weights after update n, from 0; None from None.
+
+    The decay grows to optim.ema, because an average that began with the initial weights would keep
+    them for 1 / (1 - optim.ema) updates.
+    """
+    if ema is None:
+        return None
+    decay = jnp.minimum(cfg.optim.ema, (1 + n) / (10 + n))
+    return jax.tree.map(lambda old, new: old + (1 - decay) * (new - old), ema, params)
+
+
+# ---- updates that are skipped
+
+SPIKE_WINDOW = 64
+"""How many gradient norms say what is usual."""
+
+
+def is_finite(loss, grad_norm):
+    return jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+
+
+def is_spike(grad_norm, recent_N, cfg: Config):
+    """Whether a finite gradient norm is train.spike_sigma standard deviations above the mean of
+    those before it.  recent_N, oldest first, has -1 for those that there are not yet."""
+    limit = recent_N.mean() + cfg.train.spike_sigma * recent_N.std()
+    return jnp.isfinite(grad_norm) & (recent_N[0] >= 0) & (grad_norm > limit)
+
+
+def add_norm(grad_norm, recent_N):
+    """The last N finite norms.  Spikes count, so that a new level that stays is not skipped for
+    ever."""
+    return jnp.where(jnp.isfinite(grad_norm), jnp.append(recent_N[1:], grad_norm), recent_N)
+
+
+def choose(condition, new, old):
+    """The tree `new` where the condition holds, else `old`."""
+    return jax.tree.map(lambda new, old: jnp.where(condition, new, old), new, old)

@@ -10,7 +10,7 @@ import numpy as np
 
 from config import Config
 from errors import DATA, UserError
-from mixture import in_stream, read_sets, read_skip, read_stages
+from mixture import in_stream, read_ramp, read_sets, read_skip, read_stages
 
 # ---- permutations
 
@@ -110,18 +110,22 @@ class Order:
     """Which window of which source each row of a run is: its sources in the pattern of the stage,
     and of each source all windows, once an epoch, in seeded orders.
 
-    Without data.skip update u trains on rows u * batch_size and following, u counted from 0; an
-    update that is left out is as if it had never been in this stream of rows.
+    Without data.skip update u, counted from 0, trains on the rows after those of the updates before
+    it; an update that is left out is as if it had never been in this stream of rows.
     """
 
     def __init__(self, cfg: Config, n_windows: list[int]):
         """n_windows: of each source, in the order in which data.train names them."""
         self.cfg, self.n_windows = cfg, np.array(n_windows)
-        parts, B = read_sets(cfg.data.train), cfg.train.batch_size
+        parts = read_sets(cfg.data.train)
+        ramp = read_ramp(cfg.train.batch_ramp, cfg.train.batch_size)
+        self.ramp_starts, self.ramp_sizes = np.array([*ramp]), np.array([*ramp.values()])
+        rows = np.diff(self.ramp_starts) * self.ramp_sizes[:-1]
+        self.ramp_rows = np.append(0, rows.cumsum())  # before each stage of the ramp
         self.names, self.skip = list(parts), read_skip(cfg.data.skip)
         stages = read_stages(cfg.data.stages, parts)
         self.patterns = [Pattern(weights, self.names) for weights in stages.values()]
-        self.starts = np.array([*stages]) * B
+        self.starts = np.array([self.rows_before(update) for update in stages])
         self.before = [np.zeros(len(parts), np.int64)]  # rows of each source before each stage
         for pattern, n_rows in zip(self.patterns, np.diff(self.starts), strict=False):
             self.before.append(self.before[-1] + pattern.counts(int(n_rows)))
@@ -129,6 +133,21 @@ class Order:
     def in_stream(self, step: int) -> int:
         """The update of the stream that this run makes after `step` others."""
         return in_stream(step, self.skip)
+
+    def rows_before(self, update: int) -> int:
+        """How many rows of the stream come before those of an update of it."""
+        k = np.searchsorted(self.ramp_starts, update, side="right") - 1
+        return int(self.ramp_rows[k] + (update - self.ramp_starts[k]) * self.ramp_sizes[k])
+
+    def update_of(self, row: int) -> int:
+        """The update of the stream that has this row."""
+        k = np.searchsorted(self.ramp_rows, row, side="right") - 1
+        return int(self.ramp_starts[k] + (row - self.ramp_rows[k]) // self.ramp_sizes[k])
+
+    def batch_rows(self, step: int) -> np.ndarray:
+        """The rows of the stream that update step + 1 of the run trains on."""
+        update = self.in_stream(step)
+        return np.arange(self.rows_before(update), self.rows_before(update + 1))
 
     def place(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(source, how many rows of it come before) of each row of the stream."""
@@ -142,8 +161,7 @@ class Order:
 
     def batch(self, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(source, epoch, window) of each row of the batch that update step + 1 trains on."""
-        B = self.cfg.train.batch_size
-        sources, counts = self.place(self.in_stream(step) * B + np.arange(B))
+        sources, counts = self.place(self.batch_rows(step))
         epochs, i = np.divmod(counts, self.n_windows[sources])
         windows = np.empty_like(i)
         for s, e in sorted({*zip(sources.tolist(), epochs.tolist(), strict=True)}):
@@ -153,8 +171,7 @@ class Order:
 
     def new_epochs(self, step: int) -> dict[str, int]:
         """{source: number of the epoch, from 2 on, that it begins with the batch of step + 1}."""
-        B = self.cfg.train.batch_size
-        sources, counts = self.place(self.in_stream(step) * B + np.arange(B))
+        sources, counts = self.place(self.batch_rows(step))
         n = self.n_windows[sources]
         begins = (counts % n == 0) & (counts > 0)
         epochs = (counts // n + 1)[begins].tolist()
@@ -167,7 +184,7 @@ class Order:
 
     def counts(self, updates: int) -> np.ndarray:
         """How many rows of each source the first updates of the stream have."""
-        n_rows = updates * self.cfg.train.batch_size
+        n_rows = self.rows_before(updates)
         s = int(np.searchsorted(self.starts, n_rows, side="right")) - 1
         return self.before[s] + self.patterns[s].counts(n_rows - int(self.starts[s]))
 
@@ -219,7 +236,7 @@ class Order:
 
     def step_of_row(self, row: int) -> int | None:
         """How many updates the run makes before it trains on this row; None if it is left out."""
-        update = row // self.cfg.train.batch_size
+        update = self.update_of(row)
         if any(first <= update < stop for first, stop in self.skip):
             return None
         return update - sum(stop - first for first, stop in self.skip if stop <= update)

@@ -26,7 +26,7 @@ from config import Config
 from errors import Problem, UserError
 from files import free_name, is_writable, move_folder, run_path, saved_steps, write_whole
 from lock import FileLock, Lease, take_lock
-from mixture import trained_before
+from mixture import read_ramp, trained_before
 from restart import LAST_END
 from utils import process_ids, run_on_lead, say, warn
 
@@ -230,7 +230,7 @@ def changes(old: dict, new: dict, step: int) -> dict[str, dict[str, list]]:
     found = {group: {} for group in ("same numbers", "within rounding", "changes the training")}
     there, here = record_facts(old), record_facts(new)
     if there[FINGERPRINT] is not None:  # records from before these settings
-        there = {"data.skip": "", "data.stages": []} | there
+        there = {"data.skip": "", "data.stages": [], "train.batch_ramp": ""} | there
     for name, value in here.items():
         before = there.get(name)
         if None in (before, value) or before == value:  # None: one of the records lacks it
@@ -256,12 +256,16 @@ def check_changes(found: dict, cfg: Config):
 
 
 def check_past(old: dict, cfg: Config, step: int):
-    """Raises UserError CHECKPOINT if data.skip or data.stages change updates that the run has
-    made."""
-    data = old.get("data", {})
-    before = trained_before(step, data.get("skip", ""), data.get("stages", []))
-    if before != trained_before(step, cfg.data.skip, cfg.data.stages):
-        what = f"data.skip or data.stages change some of the {step} updates that the run has made"
+    """Raises UserError CHECKPOINT if data.skip, data.stages or train.batch_ramp change updates that
+    the run has made."""
+    data, t, ramps = old.get("data", {}), old.get("train", {}), [{}, {}]
+    if t.get("batch_ramp") or cfg.train.batch_ramp:
+        batch_size = t.get("batch_size", cfg.train.batch_size)
+        ramps = [read_ramp(x, batch_size) for x in (t.get("batch_ramp", ""), cfg.train.batch_ramp)]
+    before = trained_before(step, data.get("skip", ""), data.get("stages", []), ramps[0])
+    if before != trained_before(step, cfg.data.skip, cfg.data.stages, ramps[1]):
+        what = "data.skip, data.stages or train.batch_ramp change some of the "
+        what += f"{step} updates that the run has made"
         fix = "add --rollback with an update from before those, or change only later ones"
         raise UserError(errors.CHECKPOINT, what, fix)
 

@@ -38,6 +38,7 @@ if __name__ == "__main__":
 
 import math
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -65,7 +66,18 @@ from layers import BATCH
 from metrics import MetricsLog, print_end, print_eval, send_to_wandb
 from mixture import read_sets
 from model import TOKEN_SPEC
-from optim import count_updates, learning_rate, optimizer, skip_unless_finite, with_count
+from optim import (
+    SPIKE_WINDOW,
+    add_norm,
+    average_weights,
+    choose,
+    count_updates,
+    is_finite,
+    is_spike,
+    learning_rate,
+    optimizer,
+    with_count,
+)
 from processes import NOTICE
 from profiling import DATA_WAIT, Profile
 from rundir import open_run, record_start
@@ -81,11 +93,17 @@ class State(NamedTuple):
     params: Any
     opt: Any
     """The optimizer's state."""
+    ema: Any = None
+    """With optim.ema, the moving average of params."""
+    recent_norms: Any = None
+    """With train.spike_sigma, the last gradient norms."""
 
 
 def make_state(params, cfg: Config) -> State:
     """The State before the first update, with these weights."""
-    return State(np.int32(0), params, optimizer(cfg).init(params))
+    ema = params if cfg.optim.ema else None
+    norms = jnp.full(SPIKE_WINDOW, -1.0) if cfg.train.spike_sigma else None
+    return State(np.int32(0), params, optimizer(cfg).init(params), ema, norms)
 
 
 def new_state(cfg: Config) -> State:
@@ -114,7 +132,8 @@ def state_specs(cfg: Config) -> State:
     trees = state.opt, state.params, specs
     others = dict(transform_non_params=lambda _: P(), is_leaf=is_absent)
     opt = optax.tree.map_params(optimizer(cfg), moment_spec, *trees, **others)
-    return State(P(), specs, opt)
+    ema = specs if cfg.optim.ema else None
+    return State(P(), specs, opt, ema, P() if cfg.train.spike_sigma else None)
 
 
 def init_state(cfg: Config) -> State:
@@ -125,8 +144,17 @@ def init_state(cfg: Config) -> State:
 
 def checkpoint_items(state: State) -> dict:
     """A State as the items of a checkpoint.  The weights are an item of their own, so that they can
-    be read alone."""
-    return dict(params=state.params, rest=dict(step=state.step, opt=state.opt))
+    be read alone; so is what not every run has."""
+    items = dict(params=state.params, rest=dict(step=state.step, opt=state.opt))
+    items |= {} if state.ema is None else dict(ema=state.ema)
+    norms = state.recent_norms
+    return items | ({} if norms is None else dict(recent_norms=dict(norm_N=norms)))
+
+
+def state_of(items: dict) -> State:
+    """The State that `checkpoint_items` has taken apart."""
+    norms = items.get("recent_norms", {}).get("norm_N")
+    return State(params=items["params"], ema=items.get("ema"), recent_norms=norms, **items["rest"])
 
 
 def step_shapes(cfg: Config) -> tuple:
@@ -182,38 +210,50 @@ def restore_or_init(run, train: Dataset, cfg: Config) -> tuple[Checkpoints, Stat
         raise UserError(USAGE, what, fix)
     took = f"{time.monotonic() - begin:.1f} s"
     utils.say(f"resume: update {store.newest} (verified) from {store.path} in {took}")
-    return store, State(params=found["params"], **found["rest"])
+    return store, state_of(found)
 
 
 def branch_state(run, source, cfg: Config) -> State:
     """The first State of a run that starts from another; source: its training data."""
     parent = Parent(cfg, source.tokenizer)
     abstract, keeps_all = checkpoint_items(abstract_state(cfg)), cfg.run.start_with == "state"
-    if not (keeps_all and parent.has("rest", abstract)):
-        del abstract["rest"]
-    found = parent.restore(abstract, cfg)
+    taken = {item for item in abstract if keeps_all and parent.has(item, abstract)} | {"params"}
+    found = parent.restore({item: abstract[item] for item in taken}, cfg)
     utils.run_on_lead(parent.note, run)
-    if "rest" in found:
-        state, kept = State(params=found["params"], **found["rest"]), "its optimizer's state"
-    else:
-        shardings, kept = utils.shardings(state_specs(cfg)), "its weights alone"
-        state = jax.jit(make_state, static_argnums=1, out_shardings=shardings)(found["params"], cfg)
-    if keeps_all and "rest" not in found:
-        kept = "its weights and update; the moments are new"
+
+    def fill(found):
+        return checkpoint_items(make_state(found["params"], cfg)) | found
+
+    if taken != abstract.keys():
+        shardings = jax.tree.map(lambda x: x.sharding, abstract)
+        found = jax.jit(fill, out_shardings=shardings, donate_argnums=0)(found)
+    state, kept = state_of(found), "its optimizer's state" if keeps_all else "its weights alone"
+    if keeps_all and "rest" not in taken:
+        kept = "its weights and update; the optimizer's state is new"
         state = state._replace(step=state.step + parent.step)
         state = state._replace(opt=with_count(state.opt, parent.step))
     utils.say(f"start from {parent.path} after update {parent.step}, with {kept}")
     return state
 
 
-def load_params(run, cfg: Config, step: int = -1):
-    """The weights of a run's newest checkpoint, or of the one after `step` updates.  Raises
-    UserError CHECKPOINT."""
-    weights = dict(params=with_shardings(model.param_shapes(cfg), model.param_specs(cfg)))
-    found = Checkpoints(run, keep=0).restore(weights, step)
+def load_params(run, cfg: Config, step: int = -1, weights: str = "last"):
+    """The weights of a run's newest checkpoint, or of the one after `step` updates.  weights: last,
+    or ema for their moving average.  Raises UserError CHECKPOINT."""
+    item = weights_item(cfg, weights)
+    abstract = with_shardings(model.param_shapes(cfg), model.param_specs(cfg))
+    found = Checkpoints(run, keep=0).restore({item: abstract}, step)
     if found is None:
         raise UserError(CHECKPOINT, f"{run} has no checkpoint", "train it first")
-    return found["params"]
+    return found[item]
+
+
+def weights_item(cfg: Config, weights: str) -> str:
+    """The item of a checkpoint that holds the weights `last` or `ema` of a run.  Raises UserError
+    CHECKPOINT if the run keeps no average."""
+    if weights == "ema" and not cfg.optim.ema:
+        what = "--weights ema, but optim.ema=0: the run keeps no average of its weights"
+        raise UserError(CHECKPOINT, what, "leave --weights out, or train with --optim.ema 0.999")
+    return "ema" if weights == "ema" else "params"
 
 
 def fixed_settings(cfg: Config, fingerprint: str | None) -> dict:
@@ -267,7 +307,7 @@ def loss_and_grads(params, tokens_AMBL, targets_AMBL, key, cfg: Config):
 @partial(jax.jit, static_argnames="cfg", donate_argnames="state")
 def train_step(state: State, tokens_AMBL, targets_AMBL, cfg: Config):
     """(state, metrics) after one update.  If its loss or gradient is not finite, only state.step
-    changes.
+    changes; if its gradient is a spike (train.spike_sigma), state.recent_norms too.
 
     Every scalar in metrics gets into metrics.jsonl, the console and Weights & Biases by itself.
     """
@@ -276,14 +316,19 @@ def train_step(state: State, tokens_AMBL, targets_AMBL, cfg: Config):
     grad_norm = optax.tree.norm(grads)
     updates, opt = optimizer(cfg).update(grads, state.opt, state.params)
     params = update_router_biases(optax.apply_updates(state.params, updates), stats, cfg)
-    params, opt = skip_unless_finite(
-        (params, opt), (state.params, state.opt), loss=loss, grad_norm=grad_norm
-    )
+    ema = average_weights(state.ema, params, state.step, cfg)
+    new = state._replace(params=params, opt=opt, ema=ema)
+    is_good = is_finite(loss, grad_norm)
     lr = learning_rate(count_updates(state.opt, state.step), cfg)
     metrics = dict(loss=loss, grad_norm=grad_norm, lr=lr)
     if cfg.model.n_experts:
         metrics["moe"] = lax.with_sharding_constraint(moe_metrics(stats, cfg), P())
-    new = State(state.step + 1, params, opt)
+    if cfg.train.spike_sigma:
+        metrics["spike"] = is_spike(grad_norm, state.recent_norms, cfg)
+        is_good &= ~metrics["spike"]
+    new = choose(is_good, new, state)._replace(step=state.step + 1)
+    if cfg.train.spike_sigma:
+        new = new._replace(recent_norms=add_norm(grad_norm, state.recent_norms))
     return lax.with_sharding_constraint(new, state_specs(cfg)), metrics
 
 
@@ -380,8 +425,18 @@ def train_loop(run, store, state: State, train: Dataset, vals: list[Dataset], st
     log = MetricsLog(run, cfg, start, model.flops_per_token(cfg), train.tokens_by_source)
     if cfg.rollback >= 0 and utils.is_lead():
         send_to_wandb(log.wandb, dict(kind="rollback", step=start, to=start))
+    programs = {}
+
+    def program_for(step: int):
+        """train_step for the batch of update step + 1."""
+        batch_size = len(train.order.batch_rows(step))
+        if batch_size not in programs:
+            t = replace(cfg.train, batch_size=batch_size)
+            programs[batch_size] = log.run_untimed(compile_step, replace(cfg, train=t))
+        return programs[batch_size]
+
     # Before the first checkpoint, because compiling may fail, or show that memory is too small.
-    program = log.run_untimed(compile_step, cfg) if start < cfg.train.steps else None
+    program = program_for(start) if start < cfg.train.steps else None
     if store.newest is None:
         with utils.say_time("first checkpoint"):
             log.run_untimed(store.save, start, checkpoint_items(state))
@@ -417,6 +472,7 @@ def train_loop(run, store, state: State, train: Dataset, vals: list[Dataset], st
         for name, epoch in train.order.new_epochs(step).items():
             if epoch <= 10:  # a small set has thousands
                 utils.say(f"update {step + 1} begins epoch {epoch} of {name or 'data.train'}")
+        program = program_for(step)
         with profile.trace_update(step + 1, log):
             state, metrics = program(state, *train.batch(step))
             log.add_update(step + 1, metrics)

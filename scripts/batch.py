@@ -42,7 +42,9 @@ def parse() -> tuple[Args, config.Config]:
     args = tyro.cli(Args, use_underscores=True, description=__doc__)
     cfg = cli.config_of_run(args.run, config.Mesh(1, 1, 1))
     record = json.loads((files.absolute_path(args.run) / "config.json").read_text())
-    cfg = replace(cfg, train=replace(cfg.train, batch_size=record["train"]["batch_size"]))
+    t = record["train"]
+    batch = dict(batch_size=t["batch_size"], batch_ramp=t.get("batch_ramp", ""))
+    cfg = replace(cfg, train=replace(cfg.train, **batch))
     cfg = replace(cfg, data=replace(cfg.data, epochs_max=0))
     for name, x, low, high in (
         ("step", args.step, 1, cfg.train.steps),
@@ -129,7 +131,11 @@ def read_rows(args: Args, cfg: config.Config) -> list[Row]:
     check_record(args, run, data.source.fingerprint)
     sources, epochs, windows = data.order.batch(args.step - 1)
     batch = data.batch(args.step - 1)
-    tokens, targets = (np.asarray(x).reshape(cfg.train.batch_size, -1) for x in batch)
+    tokens, targets = (np.asarray(x).reshape(-1, cfg.train.seq_len) for x in batch)
+    print(f"update {args.step} of {args.run}: {len(tokens)} rows of {cfg.train.seq_len}")
+    if args.row >= len(tokens):
+        what = f"row={args.row} must be below {len(tokens)}, the rows of this update"
+        raise errors.UserError(errors.USAGE, what, "set --row inside that range")
     nll = None
     if args.loss or args.html:
         step = find_weights(run, args.step)
@@ -137,7 +143,7 @@ def read_rows(args: Args, cfg: config.Config) -> list[Row]:
         params = train.load_params(run, cfg, step)
         nll = np.asarray(train.eval_step(params, *batch, cfg)[2]).reshape(targets.shape)
     rows = []
-    for k in range(cfg.train.batch_size) if args.row < 0 else [args.row]:
+    for k in range(len(tokens)) if args.row < 0 else [args.row]:
         source, name = data.source, data.order.names[sources[k]]
         if isinstance(source, Mixture):
             source = source.parts[name]
@@ -195,7 +201,6 @@ def main(args: Args, cfg: config.Config):
             return " ".join(map(str, ids))
         return known.decode(ids, skip_special_tokens=False)
 
-    print(f"update {args.step} of {args.run}: {cfg.train.batch_size} rows of {cfg.train.seq_len}")
     for row in rows:
         print_row(row, decode)
     if args.html:

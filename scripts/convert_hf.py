@@ -16,7 +16,6 @@ import json
 import math
 import os
 import sys
-import uuid
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -54,6 +53,8 @@ class Export:
     """The directory to write."""
     step: int = -1
     """The checkpoint to use; -1 is the newest."""
+    weights: Literal["last", "ema"] = "last"
+    """last: those after that update.  ema: their moving average, if the run has optim.ema."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """The dtype of the written weights, which are rounded to it."""
     shard_size: int = 5_000_000_000
@@ -258,7 +259,7 @@ def import_hf(hf_dir, run_dir):
     if (folder / "tokenizer.json").exists():
         check_is_part(folder / "tokenizer.json")
         files.write_whole(run / "tokenizer.json", files.read_limited(folder / "tokenizer.json"))
-    files.write_whole(run / "config.json", rundir.run_record(cfg, "", uuid.uuid4().hex[:12]))
+    files.write_whole(run / "config.json", rundir.run_record(cfg, "", {}))
     utils.say(f"{folder} -> {run}: {model.param_count(cfg):,} parameters")
 
 
@@ -360,7 +361,7 @@ def progress_bar(what: str, tensors: list[TensorMap]) -> tqdm:
 # ---- export
 
 
-def export_hf(run_dir, hf_dir, step=-1, dtype="float32", shard_size=5_000_000_000):
+def export_hf(run_dir, hf_dir, step=-1, dtype="float32", shard_size=5_000_000_000, weights="last"):
     """Write a run's weights as a Hugging Face directory.  Raises UserError USAGE, DATA, STORAGE
     and CHECKPOINT."""
     run, folder = files.absolute_path(os.fspath(run_dir)), Path(hf_dir)
@@ -372,17 +373,18 @@ def export_hf(run_dir, hf_dir, step=-1, dtype="float32", shard_size=5_000_000_00
     tokenizer = tokenizer.read_text() if tokenizer.exists() else ""
     end = cfg.data.end_id if cfg.data.end_id >= 0 else tokenizer_end_id(tokenizer)
     hf = hf_config.write_config(cfg, dtype, end)
-    step, meta = find_checkpoint(run, cfg, step)
+    item = train.weights_item(cfg, weights)
+    step, meta = find_checkpoint(run, cfg, step, item)
     path = run / "checkpoints" / str(step)
-    weights = SavedWeights(path / "params", utils.leaf_table(model.param_table(cfg)))
+    saved = SavedWeights(path / item, utils.leaf_table(model.param_table(cfg)))
     tensors = hf_families.tensor_maps(hf["model_type"], cfg)
-    tensors.sort(key=partial(slab_order, weights))
+    tensors.sort(key=partial(slab_order, saved))
     with progress_bar("read and verify", tensors) as bar:
-        verify(weights, tensors, meta, path, bar)
+        verify(saved, tensors, meta, path, item, bar)
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with progress_bar("write", tensors) as bar:
-            write_shards(weights, tensors, folder, dtype, shard_size, bar)
+            write_shards(saved, tensors, folder, dtype, shard_size, bar)
     except BaseException:  # Ctrl-C and a full disk too: the next export would refuse the directory
         for file in folder.glob("*.safetensors"):
             file.unlink()
@@ -402,14 +404,14 @@ def tokenizer_end_id(tokenizer: str) -> int | None:
         return None
 
 
-def find_checkpoint(run, cfg: config.Config, step: int) -> tuple[int, dict]:
+def find_checkpoint(run, cfg: config.Config, step: int, item: str) -> tuple[int, dict]:
     """(step, meta) of checkpoint `step`, or of the newest for -1, checked to be of cfg's model.
     Raises UserError CHECKPOINT and STORAGE."""
     store = checkpoint.Checkpoints(run, keep=0)
     step = store.find_step(step)
     if step is None:
         raise UserError(CHECKPOINT, f"{store.path} has no checkpoint", "train the run first")
-    shapes = dict(params=model.param_shapes(cfg))
+    shapes = {item: model.param_shapes(cfg)}
     try:
         return step, store.read_meta(step, shapes)
     except checkpoint.Damaged as e:
@@ -429,7 +431,7 @@ def slab_order(weights: SavedWeights, tensor: TensorMap):
     return part.weight, starts, numbers
 
 
-def verify(weights: SavedWeights, tensors: list[TensorMap], meta: dict, path, bar):
+def verify(weights: SavedWeights, tensors: list[TensorMap], meta: dict, path, item: str, bar):
     """Raise UserError CHECKPOINT unless every weight is as it was saved."""
     slabs: dict[str, list] = {}
     for part in (part for tensor in tensors for part in tensor.parts):
@@ -448,7 +450,7 @@ def verify(weights: SavedWeights, tensors: list[TensorMap], meta: dict, path, ba
             digest, _ = hf_arrays.digest_blocks(blocks(name), weights.arrays[name].shape)
         except (ValueError, OSError) as e:  # what tensorstore raises for damage
             raise damaged_error(path, str(e)[:200]) from None
-        if digest != meta["leaves"][f"params/{name}"][2]:
+        if digest != meta["leaves"][f"{item}/{name}"][2]:
             raise damaged_error(path, f"{name} is not as saved")
 
 
@@ -502,7 +504,7 @@ def main(args: Import | Export, cfg: config.Config):
     if isinstance(args, Import):
         import_hf(args.hf, args.run)
     else:
-        export_hf(args.run, args.hf, args.step, args.dtype, args.shard_size)
+        export_hf(args.run, args.hf, args.step, args.dtype, args.shard_size, args.weights)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import tyro
 
@@ -36,6 +37,8 @@ class Args:
     """Sequences in a batch, rounded to what the mesh needs; does not change the result."""
     step: int = -1
     """Number of updates of the checkpoint to use; -1 is the newest."""
+    weights: Literal["last", "ema"] = "last"
+    """last: those after that update.  ema: their moving average, if the run has optim.ema."""
     mesh: config.YesNo[config.Mesh] = config.Mesh()
 
 
@@ -68,7 +71,7 @@ from dataset import Dataset
 def main(args: Args, cfg: config.Config):
     """Score every set, print the means, and write --per_token."""
     cfg = utils.start_mesh(cfg, rows=args.batch_size)
-    params = train.load_params(files.absolute_path(args.run), cfg, args.step)
+    params = train.load_params(files.absolute_path(args.run), cfg, args.step, args.weights)
     for name in read_sets(cfg.data.val):
         score(args, cfg, params, Dataset(cfg, "val", name))
 

@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import tyro
 
@@ -36,6 +37,8 @@ class Args:
     """The same seed gives the same text, on any mesh."""
     step: int = -1
     """Number of updates of the checkpoint to use; -1 is the newest."""
+    weights: Literal["last", "ema"] = "last"
+    """last: those after that update.  ema: their moving average, if the run has optim.ema."""
     tokenizer: str = ""
     """A tokenizer.json; needed if the run's data has none."""
     seq_len: int = 0
@@ -106,7 +109,7 @@ def main(args: Args, cfg: config.Config):
     tokenizer = load_tokenizer(args)
     texts = args.prompt or ("",)
     cfg = utils.start_mesh(cfg, rows=len(texts))
-    params = train.load_params(files.absolute_path(args.run), cfg, args.step)
+    params = train.load_params(files.absolute_path(args.run), cfg, args.step, args.weights)
     vocab_size = tokenizer.get_vocab_size()
     if vocab_size > cfg.model.vocab_size:
         what = f"the tokenizer has {vocab_size} tokens, the model vocab_size={cfg.model.vocab_size}"

@@ -86,7 +86,7 @@ def test_positions_may_grow(base, tmp_path):
 
 def test_a_branch_that_cannot_be_is_refused(reference, base, tmp_path):
     def refused(name, start="", how="weights", **sections):
-        return refusal(branch_of(reference, base, name, start, how, **sections)[0])
+        return refusal(branch_of(reference, base, f"bad-{name}", start, how, **sections)[0])
 
     error = refused("wide", model=dict(d_ff=128, norm_eps=1e-5))
     assert error.code == CHECKPOINT and len(error.problems) == 2

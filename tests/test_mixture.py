@@ -68,12 +68,19 @@ def test_a_permutation_has_an_inverse(n):
 MIXED = dict(train="a=x:0.7,b=y:0.2,c=z:0.1", stages=("5:a=0.2,c=0.8", "9:b=1"), skip="3:5,8,20:22")
 
 
+@pytest.fixture(params=["", "0:3,4:5,11:16"], ids=["one size", "ramp"])
+def sized(cfg, request):
+    """cfg with batches of 64, or with a ramp."""
+    size = 16 if request.param else cfg.train.batch_size
+    return replace(cfg, train=replace(cfg.train, batch_ramp=request.param, batch_size=size))
+
+
 def order_of(cfg, n_windows=(50, 7, 400), **data) -> Order:
     return Order(replace(cfg, data=Data(**data)), [*n_windows])
 
 
-def test_sources_keep_their_own_epochs_through_stages(cfg):
-    order = order_of(cfg, **MIXED | dict(skip=""))
+def test_sources_keep_their_own_epochs_through_stages(sized):
+    order = order_of(sized, **MIXED | dict(skip=""))
     seen = {n: [] for n in range(3)}
     for step in range(40):
         sources, epochs, windows = order.batch(step)
@@ -84,13 +91,13 @@ def test_sources_keep_their_own_epochs_through_stages(cfg):
         for first in range(0, len(seen[n]) - n_windows, n_windows):
             epoch = [window for _, window in seen[n][first : first + n_windows]]
             assert sorted(epoch) == list(range(n_windows))
-    assert Counter(order.batch(30)[0].tolist()) == {1: cfg.train.batch_size}
+    assert Counter(order.batch(30)[0].tolist()) == {1: sized.train.batch_size}
     in_second = np.concatenate([order.batch(step)[0] for step in range(5, 9)])
     assert 1 not in in_second and abs((in_second == 2).mean() - 0.8) < 0.02
 
 
-def test_updates_that_are_left_out_move_the_later_ones_up(cfg):
-    whole, cut = order_of(cfg, **MIXED | dict(skip="")), order_of(cfg, **MIXED)
+def test_updates_that_are_left_out_move_the_later_ones_up(sized):
+    whole, cut = order_of(sized, **MIXED | dict(skip="")), order_of(sized, **MIXED)
     kept = [step for step in range(60) if step + 1 not in (3, 4, 8, 20, 21)]
     for step, before in enumerate(kept[:50]):
         np.testing.assert_array_equal(cut.batch(step), whole.batch(before))
@@ -100,9 +107,9 @@ def test_updates_that_are_left_out_move_the_later_ones_up(cfg):
         assert [*cut.trained_on(step + 1).values()] == [counted[n] for n in range(3)]
 
 
-def test_the_updates_that_a_window_feeds_are_found_without_a_search(cfg):
-    cfg = replace(cfg, train=replace(cfg.train, steps=40))
-    order = order_of(cfg, **MIXED)
+def test_the_updates_that_a_window_feeds_are_found_without_a_search(sized):
+    sized = replace(sized, train=replace(sized.train, steps=40))
+    order = order_of(sized, **MIXED)
     fed = {}
     for step in range(40):
         sources, _, windows = order.batch(step)
@@ -114,9 +121,9 @@ def test_the_updates_that_a_window_feeds_are_found_without_a_search(cfg):
             assert order.updates_of(source, range(window, window + 1)) == want
 
 
-def test_a_limit_of_epochs_names_the_first_update_beyond_it(cfg):
-    cfg = replace(cfg, train=replace(cfg.train, steps=40))
-    order = order_of(cfg, **MIXED)
+def test_a_limit_of_epochs_names_the_first_update_beyond_it(sized):
+    sized = replace(sized, train=replace(sized.train, steps=40))
+    order = order_of(sized, **MIXED)
     for limit in (1, 2, 3):
         beyond = [step + 1 for step in range(40) if order.batch(step)[1].max() >= limit]
         found = order.first_beyond(limit)

@@ -82,7 +82,8 @@ def test_every_setting_is_in_a_group():
         if name.startswith(("model.", "optim.")) or name in (
             "data.document_mask", "data.end_id", "train.seq_len", "train.batch_size", "train.steps",
             "train.dtype", "train.dropout", "train.z_loss", "train.balance_loss", "train.bias_rate",
-            "train.capacity_factor", "data.stages", "data.skip",
+            "train.capacity_factor", "train.batch_ramp", "train.spike_sigma", "data.stages",
+            "data.skip",
         )
     }  # fmt: skip
 

@@ -1,0 +1,166 @@
+"""Averages of the weights, spikes that are skipped, and batches that grow."""
+
+import json
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import PLAIN, batch
+from conftest import on_mesh
+from conftest import run as run_script
+from runs import final_weights, losses, new_run, refusal, rows
+
+import config
+import optim
+import train
+from errors import CHECKPOINT
+
+# ---- averages of the weights
+
+
+def test_the_average_of_the_weights_is_that_of_the_formula_on_any_mesh():
+    found = {}
+    for mesh in [(1, 1, 1), (2, 2, 2)]:
+        cfg = on_mesh(PLAIN, mesh, model=dict(n_layers=2), optim=dict(ema=0.3))
+        state = train.init_state(cfg)
+        want = jax.device_get(state.params)
+        for n in range(6):
+            good = state.params
+            if n == 3:  # the update is skipped
+                state = state._replace(params=jax.tree.map(lambda x: x * jnp.nan, good))
+            state, _ = train.train_step(state, *batch(cfg, seed=n), cfg)
+            if n == 3:
+                state = state._replace(params=good)
+            else:
+                decay = np.float32(min(0.3, (1 + n) / (10 + n)))
+                new = jax.device_get(state.params)
+                want = jax.tree.map(lambda a, b, d=decay: d * a + (1 - d) * b, want, new)
+        found[mesh] = jax.device_get(state.ema)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found[mesh], want
+        )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), found[1, 1, 1], found[2, 2, 2]
+    )
+
+
+def test_scripts_take_the_average(base, tmp_path):
+    cfg, run = new_run(base, "averaged", optim=dict(ema=0.9), train=dict(steps=10))
+    state = train.main(cfg)
+    tokenizer = run / "tokenizer.json"
+    assert tokenizer.exists()
+    found = {}
+    for weights in ("last", "ema"):
+        done = run_script("scripts/evaluate.py", "--run", run, "--weights", weights)
+        assert done.returncode == 0, done.stderr
+        found[weights] = json.loads(done.stdout)["loss"]
+    assert abs(found["last"] - found["ema"]) > 1e-3
+    done = run_script("scripts/sample.py", "--run", run, "--weights", "ema", "--tokens", 4)
+    assert done.returncode == 0, done.stderr
+    words = ["export", "--run", run, "--hf", tmp_path / "hf", "--weights", "ema"]
+    done = run_script("scripts/convert_hf.py", *words)
+    assert done.returncode == 0, done.stderr
+    words = ["import", "--run", tmp_path / "back", "--hf", tmp_path / "hf"]
+    done = run_script("scripts/convert_hf.py", *words)
+    assert done.returncode == 0, done.stderr
+    back, want = final_weights(tmp_path / "back"), jax.device_get(state.ema)["unembed_DV"]
+    np.testing.assert_array_equal(back["unembed_DV"][:, :512], want[:, :512])
+
+
+def test_a_run_without_an_average_says_so(reference, base):
+    done = run_script("scripts/evaluate.py", "--run", reference, "--weights", "ema")
+    assert done.returncode == CHECKPOINT and "optim.ema=0" in done.stderr
+
+
+# ---- spikes
+
+
+def test_a_spike_changes_only_the_step_and_the_window():
+    cfg = on_mesh(PLAIN, (2, 2, 2), model=dict(n_layers=2), train=dict(spike_sigma=6.0))
+    state = train.init_state(cfg)
+    norms = np.random.default_rng(0).normal(1, 0.02, size=optim.SPIKE_WINDOW).astype(np.float32)
+    for scale, is_skipped in ((1.0, False), (0.01, True)):  # of the norms before
+        first = jax.device_get(state)._replace(recent_norms=norms * scale * 1.6)
+        state = jax.device_put(first, jax.tree.map(lambda x: x.sharding, state))
+        state, metrics = train.train_step(state, *batch(cfg), cfg)
+        assert float(metrics["spike"]) == is_skipped, metrics["grad_norm"]
+        assert int(state.step) == first.step + 1
+        recent = np.append(first.recent_norms[1:], metrics["grad_norm"])
+        np.testing.assert_array_equal(state.recent_norms, recent)
+        same = jax.tree.map(np.array_equal, (state.params, state.opt), (first.params, first.opt))
+        assert all(jax.tree.leaves(same)) == is_skipped
+    # Before the window is full nothing is a spike, and what is not finite does not enter it.
+    assert not optim.is_spike(jnp.float32(1e9), jnp.append(-1, norms[1:]), cfg)
+    assert not optim.is_spike(jnp.float32(jnp.inf), norms, cfg)
+    np.testing.assert_array_equal(optim.add_norm(jnp.float32(jnp.inf), norms), norms)
+
+
+def test_skipped_spikes_are_counted_and_a_branch_skips_the_same(base, capsys):
+    sections = dict(train=dict(spike_sigma=0.1, steps=100, eval_every=0), optim=dict(lr=1e-3))
+    small = replace(base, model=replace(base.model, n_layers=2), checkpoint=config.Checkpoint(40))
+    cfg, run = new_run(small, "spikes", **sections)
+    train.main(cfg)
+    n_spikes = sum(row["spike"] for row in rows(run).values())
+    err = capsys.readouterr().err
+    assert n_spikes > 2 and err.count("is a spike (train.spike_sigma)") == n_spikes
+    assert f"; {n_spikes:.0f} so far" in err
+    assert not any(row["spike"] for step, row in rows(run).items() if step <= 64)
+    start = dict(start_from=f"{run}@80", start_with="state", name="spikes-80")
+    again, branch = new_run(cfg, "spikes-80", run=start)
+    train.main(again)
+    text = (branch / "metrics.jsonl").read_text().splitlines()
+    found = [row["loss"].hex() for row in map(json.loads, text) if row["kind"] == "train"]
+    assert found == [line.split()[0] for line in losses(run)[80:]]
+    assert np.array_equal(final_weights(branch)["embed_VD"], final_weights(run)["embed_VD"])
+
+
+# ---- batches that grow
+
+
+def test_a_ramp_is_the_same_on_any_mesh_and_from_any_checkpoint(base):
+    ramp = dict(batch_ramp="0:8,4:16,9:32", steps=12, eval_every=0, microbatches=0, dropout=0.0)
+    small = replace(base, checkpoint=config.Checkpoint(every=5, keep=3))
+    curves = {}
+    for mesh in [(2, 2, 2), (1, 1, 1)]:
+        name, axes = f"ramp-{mesh[0]}", dict(zip(("dp", "pp", "tp"), mesh, strict=True))
+        cfg, run = new_run(small, name, train=ramp, mesh=axes)
+        train.main(cfg)
+        curves[mesh] = [row["loss"] for row in rows(run).values()]
+        tokens = [row["tokens"] for row in rows(run).values()]
+        sizes = [8] * 4 + [16] * 5 + [32] * 3
+        np.testing.assert_array_equal(np.diff(tokens, prepend=0), np.array(sizes) * 16)
+    np.testing.assert_allclose(curves[2, 2, 2], curves[1, 1, 1], rtol=1e-4)
+    record = json.loads((run / "config.json").read_text())
+    assert record["train"]["batch_size"] == 32
+    for step in (5, 10):  # of (1, 1, 1)
+        start = dict(start_from=f"{run}@{step}", start_with="state", name=f"ramp-from-{step}")
+        again, branch = new_run(cfg, f"ramp-from-{step}", run=start)
+        train.main(again)
+        assert np.array_equal(final_weights(branch)["embed_VD"], final_weights(run)["embed_VD"])
+    done = run_script("scripts/batch.py", "--run", run, "--step", 7, "--loss")
+    assert done.returncode == 0 and "16 rows of 16" in done.stdout, done.stderr
+    # What comes may change if run.accept says so, and what was trained may not.
+    changed = replace(cfg, run=replace(cfg.run, accept=("train.batch_ramp", "train.batch_size")))
+    t = dict(steps=13, batch_ramp="0:8,4:16,10:32")
+    error = refusal(replace(changed, train=replace(cfg.train, **t)))
+    assert error.code == CHECKPOINT and "train.batch_ramp" in str(error)
+    t = dict(steps=13, batch_ramp="0:8,4:16,9:32,12:64")
+    error = refusal(replace(cfg, train=replace(cfg.train, **t)))
+    assert error.code == CHECKPOINT and "train.batch_size: 32 there, 64 here" in str(error)
+    train.main(replace(changed, train=replace(cfg.train, **t)))
+    assert rows(run)[13]["tokens"] - rows(run)[12]["tokens"] == 64 * 16
+
+
+@pytest.mark.parametrize("ramp, words", [
+    ("8", ["'8' is not UPDATES:SEQUENCES"]),
+    ("2:8", ["'2:8' does not begin at 0"]),
+    ("0:8,0:16", ["'0:16' does not begin"]),
+    ("0:0", ["'0:0' is not"]),
+    ("0:8,4:6", ["must divide train.batch_ramp=0:8,4:6's 6"]),
+])  # fmt: skip
+def test_a_ramp_that_cannot_be_is_refused(base, ramp, words):
+    cfg = replace(base, train=replace(base.train, batch_ramp=ramp, microbatches=0))
+    error = refusal(replace(cfg, mesh=config.Mesh(4, 1, 1)))
+    assert all(word in str(error) for word in words), error
