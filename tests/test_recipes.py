@@ -98,7 +98,7 @@ def test_a_spike_changes_only_the_step_and_the_window():
 
 
 def test_skipped_spikes_are_counted_and_a_branch_skips_the_same(base, capsys):
-    sections = dict(train=dict(spike_sigma=0.1, steps=100, eval_every=0), optim=dict(lr=1e-3))
+    sections = dict(train=dict(spike_sigma=0.5, steps=100, eval_every=0, batch_size=8))
     small = replace(base, model=replace(base.model, n_layers=2), checkpoint=config.Checkpoint(40))
     cfg, run = new_run(small, "spikes", **sections)
     train.main(cfg)
