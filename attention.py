@@ -25,7 +25,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from blockwise import block_attention
-from config import Config
+from config import Config, Model
 from errors import USAGE, UserError, look_up
 from layers import (
     add_bias,
@@ -35,6 +35,7 @@ from layers import (
     rms_norm,
     scatter_over_tp,
     softcap,
+    to_residual,
     typed_kernel_outputs,
 )
 from utils import warn
@@ -157,8 +158,10 @@ def rope(x_BLHK, at: Span, cfg):
 
 
 def score_scale(cfg, width: int) -> float:
-    """The factor on the scores of heads of that width."""
-    return width**-0.5 * yarn_magnitudes(cfg.model)[1]
+    """The factor on the scores of heads of that width; with muP it falls as 1 / width (Yang et al.
+    2022, definition 4.1)."""
+    m, scale = cfg.model, width**-0.5 * yarn_magnitudes(cfg.model)[1]
+    return scale * (m.mup_base_head / m.d_head) ** 0.5 if m.mup_base_head else scale
 
 
 def decoding_attention(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int):
@@ -321,10 +324,10 @@ def to_heads(D: int, H: int, K: int) -> Param:
     return Param((D, H, K), P("dp", "tp", None), normal(D), rows=(0,), columns=(1, 2))
 
 
-def from_heads(H: int, K: int, D: int, n_layers: int) -> Param:
-    """A projection of H heads of K to the residual stream of D numbers."""
-    std = normal(2 * n_layers * H * K)
-    return Param((H, K, D), P("tp", None, "dp"), std, rows=(0, 1), columns=(2,))
+def from_heads(H: int, K: int, m: Model) -> Param:
+    """A projection of H heads of K to the residual stream."""
+    std = to_residual(m, H * K)
+    return Param((H, K, m.d_model), P("tp", None, "dp"), std, rows=(0, 1), columns=(2,))
 
 
 def to_latent(D: int, I: int) -> Param:
@@ -335,12 +338,12 @@ def to_latent(D: int, I: int) -> Param:
 def gqa_table(cfg: Config) -> dict:
     """The weights of `gqa`."""
     m = cfg.model
-    D, H, G, K, N = m.d_model, m.n_heads, m.n_kv_heads, m.d_head, m.n_layers
+    D, H, G, K = m.d_model, m.n_heads, m.n_kv_heads, m.d_head
     table = dict(
         q_DHK=to_heads(D, H, K),
         k_DGK=to_heads(D, G, K),
         v_DGK=to_heads(D, G, K),
-        o_HKD=from_heads(H, K, D, N),
+        o_HKD=from_heads(H, K, m),
     )
     if m.attn_bias:
         spec = P("tp", None)
@@ -378,7 +381,7 @@ def gqa(x_BLD, w, cfg, at: Span, cache):
 def mla_table(cfg: Config) -> dict:
     """The weights of `mla`."""
     m = cfg.model
-    D, H, K, N, J, I = m.d_model, m.n_heads, m.d_head, m.n_layers, m.q_rank or m.d_model, m.kv_rank
+    D, H, K, J, I = m.d_model, m.n_heads, m.d_head, m.q_rank or m.d_model, m.kv_rank
     T, W = m.d_rope, m.d_value
     table = dict(
         q_JHK=to_heads(J, H, K),
@@ -388,7 +391,7 @@ def mla_table(cfg: Config) -> dict:
         k_rope_DT=to_latent(D, T),
         k_IHK=to_heads(I, H, K),
         v_IHW=to_heads(I, H, W),
-        o_HWD=from_heads(H, W, D, N),
+        o_HWD=from_heads(H, W, m),
     )
     if m.q_rank:
         table |= dict(q_down_DJ=to_latent(D, J), q_norm_J=norm_gain(J))

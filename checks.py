@@ -116,6 +116,7 @@ RANGES = {  # field: (lowest, highest) allowed value
         "vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_head", "d_ff",
         "n_active", "n_groups", "n_active_groups", "rope_original")},
     **{f"model.{name}": (0, BIG) for name in (
+        "mup_base_width", "mup_base_depth", "mup_base_head",
         "q_rank", "kv_rank", "d_rope", "d_value", "window", "max_positions",
         "n_experts", "n_shared", "d_expert")},
     **{f"model.{name}": (0.0, 1e6) for name in (

@@ -115,6 +115,13 @@ class Model:
     In training the first stage runs them, in addition to its share of the blocks."""
     tie_embeddings: bool = False
     """Use the embedding matrix as the output projection too."""
+    mup_base_width: int = 0
+    """model.d_model of the model whose learning rate this one is to share (muP); 0 uses no muP.
+    Rates of the layers' matrices, the logits and first values are scaled by the ratio of widths."""
+    mup_base_depth: int = 0
+    """Its model.n_layers: what a layer adds is scaled by the ratio (CompleteP); 0 does not."""
+    mup_base_head: int = 0
+    """Its model.d_head: attention scores fall as 1 / width of a head; 0 takes this model's."""
     logit_softcap: float = 0.0
     """Bound c on the logits, which become c * tanh(logit / c); 0 sets no bound."""
 

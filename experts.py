@@ -32,6 +32,7 @@ from layers import (
     rows_to_sequences,
     scatter_rows,
     sequences_to_rows,
+    to_residual,
     tp_part,
 )
 from weights import Param, normal, zero_bias
@@ -40,7 +41,7 @@ from weights import Param, normal, zero_bias
 def moe_table(cfg: Config) -> dict:
     """The weights of `moe`."""
     m = cfg.model
-    D, N, E, F, C = m.d_model, m.n_layers, m.n_experts, m.d_expert, 1 + (m.activation == "swiglu")
+    D, E, F, C = m.d_model, m.n_experts, m.d_expert, 1 + (m.activation == "swiglu")
     where = dict(stays_sharded=cfg.mesh.experts == "alltoall")
     if where["stays_sharded"]:
         in_spec, out_spec = P("dp", None, None, "tp"), P("dp", "tp", None)
@@ -51,7 +52,7 @@ def moe_table(cfg: Config) -> dict:
             (D, E), P("dp", None), normal(D), keep_float32=True, rows=(0,), columns=(1,)
         ),
         in_EDCF=Param((E, D, C, F), in_spec, normal(D), rows=(1,), columns=(3,), **where),
-        out_EFD=Param((E, F, D), out_spec, normal(2 * N * F), rows=(1,), columns=(2,), **where),
+        out_EFD=Param((E, F, D), out_spec, to_residual(m, F), rows=(1,), columns=(2,), **where),
     )
     if m.router_bias:
         table |= dict(router_bias_E=zero_bias(E))

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from config import Config, layer_kinds, n_blocks
+from config import Config, Model, layer_kinds, n_blocks
 from utils import AXES
-from weights import Param, norm_gain, normal, zero_bias
+from weights import Normal, Param, norm_gain, normal, zero_bias
 
 BATCH = ("dp", "pp")
 """The mesh axes over which the tokens of a batch are stored."""
@@ -36,14 +36,24 @@ def norm_table(cfg: Config, name: str = "norm") -> dict:
     return table | {f"{name}_bias_D": zero_bias(D)} if cfg.model.norm_bias else table
 
 
+def to_residual(m: Model, fan_in: int) -> Normal:
+    """Initial values of a projection to the residual stream, to which 2 n_layers of them add.
+
+    They are small, so that the embedding, which is small itself where it is also the head, is not
+    lost among them: the demo with tied embeddings ends at a validation loss of 4.50 instead of
+    4.83, and without at 4.51 either way.
+    """
+    return Normal(0.1 * (2 * (m.mup_base_depth or m.n_layers) * fan_in) ** -0.5)
+
+
 def mlp_table(cfg: Config, F: int, name: str = "") -> dict:
     """The weights of a feed-forward with F hidden units.  One with a name, which the shared experts
     have, gets no biases."""
     m = cfg.model
-    D, N, C = m.d_model, m.n_layers, 1 + (m.activation == "swiglu")
+    D, C = m.d_model, 1 + (m.activation == "swiglu")
     table = {
         f"{name}in_CDF": Param((C, D, F), P(None, "dp", "tp"), normal(D), rows=(1,), columns=(2,)),
-        f"{name}out_FD": Param((F, D), P("tp", "dp"), normal(2 * N * F), rows=(0,), columns=(1,)),
+        f"{name}out_FD": Param((F, D), P("tp", "dp"), to_residual(m, F), rows=(0,), columns=(1,)),
     }
     if m.mlp_bias and not name:
         table |= dict(in_bias_CF=zero_bias(C, F, spec=P(None, "tp")), out_bias_D=zero_bias(D))

@@ -48,7 +48,7 @@ from layers import (
 )
 from pipeline import forward_pipeline
 from utils import leaf_table
-from weights import Param, init_weights, normal
+from weights import Normal, Param, init_weights
 
 TOKEN_SPEC = P(None, "pp", "dp", None)
 """How tokens and targets, AMBL, are stored."""
@@ -64,15 +64,22 @@ def layer_table(cfg: Config, kind: str) -> dict:
     return table | norm_table(cfg, "mlp_norm") | mlp_or_moe
 
 
+HEAD_STD = 0.25
+"""Standard deviation of the first logits.  The first loss is above log(vocab_size) by half of its
+square, 0.03."""
+
+
 def ends_table(cfg: Config) -> dict:
     """The weights before and after the layers."""
     m = cfg.model
     D, V, L = m.d_model, m.vocab_rows, m.max_positions
-    table = dict(embed_VD=Param((V, D), P("tp", "dp"), normal(D)), **norm_table(cfg))
+    head = Normal(HEAD_STD * (m.mup_base_width or D) ** -0.5)
+    embedding = head if m.tie_embeddings else Normal(1.0)
+    table = dict(embed_VD=Param((V, D), P("tp", "dp"), embedding), **norm_table(cfg))
     if m.positions == "learned":
-        table |= dict(position_LD=Param((L, D), P(None, "dp"), normal(D)))
+        table |= dict(position_LD=Param((L, D), P(None, "dp"), embedding))
     if not m.tie_embeddings:
-        table |= dict(unembed_DV=Param((D, V), P("dp", "tp"), normal(D)))
+        table |= dict(unembed_DV=Param((D, V), P("dp", "tp"), head))
     return table
 
 
@@ -212,7 +219,10 @@ def logits(x_BLD, ends, cfg):
     vocab_size on get a logit of -1e30."""
     tied = cfg.model.tie_embeddings
     sums, w = ("BLD,VD->BLV", ends["embed_VD"]) if tied else ("BLD,DV->BLV", ends["unembed_DV"])
-    logit_BLV = softcap(einsum(sums, x_BLD, w, jnp.float32), cfg.model.logit_softcap)
+    logit_BLV = einsum(sums, x_BLD, w, jnp.float32)
+    if base := cfg.model.mup_base_width:  # Yang et al. 2022, table 8
+        logit_BLV *= base / cfg.model.d_model
+    logit_BLV = softcap(logit_BLV, cfg.model.logit_softcap)
     if cfg.model.vocab_size == cfg.model.vocab_rows:
         return logit_BLV
     V = logit_BLV.shape[-1]
@@ -239,6 +249,13 @@ def cross_entropy(x_BLD, target_BL, ends, cfg):
 # ---- one layer
 
 
+def residual_scale(cfg: Config) -> float:
+    """The factor on what a layer adds to the residual stream: with model.mup_base_depth, that
+    depth / depth (Dey et al. 2025, CompleteP with alpha 1)."""
+    m = cfg.model
+    return m.mup_base_depth / m.n_layers if m.mup_base_depth else 1.0
+
+
 def decoder_layer(kind, x_BLD, w, cfg, key, at: Span, cache):
     """(x_BLD, kv, statistics): attention and feed-forward, each added to the residual stream.
 
@@ -248,13 +265,13 @@ def decoder_layer(kind, x_BLD, w, cfg, key, at: Span, cache):
     at = at._replace(window=cfg.model.window if "local" in kind else 0)
     _, attention = attention_of(cfg)
     y_BLD, kv = attention(norm(x_BLD, w, "attn_norm", cfg), w, cfg, at, cache)
-    x_BLD = x_BLD + dropout(y_BLD, attn_key, at.row_B, cfg)
+    x_BLD = x_BLD + residual_scale(cfg) * dropout(y_BLD, attn_key, at.row_B, cfg)
     y_BLD, stats = norm(x_BLD, w, "mlp_norm", cfg), None
     if "moe" in kind:
         y_BLD, stats = moe(y_BLD, w, cfg, training=key is not None)
     else:
         y_BLD = mlp(y_BLD, w, cfg)
-    x_BLD = x_BLD + dropout(y_BLD, mlp_key, at.row_B, cfg)
+    x_BLD = x_BLD + residual_scale(cfg) * dropout(y_BLD, mlp_key, at.row_B, cfg)
     return x_BLD, kv, stats
 
 

@@ -68,10 +68,18 @@ def clip(cfg: Config) -> optax.GradientTransformation:
     return optax.clip_by_global_norm(cfg.optim.clip_norm)
 
 
-def decay_weights(cfg: Config) -> optax.GradientTransformation:
-    """Decoupled weight decay, for matrices only."""
-    mask = jax.tree.map(lambda p: p.is_matrix, param_table(cfg))
-    return optax.add_decayed_weights(cfg.optim.weight_decay, mask)
+def is_hidden(cfg: Config):
+    """The tree that says of each weight whether it is a matrix of a layer."""
+    return jax.tree.map(lambda p: len(p.rows) > 0, param_table(cfg))
+
+
+def decay_weights(cfg: Config, hidden_rate: float = 1.0) -> optax.GradientTransformation:
+    """Decoupled weight decay, for matrices only, after the directions of the layers' matrices are
+    scaled by hidden_rate and, with muP, by base width / width (Yang et al. 2022, table 8)."""
+    m, mask = cfg.model, jax.tree.map(lambda p: p.is_matrix, param_table(cfg))
+    hidden_rate *= m.mup_base_width / m.d_model if m.mup_base_width else 1.0
+    rate = optax.masked(optax.scale(hidden_rate), is_hidden(cfg))
+    return optax.chain(rate, optax.add_decayed_weights(cfg.optim.weight_decay, mask))
 
 
 def scale_by_rate(cfg: Config) -> optax.GradientTransformation:
@@ -97,11 +105,10 @@ def lion(cfg: Config) -> optax.GradientTransformation:
 
 def muon(cfg: Config) -> optax.GradientTransformation:
     """Muon (Jordan et al. 2024), with one moment, for matrices of layers; AdamW for the rest."""
-    is_hidden = jax.tree.map(lambda p: len(p.rows) > 0, param_table(cfg))
-    names = jax.tree.map(lambda hidden: "muon" if hidden else "adam", is_hidden)
+    names = jax.tree.map(lambda hidden: "muon" if hidden else "adam", is_hidden(cfg))
     direction = optax.partition(dict(muon=scale_by_muon(cfg), adam=adam(cfg)), names)
-    ratio = optax.masked(optax.scale(cfg.optim.muon_lr_ratio), is_hidden)
-    return optax.chain(clip(cfg), direction, decay_weights(cfg), ratio, scale_by_rate(cfg))
+    decay = decay_weights(cfg, cfg.optim.muon_lr_ratio)
+    return optax.chain(clip(cfg), direction, decay, scale_by_rate(cfg))
 
 
 OPTIMIZERS = dict(adamw=adamw, lion=lion, muon=muon)

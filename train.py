@@ -264,6 +264,13 @@ def fixed_settings(cfg: Config, fingerprint: str | None) -> dict:
     return m | t | {"run.seed": cfg.run.seed, "data.train fingerprint": fingerprint}
 
 
+def model_settings(cfg: Config) -> dict:
+    """`fixed_settings` of weights that were not trained by this run: whoever trains them further
+    may choose the batch and the data."""
+    settings = fixed_settings(cfg, fingerprint=None)
+    return {name: x if name.startswith("model.") else None for name, x in settings.items()}
+
+
 # ---- the train step and the eval step
 
 

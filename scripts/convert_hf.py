@@ -334,10 +334,7 @@ def write_checkpoint(
         what = f"{len(broken)} weights hold a NaN or infinity: {', '.join(broken[:10])}"
         raise UserError(DATA, what, "fetch the model again")
 
-    # Only the model's settings are fixed: a run that trains these weights may choose its data.
-    settings = train.fixed_settings(cfg, fingerprint=None)
-    settings = {name: x if name.startswith("model.") else None for name, x in settings.items()}
-    store = checkpoint.Checkpoints(run, settings=settings)
+    store = checkpoint.Checkpoints(run, settings=train.model_settings(cfg))
     with progress_bar("write", tensors) as bar, hf_arrays.streaming():
 
         def leaf(path, x):

@@ -1,6 +1,7 @@
 """What the tests of the model share: configs, batches and weights, the gradient on a mesh and on
 one device, and the same decoder in plain numpy.  There are no tests here."""
 
+import re
 from dataclasses import replace
 from functools import cache, partial
 
@@ -78,14 +79,21 @@ def batch(cfg, seed=0):
 
 
 def params_of(cfg):
-    """Initial weights, with noise on the norms' gains and on the biases.
+    """Initial weights, with noise on the norms' gains and on the biases, and with layers that add
+    as much to the residual stream as the embedding gives.
 
-    They start as ones and zeros, and then a test would not notice a gain or bias that is not used.
+    They start as ones, zeros and small numbers, and then a test would not notice a gain or bias
+    that is not used, or what a layer adds.
     """
-    params = train.init_state(cfg).params
+    params, table = train.init_state(cfg).params, model.param_table(cfg)
 
     def add_noise(path, x):
-        if not any(word in jax.tree_util.keystr(path) for word in ("norm", "bias")):
+        name = path[-1].key
+        if name.startswith(("embed", "position", "unembed")):
+            return x * (cfg.model.d_model**-0.5 / table[name].init.std)
+        if re.match("o_H|out_|shared_out", name):
+            return x * 10
+        if "norm" not in name and "bias" not in name:
             return x
         return x + 0.3 * np.random.default_rng(x.size).normal(size=x.shape).astype(np.float32)
 

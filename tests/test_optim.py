@@ -169,7 +169,7 @@ def test_clipping_uses_the_norm_of_the_whole_gradient():
         pair = rng.integers(512, size=(2, 1, M, 64 // M, 16), dtype=np.int32)
         tokens, targets = (jax.device_put(x, utils.shardings(model.TOKEN_SPEC)) for x in pair)
         state, metrics = train.train_step(state, tokens, targets, cfg)
-        assert metrics["grad_norm"] > 1
+        assert metrics["grad_norm"] > 0.1  # ten times what is allowed
         mu = state.opt[1].mu
         got.append(float(jnp.sqrt(sum((x**2).sum() for x in jax.tree.leaves(mu)))))
     np.testing.assert_allclose(got, [0.01 * (1 - cfg.optim.b1)] * 2, rtol=1e-4)

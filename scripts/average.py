@@ -1,0 +1,94 @@
+"""Make a run whose weights are the mean of several checkpoints of another, which is often better
+than the last of them (Izmailov et al. 2018).
+
+    python scripts/average.py --run runs/demo --steps 380,390,400 --out runs/average
+
+It evaluates, samples, exports and trains on like any run.
+"""
+
+import json
+import re
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import cli
+import config
+import files
+from errors import USAGE, UserError
+
+
+@dataclass(frozen=True)
+class Args:
+    run: str
+    """A run directory, local or gs://."""
+    steps: str
+    """Numbers of updates of the checkpoints, such as 300,350,400."""
+    out: str
+    """The run directory to make, local or gs://."""
+    mesh: config.YesNo[config.Mesh] = config.Mesh()
+
+
+def parse() -> tuple[Args, config.Config]:
+    args = tyro.cli(Args, use_underscores=True, description=__doc__)
+    if not re.fullmatch(r"\d{1,9}(,\d{1,9})+", args.steps):
+        what = f"steps={args.steps!r} must be two or more numbers of updates"
+        raise UserError(USAGE, what, "give them as in --steps 300,350,400")
+    name = Path(args.out).name
+    return args, cli.config_of_run(args.run, args.mesh, "--run.name", name)
+
+
+if __name__ == "__main__":  # before jax is imported, see train.py
+    ARGS, CFG = cli.quit_on_error(parse)
+
+import jax
+
+import processes
+import train
+import utils
+from checkpoint import Checkpoints
+
+
+def main(args: Args, cfg: config.Config):
+    """Add up the weights of the checkpoints, and write the mean as checkpoint 0 of the new run."""
+    cfg = utils.start_mesh(cfg, rows=1)
+    run, out = files.absolute_path(args.run), files.absolute_path(args.out)
+    if utils.run_on_lead(out.exists):
+        raise UserError(USAGE, f"{out} exists", "choose another --out, or remove it")
+    mean, steps = None, [int(word) for word in args.steps.split(",")]
+    for n, step in enumerate(steps):
+        params = train.load_params(run, cfg, step)
+        mean = params if mean is None else add(mean, params, n + 1.0)
+    shardings = utils.shardings(train.state_specs(cfg))
+    state = jax.jit(train.make_state, static_argnums=1, out_shardings=shardings)(mean, cfg)
+    utils.run_on_lead(write_record, run, out, steps)
+    store = Checkpoints(out, settings=train.model_settings(cfg))
+    store.save(0, train.checkpoint_items(state), last=True)
+    store.close()
+    utils.say(f"{out}: the mean of the weights after {args.steps} updates of {run}")
+
+
+@partial(jax.jit, donate_argnums=0)
+def add(mean, params, n):
+    """The mean of n trees, from that of the n - 1 before."""
+    return jax.tree.map(lambda mean, x: mean + (x - mean) / n, mean, params)
+
+
+def write_record(run, out, steps: list[int]):
+    """Write the config.json of the new run, and copy the tokenizer."""
+    record = json.loads((run / "config.json").read_text())
+    record["run"] |= dict(name=out.name, dir=str(out.parent), start_from="", start_with="weights")
+    record["parent"] = dict(path=str(run), step=steps)
+    out.mkdir(parents=True)
+    if (run / "tokenizer.json").exists():
+        files.write_whole(out / "tokenizer.json", (run / "tokenizer.json").read_text())
+    files.write_whole(out / "config.json", json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    processes.run_main(partial(main, ARGS), CFG)

@@ -1,0 +1,206 @@
+"""Show that muP works: activations that keep their size as the model gets wider, and a best
+learning rate that stays where it is, with model.mup_base_width and without.
+
+    python scripts/prepare_data.py --pydocs --tokenizer char --out data/chars
+    python scripts/mup_check.py --out mup.png          (minutes on two cores)
+
+Prints a table as JSON and draws it.  The coordinate check is that of Yang et al. 2022, appendix
+D.1: after a few updates, the root mean square of the residual stream and of the logits is the same
+at every width, so that its slope over the width, both as logarithms, is near 0.
+"""
+
+import json
+import sys
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import cli
+import config
+
+
+@dataclass(frozen=True)
+class Args:
+    out: str = "mup.png"
+    """The picture to write."""
+    data: str = "data/chars/train"
+    """Training set, as for data.train."""
+    vocab_size: int = 128
+    """Number of token ids, at least that of the data."""
+    coordinate_widths: tuple[int, ...] = (64, 128, 256, 512)
+    """Widths of the coordinate check."""
+    coordinate_rate: float = 2.0**-8
+    """Its learning rate."""
+    widths: tuple[int, ...] = (64, 128, 256)
+    """Widths whose best learning rates are compared.  The first is muP's base."""
+    rates: tuple[float, ...] = tuple(2.0**-n for n in range(10, 3, -1))
+    """Learning rates to try."""
+    steps: int = 150
+    """Updates with each rate."""
+    depth: int = 4
+    """Layers."""
+    seeds: int = 1
+    """Initial weights that the losses are the mean of."""
+
+
+def parse() -> tuple[Args, config.Config]:
+    args = tyro.cli(Args, use_underscores=True, description=__doc__)
+    cli.simulate_devices(config.Mesh(1, 1, 1))
+    return args, make_config(args, args.widths[0], is_mup=True)
+
+
+def make_config(args: Args, width: int, is_mup: bool, seed: int = 0) -> config.Config:
+    """A decoder of that width, with heads of 16 and learning rate 1, which `update` scales."""
+    n = width // 16
+    m = config.Model(vocab_size=args.vocab_size, d_model=width, n_layers=args.depth)
+    m = replace(m, n_heads=n, n_kv_heads=n, d_ff=3 * width)
+    return config.Config(
+        run=config.Run(name="mup_check", seed=seed),
+        mesh=config.Mesh(1, 1, 1),
+        model=replace(m, mup_base_width=args.widths[0] if is_mup else 0),
+        data=config.Data(train=args.data),
+        train=config.Train(steps=args.steps, batch_size=16, dtype="float32"),
+        optim=config.Optim(lr=1.0, schedule="linear", min_lr_ratio=0.0, warmup_steps=10),
+    )
+
+
+if __name__ == "__main__":  # before jax is imported, see train.py
+    ARGS, CFG = cli.quit_on_error(parse)
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from tqdm import tqdm
+
+import attention
+import layers
+import model
+import processes
+import train
+import utils
+from dataset import Dataset
+from optim import optimizer
+
+
+@partial(jax.jit, static_argnames="cfg", donate_argnames="state")
+def update(state: train.State, tokens_AMBL, targets_AMBL, lr, cfg: config.Config):
+    """(state, loss) after one update with that peak learning rate: no program of its own for each
+    rate."""
+    key = jax.random.key(cfg.run.seed)
+    loss, grads, _ = train.loss_and_grads(state.params, tokens_AMBL, targets_AMBL, key, cfg)
+    updates, opt = optimizer(cfg).update(grads, state.opt, state.params)
+    params = optax.apply_updates(state.params, jax.tree.map(lambda x: lr * x, updates))
+    return train.State(state.step + 1, params, opt), loss
+
+
+@partial(jax.jit, static_argnames="cfg")
+def sizes(params, tokens_AMBL, cfg: config.Config) -> dict:
+    """{name: root mean square} of the residual stream in each place, and of the logits."""
+
+    @jax.shard_map(in_specs=(model.param_specs(cfg), model.TOKEN_SPEC), out_specs=P())
+    def per_device(params, tokens_AMBL):
+        w = model.prepare_weights(params, cfg, cfg.train.dtype)
+        token_MBL, found = tokens_AMBL[0], {}
+        at = attention.full_row_span(token_MBL, 0, cfg)
+        x_BLD, _, _ = model.apply_front(w, token_MBL[0], at, cfg)
+        found["embedding"] = x_BLD
+        for n, (group, kind, row) in enumerate(layers.layer_places(cfg)):
+            layer = jax.tree.map(lambda x, row=row: x[row], w[group][kind])
+            x_BLD, _, _ = model.decoder_layer(kind, x_BLD, layer, cfg, None, at, None)
+            found[f"after layer {n + 1}"] = x_BLD
+        x_BLD = layers.gather_rows(layers.norm(x_BLD, w, "norm", cfg))
+        found["logits"] = model.logits(x_BLD, w, cfg)
+        mean = {name: jnp.sqrt(jnp.mean(x**2)) for name, x in found.items()}
+        return lax.pmean(mean, utils.AXES)
+
+    return per_device(params, tokens_AMBL)
+
+
+def train_for(cfg: config.Config, lr: float, steps: int, data: Dataset):
+    """(state, mean loss of the last tenth of the updates)."""
+    state, losses = train.init_state(cfg), []
+    for step in range(steps):
+        state, loss = update(state, *data.batch(step), np.float32(lr), cfg)
+        losses.append(loss)
+    return state, float(np.mean(losses[-max(1, steps // 10) :]))
+
+
+def coordinate_check(args: Args, is_mup: bool, bar) -> dict:
+    """{name: [root mean square after 20 updates at each width]}."""
+    found = {}
+    for width in args.coordinate_widths:
+        cfg = utils.start_mesh(make_config(args, width, is_mup))
+        data = Dataset(cfg, "train")
+        state, _ = train_for(cfg, args.coordinate_rate, 20, data)
+        for name, x in sizes(state.params, data.batch(20)[0], cfg).items():
+            found.setdefault(name, []).append(float(x))
+        bar.update()
+    return found
+
+
+def rate_transfer(args: Args, is_mup: bool, bar) -> dict:
+    """{width: [loss with each rate]}."""
+    found = {}
+    for width in args.widths:
+        curves = []
+        for seed in range(args.seeds):
+            cfg = utils.start_mesh(make_config(args, width, is_mup, seed))
+            data = Dataset(cfg, "train")
+            curves.append([])
+            for lr in args.rates:
+                curves[-1].append(train_for(cfg, lr, args.steps, data)[1])
+                bar.update()
+        found[width] = np.mean(curves, 0).tolist()
+    return found
+
+
+def slope(widths, values) -> float:
+    return float(np.polyfit(np.log(widths), np.log(values), 1)[0])
+
+
+def draw(args: Args, table: dict):
+    """Sizes over width above, losses over rate below; standard left, muP right."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 8), layout="constrained")
+    for column, (name, found) in zip(figure.subplots(2, 2).T, table.items(), strict=True):
+        for label, values in found["sizes"].items():
+            column[0].loglog(args.coordinate_widths, values, "o-", label=label)
+        column[0].set(title=name, xlabel="width", ylabel="root mean square after 20 updates")
+        for width, losses in found["losses"].items():
+            (line,) = column[1].semilogx(args.rates, losses, "o-", base=2, label=f"width {width}")
+            best = int(np.argmin(losses))
+            column[1].plot(args.rates[best], losses[best], "*", ms=15, color=line.get_color())
+        column[1].set(xlabel="learning rate", ylabel=f"loss after {args.steps} updates")
+        for axes in column:
+            axes.grid(alpha=0.3)
+            axes.legend(fontsize="small")
+    figure.savefig(args.out, dpi=110)
+
+
+def main(args: Args, cfg: config.Config):
+    n_runs = len(args.coordinate_widths) + args.seeds * len(args.widths) * len(args.rates)
+    table = {}
+    with tqdm(total=2 * n_runs, unit="run") as bar:
+        for name, is_mup in (("standard", False), ("muP", True)):
+            found = dict(sizes=coordinate_check(args, is_mup, bar))
+            slopes = {k: slope(args.coordinate_widths, x) for k, x in found["sizes"].items()}
+            found["losses"] = rate_transfer(args, is_mup, bar)
+            best = {w: args.rates[int(np.argmin(x))] for w, x in found["losses"].items()}
+            table[name] = found | dict(slopes=slopes, best_rates=best)
+    print(json.dumps(table))
+    for name, found in table.items():
+        worst = max(found["slopes"].values(), key=abs)
+        utils.say(f"{name}: steepest slope {worst:+.2f}; best rates {found['best_rates']}")
+    draw(args, table)
+
+
+if __name__ == "__main__":
+    processes.run_main(partial(main, ARGS), CFG)

@@ -1,0 +1,97 @@
+"""muP: the same model as without at the base, and the scales that the papers give elsewhere."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from cases import GPT2, PLAIN, RICH, assert_same_gradient, batch, gradient_on, one_device_gradient
+from conftest import on_mesh
+
+import attention
+import optim
+import train
+import utils
+from errors import DATA, UserError
+from scripts import hf_config
+
+BASE = dict(mup_base_width=32, mup_base_depth=8, mup_base_head=4)  # the sizes of PLAIN
+
+
+def train_two(cfg):
+    """The state after two updates, as numpy arrays."""
+    state = train.init_state(cfg)
+    for seed in range(2):
+        state, _ = train.train_step(state, *batch(cfg, seed=seed), cfg)
+    return jax.device_get(state)
+
+
+@pytest.mark.parametrize("cfg", [PLAIN, GPT2], ids=["plain", "gpt2"])
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_the_base_is_the_standard_parametrization_bit_for_bit(cfg, name):
+    states = []
+    for fields in ({}, BASE):
+        states.append(train_two(on_mesh(cfg, model=fields, optim=dict(name=name))))
+    jax.tree.map(np.testing.assert_array_equal, *states)
+
+
+def test_a_wider_and_deeper_model_has_the_scales_of_the_papers():
+    """Width 4 times, depth 8 times, heads 4 times the base."""
+    fields = dict(mup_base_width=8, mup_base_depth=1, mup_base_head=1)
+    plain, scaled = (on_mesh(PLAIN, model=model) for model in ({}, fields))
+    # CompleteP, table 1: first values of the head as at the base; those of hidden matrices as
+    # their fan-in says, and without regard to the depth
+    a, b = (utils.leaf_table(train.init_state(cfg).params) for cfg in (plain, scaled))
+    for name, x in a.items():
+        factor = {"unembed_DV": 2.0}.get(name, 8**0.5 if name.endswith(("HKD", "out_FD")) else 1)
+        np.testing.assert_allclose(b[name], factor * x, rtol=1e-6, err_msg=name)
+    assert attention.score_scale(scaled, 4) == 1 / 4
+    # rates: hidden matrices 1/4, all others as at the base; the decay with the rate everywhere
+    params = train.init_state(plain).params
+    directions = []
+    for decay in (0.0, 0.5):
+        updates = []
+        for cfg in (plain, scaled):
+            cfg = replace(cfg, optim=replace(cfg.optim, warmup_steps=0, weight_decay=decay))
+            transform = optim.optimizer(cfg)
+            grads = jax.tree.map(np.ones_like, params)
+            update, _ = transform.update(grads, transform.init(params), params)
+            updates.append(utils.leaf_table(update))
+        directions.append(updates)
+    for name in a:
+        (x, y), (x_decayed, y_decayed) = ((pair[0][name], pair[1][name]) for pair in directions)
+        is_hidden = name.startswith("layers") and "norm" not in name
+        np.testing.assert_allclose(y, x / (4 if is_hidden else 1), rtol=1e-6, err_msg=name)
+        np.testing.assert_allclose(y_decayed - y, x_decayed - x, atol=1e-7, err_msg=name)
+
+
+def test_logits_and_residual_are_scaled():
+    """A base of half the width and depth halves the logits and what each layer adds."""
+    half = dict(mup_base_width=16, mup_base_depth=4)
+    plain, scaled = (on_mesh(PLAIN, model=model) for model in ({}, half))
+    params = train.init_state(plain).params
+
+    def losses(params, cfg):
+        return np.asarray(train.eval_step(params, *batch(cfg), cfg)[2])
+
+    # The same by hand: half of the projections to the residual stream, and half of the head.
+    def halve(path, x):
+        name = path[-1].key
+        return x / 2 if name in ("o_HKD", "out_FD", "unembed_DV") else x
+
+    by_hand = jax.tree_util.tree_map_with_path(halve, params)
+    np.testing.assert_allclose(losses(params, scaled), losses(by_hand, plain), rtol=1e-5)
+    assert np.abs(losses(params, scaled) - losses(params, plain)).max() > 0.01
+
+
+@pytest.mark.parametrize("cfg", [RICH, GPT2], ids=["rich", "gpt2"])
+def test_the_gradient_is_the_same_on_a_mesh(cfg):
+    cfg = replace(cfg, model=replace(cfg.model, mup_base_width=8, mup_base_depth=2))
+    assert_same_gradient(gradient_on((2, 2, 2), cfg), one_device_gradient(cfg))
+
+
+def test_a_scaled_model_is_not_exported_as_another():
+    cfg = replace(PLAIN, model=replace(PLAIN.model, mup_base_width=8))
+    with pytest.raises(UserError) as error:
+        hf_config.write_config(cfg, "float32", None)
+    assert error.value.code == DATA and "model.mup_base_width is 8" in str(error.value)
