@@ -137,6 +137,7 @@ RANGES = {  # field: (lowest, highest) allowed value
     "model.norm_eps": (1e-12, 0.1),
     "train.dropout": (0.0, 0.99),
     "train.spike_sigma": (0.0, 1e6),
+    "log.norms_every": (0, BIG),
     "optim.ema": (0.0, 0.9999999),
     "train.z_loss": (0.0, 1.0),
     "train.balance_loss": (0.0, 10.0),

@@ -394,6 +394,9 @@ class Log:
 
     every: int = 10
     """Updates between lines on the console; metrics.jsonl has every update."""
+    norms_every: int = 0
+    """Updates between rows with the norms of each layer's gradient, update and weights, and
+    norms.png; 0 writes none."""
     wandb: Literal["off", "offline", "online", "required"] = "online"
     """Weights & Biases.
     online: logs offline if there is no API key, and not at all if it cannot start.

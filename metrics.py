@@ -7,6 +7,7 @@ step returns needs no line here; a dict of arrays needs an entry in PANELS.
 import gc
 import io
 import json
+import math
 import netrc
 import os
 import tempfile
@@ -22,6 +23,7 @@ from config import Config
 from errors import UserError
 from files import is_remote, write_whole
 from mixture import read_sets
+from norms import layer_names
 from utils import (
     finite_or_none,
     format_duration,
@@ -114,12 +116,32 @@ def read_lines(path: epath.Path, step: int) -> list[str]:
 # ---- panels
 
 
-class ExpertsPanel:
-    """How the router of each moe layer spreads its tokens: rows of kind "moe" and experts.png."""
+class Panel:
+    """What is made of a dict of arrays that the step returns; see ExpertsPanel for the rest."""
 
     def __init__(self, cfg: Config):
+        self.every = cfg.log.every
+        """Updates between rows."""
+
+    def alarms(self) -> dict[str, str]:
+        """{what is said once: its text}, after the newest row."""
+        return {}
+
+
+class ExpertsPanel(Panel):
+    """How the router of each moe layer spreads its tokens: rows of kind "moe" and experts.png."""
+
+    STARVED = 0.1
+    """The share of its even load below which an expert is starved."""
+
+    PATIENCE = 5
+    """How many rows in a row that has to last for an alarm."""
+
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
         self.layers = config.moe_layers(cfg.model)
         self.newest, self.busiest = None, {}  # the newest row; {step: largest load of each layer}
+        self.starved = {}  # {(layer, expert): rows in a row}
 
     def row(self, arrays: dict) -> dict:
         """The fields of a row, one element per layer, from the arrays of experts.moe_metrics."""
@@ -145,6 +167,18 @@ class ExpertsPanel:
         n_experts = len(row["load"][0])
         self.newest = row
         self.busiest[row["step"]] = [max(load) * n_experts for load in row["load"]]
+        low = np.argwhere(np.array(row["load"]) * n_experts < self.STARVED).tolist()
+        self.starved = {(i, j): self.starved.get((i, j), 0) + 1 for i, j in low}
+
+    def alarms(self) -> dict[str, str]:
+        lasting = [place for place, n in self.starved.items() if n >= self.PATIENCE]
+        experts = {self.layers[i]: [j for k, j in lasting if k == i] for i, _ in lasting}
+        why = f"have had less than {self.STARVED:.0%} of an even load for {self.PATIENCE} rows"
+        fix = "see --model.router_bias and --train.balance_loss"
+        return {
+            f"starved experts of layer {layer}": f"layer {layer}: experts {found[:8]} {why}; {fix}"
+            for layer, found in experts.items()
+        }
 
     @staticmethod
     def wandb_fields(row: dict) -> dict:
@@ -183,10 +217,79 @@ class ExpertsPanel:
         write_png(run / "experts.png", figure)
 
 
+class NormsPanel(Panel):
+    """The norms of each layer's gradient, update and weights: rows "norms" and norms.png."""
+
+    GROWTH = 10
+    """How many times its first value a norm of a gradient or of weights may reach."""
+
+    def __init__(self, cfg: Config):
+        self.names, self.every = layer_names(cfg), cfg.log.norms_every
+        self.curves = {}  # {gradient, update or weight: {step: norms}}
+
+    def row(self, arrays: dict) -> dict:
+        norms = {name: [finite_or_none(x) for x in values] for name, values in arrays.items()}
+        return dict(layer=self.names) | norms
+
+    def summary(self, arrays: dict) -> str:
+        worst = int(np.argmax(arrays["update"] / np.maximum(arrays["weight"], 1e-30)))
+        share = arrays["update"][worst] / max(arrays["weight"][worst], 1e-30)
+        return f"largest change {share:.1%} in {self.names[worst]}"
+
+    def track(self, row: dict):
+        for name in ("gradient", "update", "weight"):
+            values = [math.nan if x is None else x for x in row[name]]
+            self.curves.setdefault(name, {})[row["step"]] = values
+
+    def alarms(self) -> dict[str, str]:
+        found = {}
+        for name in ("gradient", "weight") if self.curves else ():
+            rows = [*self.curves[name].values()]
+            for layer, a, b in zip(self.names, rows[0], rows[-1], strict=True):
+                if b > self.GROWTH * a > 0:
+                    what = f"the {name} norm of {layer} has grown from {a:.3g} to {b:.3g}"
+                    found[f"{name} {layer}"] = f"{what}; see norms.png, and lower --optim.lr"
+        return found
+
+    @staticmethod
+    def wandb_fields(row: dict) -> dict:
+        """Each layer's norms, and a histogram over the layers."""
+        import wandb
+
+        fields = {}
+        for name in ("gradient", "update", "weight"):
+            fields |= {f"{name}/{x}": y for x, y in zip(row["layer"], row[name], strict=True)}
+            finite = [x for x in row[name] if x is not None]
+            fields[f"{name}_histogram"] = wandb.Histogram(finite) if finite else None
+        return fields
+
+    def draw(self, run: epath.Path):
+        """Draw the norms over the updates, a line for each layer."""
+        if not self.curves:
+            return
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(13, 4.5), layout="constrained")
+        plots = figure.subplots(1, 3)
+        for axes, (name, curve) in zip(plots, self.curves.items(), strict=True):
+            steps, values = [*curve], np.array([*curve.values()])
+            n_layers = sum(x.startswith("layer ") for x in self.names)
+            for i, layer in enumerate(self.names):
+                is_layer = i < n_layers  # later layers are darker, other weights dashed
+                shade = f"{0.8 * (1 - i / n_layers):.2f}" if is_layer else f"C{i - n_layers}"
+                label = layer if not is_layer or i in (0, n_layers - 1) else None
+                axes.plot(steps, values[:, i], "-" if is_layer else "--", color=shade, label=label)
+            axes.set(title=name, xlabel="update", yscale="log")
+            axes.grid(alpha=0.3)
+        plots[0].set(ylabel="norm")
+        plots[-1].legend(fontsize="small")
+        write_png(run / "norms.png", figure)
+
+
 # A dict of arrays that the step returns under one of these names becomes a row of that kind,
-# written with every console line.  A panel makes the row, its part of the console line, its numbers
+# written every `every` updates.  A panel makes the row, its part of the console line, its numbers
 # for Weights & Biases, and a picture, which is drawn after each evaluation.
-PANELS = dict(moe=ExpertsPanel)
+PANELS = dict(moe=ExpertsPanel, norms=NormsPanel)
 
 
 # ---- the log of a run
@@ -235,6 +338,7 @@ class MetricsLog:
         self.sampled_steps = {row["step"] for row in self.samples_file.rows}
         for row in self.metrics_file.rows:
             self.track(row)
+        self.said = {key for panel in self.panels.values() for key in panel.alarms()}
         self.wandb = run_on_lead(start_wandb, run, cfg)
         if step < cfg.train.steps:
             say(f"updates {step + 1} to {cfg.train.steps}")
@@ -272,7 +376,11 @@ class MetricsLog:
             return
         (step, metrics), self.pending = self.pending, None
         wait_for(metrics)
-        panels = {name: metrics[name] for name in metrics if isinstance(metrics[name], dict)}
+        panels = {
+            name: {key: np.asarray(x, np.float64) for key, x in arrays.items()}
+            for name, arrays in metrics.items()
+            if isinstance(arrays, dict)
+        }
         others = [name for name in metrics if name not in SCALARS and name not in panels]
         scalars = {name: float(metrics[name]) for name in (*SCALARS, *others)}
         if step == self.first_step + 1:
@@ -289,17 +397,21 @@ class MetricsLog:
         by_source = {} if "" in sources else dict(tokens_by_source=sources)
         self.write(dict(kind="train", step=step, **fields, tokens=tokens, **by_source, **speed))
         is_first_or_last = step in (self.first_step + 1, self.cfg.train.steps)
+        for name, arrays in panels.items():
+            if is_first_or_last or step % self.panels[name].every == 0:
+                self.write_panel(step, name, arrays)
         if is_first_or_last or step % self.cfg.log.every == 0:
-            summaries = [self.write_panel(step, name, panels[name]) for name in panels]
+            summaries = [self.panels[name].summary(arrays) for name, arrays in panels.items()]
             self.print_update(step, scalars, speed, summaries)
         self.check_skips(step, scalars)
 
-    def write_panel(self, step: int, name: str, arrays: dict) -> str:
-        """Write a panel's row and return its summary for the console."""
-        panel = self.panels[name]
-        arrays = {key: np.asarray(x, np.float64) for key, x in arrays.items()}
-        self.write(dict(kind=name, step=step) | panel.row(arrays))
-        return panel.summary(arrays)
+    def write_panel(self, step: int, name: str, arrays: dict):
+        """Write a panel's row, and say what is alarming in it, once."""
+        self.write(dict(kind=name, step=step) | self.panels[name].row(arrays))
+        for key, text in self.panels[name].alarms().items():
+            if key not in self.said:
+                warn(f"update {step}: {text}")
+        self.said |= {*self.panels[name].alarms()}
 
     def print_update(self, step: int, scalars: dict, speed: dict, summaries: list[str]):
         steps, mfu = self.cfg.train.steps, speed["mfu"]

@@ -159,17 +159,17 @@ def is_finite(loss, grad_norm):
     return jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
 
-def is_spike(grad_norm, recent_N, cfg: Config):
+def is_spike(grad_norm, recent_U, cfg: Config):
     """Whether a finite gradient norm is train.spike_sigma standard deviations above the mean of
-    those before it.  recent_N, oldest first, has -1 for those that there are not yet."""
-    limit = recent_N.mean() + cfg.train.spike_sigma * recent_N.std()
-    return jnp.isfinite(grad_norm) & (recent_N[0] >= 0) & (grad_norm > limit)
+    those before it.  recent_U, oldest first, has -1 for those that there are not yet."""
+    limit = recent_U.mean() + cfg.train.spike_sigma * recent_U.std()
+    return jnp.isfinite(grad_norm) & (recent_U[0] >= 0) & (grad_norm > limit)
 
 
-def add_norm(grad_norm, recent_N):
-    """The last N finite norms.  Spikes count, so that a new level that stays is not skipped for
+def add_norm(grad_norm, recent_U):
+    """The last finite norms.  Spikes count, so that a new level that stays is not skipped for
     ever."""
-    return jnp.where(jnp.isfinite(grad_norm), jnp.append(recent_N[1:], grad_norm), recent_N)
+    return jnp.where(jnp.isfinite(grad_norm), jnp.append(recent_U[1:], grad_norm), recent_U)
 
 
 def choose(condition, new, old):

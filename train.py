@@ -5,6 +5,7 @@ eval step, the loop over updates, and `main`.
 
 Dimension key (a suffix on every array's name spells its logical shape):
   A  accumulation slices   M  microbatches   B  sequences   L  sequence length
+  U  the last updates
 """
 
 import os
@@ -66,6 +67,7 @@ from layers import BATCH
 from metrics import MetricsLog, print_end, print_eval, send_to_wandb
 from mixture import read_sets
 from model import TOKEN_SPEC
+from norms import layer_norms
 from optim import (
     SPIKE_WINDOW,
     add_norm,
@@ -148,12 +150,12 @@ def checkpoint_items(state: State) -> dict:
     items = dict(params=state.params, rest=dict(step=state.step, opt=state.opt))
     items |= {} if state.ema is None else dict(ema=state.ema)
     norms = state.recent_norms
-    return items | ({} if norms is None else dict(recent_norms=dict(norm_N=norms)))
+    return items | ({} if norms is None else dict(recent_norms=dict(norm_U=norms)))
 
 
 def state_of(items: dict) -> State:
     """The State that `checkpoint_items` has taken apart."""
-    norms = items.get("recent_norms", {}).get("norm_N")
+    norms = items.get("recent_norms", {}).get("norm_U")
     return State(params=items["params"], ema=items.get("ema"), recent_norms=norms, **items["rest"])
 
 
@@ -330,6 +332,10 @@ def train_step(state: State, tokens_AMBL, targets_AMBL, cfg: Config):
     metrics = dict(loss=loss, grad_norm=grad_norm, lr=lr)
     if cfg.model.n_experts:
         metrics["moe"] = lax.with_sharding_constraint(moe_metrics(stats, cfg), P())
+    if cfg.log.norms_every:
+        trees = dict(gradient=grads, update=updates, weight=params)
+        norms = {name: layer_norms(tree, cfg) for name, tree in trees.items()}
+        metrics["norms"] = lax.with_sharding_constraint(norms, P())
     if cfg.train.spike_sigma:
         metrics["spike"] = is_spike(grad_norm, state.recent_norms, cfg)
         is_good &= ~metrics["spike"]

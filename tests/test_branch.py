@@ -10,6 +10,7 @@ from runs import contents, final_weights, losses, new_run, refusal, rows
 
 import train
 from errors import CHECKPOINT, USAGE
+from model import HEAD_STD
 
 
 def branch_of(reference, base, name, start="", how="weights", **sections):
@@ -78,7 +79,7 @@ def test_positions_may_grow(base, tmp_path):
             want, got = final_weights(run), final_weights(branch)
             position = got.pop("position_LD")
             assert np.array_equal(position[:20], want.pop("position_LD"))
-            assert position[20:].std() == pytest.approx(32**-0.5, rel=0.1)
+            assert position[20:].std() == pytest.approx(HEAD_STD * 32**-0.5, rel=0.1)
             assert all(np.array_equal(got[name], want[name]) for name in want)
     shorter, _ = branch_of(run, cfg, "shorter", model=dict(max_positions=16))
     assert "below the parent's 20" in str(refusal(shorter))

@@ -241,10 +241,11 @@ def test_the_panel_of_the_experts_is_in_every_report(run):
 
 
 def test_a_panel_is_one_entry_in_a_table(tmp_path, monkeypatch, capsys):
-    class LayersPanel:
+    class LayersPanel(metrics.Panel):
         """A panel of one array: the norm of each layer."""
 
         def __init__(self, cfg):
+            super().__init__(cfg)
             self.steps = []
 
         def row(self, arrays):

@@ -7,12 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import PLAIN, batch
+from cases import MIXED, PLAIN, batch
 from conftest import on_mesh
 from conftest import run as run_script
+from etils import epath
 from runs import final_weights, losses, new_run, refusal, rows
 
 import config
+import layers
+import metrics
+import norms
 import optim
 import train
 from errors import CHECKPOINT
@@ -164,3 +168,70 @@ def test_a_ramp_that_cannot_be_is_refused(base, ramp, words):
     cfg = replace(base, train=replace(base.train, batch_ramp=ramp, microbatches=0))
     error = refusal(replace(cfg, mesh=config.Mesh(4, 1, 1)))
     assert all(word in str(error) for word in words), error
+
+
+# ---- norms of layers, and alarms
+
+
+@pytest.mark.parametrize("cfg", [PLAIN, MIXED], ids=["plain", "mixed"])
+def test_norms_are_those_of_each_layer_on_any_mesh(cfg):
+    found = {}
+    for mesh in [(1, 1, 1), (2, 2, 2)]:
+        on = on_mesh(cfg, mesh, log=dict(norms_every=3))
+        state = train.init_state(on)
+        before = jax.device_get(state.params)
+        state, found_metrics = train.train_step(state, *batch(on), on)
+        after = jax.device_get(state.params)
+        found[mesh] = jax.device_get(found_metrics["norms"])
+    names = norms.layer_names(on)
+    assert len(names) == len(found[1, 1, 1]["weight"])
+    for n, (group, kind, row) in enumerate(layers.layer_places(on)):
+        for name, trees in (("weight", [after]), ("update", [after, before])):
+            rows = [[x[row] for x in tree[group][kind].values()] for tree in trees]
+            parts = rows[0] if len(rows) == 1 else [a - b for a, b in zip(*rows, strict=True)]
+            want = np.sqrt(sum((x**2).sum() for x in parts))
+            np.testing.assert_allclose(found[2, 2, 2][name][n], want, rtol=1e-4)
+    at = names.index("embed_VD")
+    want = np.linalg.norm(after["embed_VD"])
+    np.testing.assert_allclose(found[2, 2, 2]["weight"][at], want, rtol=1e-5)
+    whole = np.sqrt((found[2, 2, 2]["gradient"] ** 2).sum())
+    np.testing.assert_allclose(whole, found_metrics["grad_norm"], rtol=1e-5)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3), found[1, 1, 1], found[2, 2, 2]
+    )
+
+
+def test_norms_are_written_and_drawn_as_often_as_asked(base, capsys):
+    cfg, run = new_run(base, "norms", log=dict(norms_every=4), train=dict(steps=10))
+    train.main(cfg)
+    found = rows(run, "norms")
+    assert list(found) == [1, 4, 8, 10]
+    names = ["layer 1", "layer 2", "layer 3", "layer 4", "embed_VD", "norm_D", "unembed_DV"]
+    assert all(row["layer"] == names and len(row["update"]) == 7 for row in found.values())
+    assert (run / "norms.png").stat().st_size > 10_000
+    assert "largest change" in capsys.readouterr().out
+
+
+def test_an_alarm_is_said_once_also_after_a_resume(base, tmp_path, capsys):
+    model = replace(base.model, pattern="moe", n_experts=4, d_expert=16)
+    cfg = replace(base, model=model, log=replace(base.log, every=1, norms_every=1))
+    n, path = len(norms.layer_names(cfg)), epath.Path(tmp_path)
+    scalars = dict(loss=1.0, grad_norm=1.0, lr=1.0)
+    for first in (0, 8):
+        log = metrics.MetricsLog(path, cfg, first, flops_per_token=1.0)
+        for step in range(first + 1, first + 9):
+            load = np.full((4, 4), 25.0)
+            load[2] = [60, 30, 9, 1] if step > 1 else 25  # the last has 4 % of an even load
+            moe = {name: np.ones(4) for name in ("dropped", "entropy", "balance")}
+            grown = np.where(np.arange(n) == 1, 1.0 if step < 4 else 11.0, 1.0)
+            panels = dict(
+                moe=dict(load=load, **moe),
+                norms=dict(gradient=np.ones(n), update=100 ** np.ones(n) ** step, weight=grown),
+            )
+            log.add_update(step, scalars | panels)
+        log.close()
+    err = capsys.readouterr().err
+    assert err.count("layer 2: experts [3] have had less than 10% of an even load") == 1
+    assert "update 6: layer 2" in err
+    assert err.count("update 4: the weight norm of layer 2 has grown from 1 to 11") == 1
+    assert err.count("warning") == 2

@@ -208,7 +208,7 @@ def test_the_two_best_are_kept_too(base, reference):
     sections = dict(train=dict(steps=30, eval_every=5), optim=dict(lr=0.5, clip_norm=1e9))
     cfg, run = new_run(base, "best", mesh=SINGLE, checkpoint=dict(best=True, every=7), **sections)
     train.main(cfg)
-    worse = dict(run=replace(cfg.run, accept=("optim.lr",)), optim=replace(cfg.optim, lr=3.0))
+    worse = dict(run=replace(cfg.run, accept=("optim.lr",)), optim=replace(cfg.optim, lr=30.0))
     train.main(replace(cfg, train=replace(cfg.train, steps=40), **worse))
     scores = {step: row["loss"] for step, row in rows(run, "eval").items()}
     best = sorted(scores, key=scores.get)[:2]

@@ -1,0 +1,28 @@
+"""Norms of each layer's gradient, update and weights."""
+
+import jax
+import jax.numpy as jnp
+
+from config import Config
+from layers import layer_places
+from model import param_table
+
+
+def layer_names(cfg: Config) -> list[str]:
+    """The rows of `layer_norms`: the layers, then each weight outside of them."""
+    layers = [f"layer {n + 1}" for n in range(cfg.model.n_layers)]
+    return layers + [name for name in sorted(param_table(cfg)) if name not in ("layers", "prefix")]
+
+
+def layer_norms(tree, cfg: Config):
+    """The L2 norm over all of a layer's arrays, in the order of `layer_names`; tree: like the
+    weights."""
+
+    def squares(x, p):
+        return (x**2).sum(range(int(p.is_stacked), x.ndim))
+
+    found = jax.tree.map(squares, tree, param_table(cfg))
+    groups = {group: found.pop(group) for group in ("layers", "prefix") if group in found}
+    sums = {(g, kind): sum(w.values()) for g, kinds in groups.items() for kind, w in kinds.items()}
+    layers = [sums[group, kind][row] for group, kind, row in layer_places(cfg)]
+    return jnp.sqrt(jnp.stack([*layers, *(found[name] for name in sorted(found))]))
