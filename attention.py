@@ -307,6 +307,24 @@ def attend(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int):
     return attention(q_BLHK, k_BSGK, v_BSGW)
 
 
+def logit_stats(q_BLHK, k_BSGK, at: Span, cfg, width: int) -> dict:
+    """With log.norms_every, a layer's statistic `logit`, summed over this device's rows and heads:
+    the mean square of the scores of all pairs of a row's tokens, before softcap and mask.
+
+    By sum over i, j of (q_i . k_j)^2 = <Q'Q, K'K>, which takes no scores and is a sum over rows and
+    heads, so that every mesh gives the same number.
+    """
+    if not cfg.log.norms_every or at.decoding:
+        return {}
+    B, L, H, K = q_BLHK.shape
+    G = k_BSGK.shape[2]
+    q_BLGRK = lax.stop_gradient(q_BLHK).reshape(B, L, G, H // G, K).astype(jnp.float32)
+    k_BSGK = lax.stop_gradient(k_BSGK).astype(jnp.float32)
+    q_BGKK = jnp.einsum("BLGRK,BLGRJ->BGKJ", q_BLGRK, q_BLGRK)
+    k_BGKK = jnp.einsum("BSGK,BSGJ->BGKJ", k_BSGK, k_BSGK)
+    return dict(logit=(q_BGKK * k_BGKK).sum() * (score_scale(cfg, width) / L) ** 2)
+
+
 # ---- attention variants: tables of weights, and functions of (x_BLD, w, cfg, Span, cache)
 
 
@@ -359,7 +377,8 @@ def gqa_table(cfg: Config) -> dict:
 
 
 def gqa(x_BLD, w, cfg, at: Span, cache):
-    """Grouped-query attention (Ainslie et al. 2023).  Returns y_BLD, and the keys and values.
+    """Grouped-query attention (Ainslie et al. 2023).  Returns y_BLD, the keys and values, and
+    `logit_stats`.
 
     x is gathered over tp; the outputs of the heads are summed over tp and scattered.
     """
@@ -375,7 +394,8 @@ def gqa(x_BLD, w, cfg, at: Span, cache):
     y_BLHK = attend(q_BLHK, kv["k_BSGK"], kv["v_BSGK"], at, cfg, cfg.model.d_head)
     y_BLD = einsum("BLHK,HKD->BLD", y_BLHK, w["o_HKD"])
     y_BLD = scatter_over_tp(y_BLD, at.tp_dim)
-    return add_bias(y_BLD, w.get("o_bias_D")), kv
+    stats = logit_stats(q_BLHK, kv["k_BSGK"], at, cfg, cfg.model.d_head)
+    return add_bias(y_BLD, w.get("o_bias_D")), kv, stats
 
 
 def mla_table(cfg: Config) -> dict:
@@ -406,8 +426,9 @@ def mla_table(cfg: Config) -> dict:
 def mla(x_BLD, w, cfg, at: Span, cache):
     """Multi-head latent attention (DeepSeek-V2, section 2.1; V3, section 2.1.1).
 
-    Returns y_BLD, and the latents of the keys and values.  Each tp shard makes latents of its part
-    of the sequence, which are gathered over tp and cached: kv_rank + d_rope numbers a token.
+    Returns y_BLD, the latents of the keys and values, and `logit_stats`.  Each tp shard makes
+    latents of its part of the sequence, which are gathered over tp and cached: kv_rank + d_rope
+    numbers a token.
     """
     m, h_BLJ = cfg.model, x_BLD
     eps = 1e-6  # of the latents' norms; DeepSeek's code does not take it from norm_eps either
@@ -432,14 +453,16 @@ def mla(x_BLD, w, cfg, at: Span, cache):
         v_BSHW = einsum("BSI,IHW->BSHW", c_BSI, w["v_IHW"])
         q, k = jnp.concatenate([q_BLHK, q_BLHT], -1), jnp.concatenate([k_BSHK, k_BSHT], -1)
         y_BLHW = attend(q, k, v_BSHW, at, cfg, width)
+        stats = logit_stats(q, k, at, cfg, width)
     else:  # For one query it is cheaper to compare with latents than to expand them to all heads.
         q_BLHI = einsum("BLHK,IHK->BLHI", q_BLHK, w["k_IHK"])
         q, k = jnp.concatenate([q_BLHI, q_BLHT], -1), jnp.concatenate([c_BSI, k_BST], -1)
         y_BLHI = attend(q, k[:, :, None], c_BSI[:, :, None], at, cfg, width)
+        stats = {}
         y_BLHW = einsum("BLHI,IHW->BLHW", y_BLHI, w["v_IHW"])
     y_BLD = einsum("BLHW,HWD->BLD", y_BLHW, w["o_HWD"])
     y_BLD = scatter_over_tp(y_BLD, at.tp_dim)
-    return add_bias(y_BLD, w.get("o_bias_D")), kv
+    return add_bias(y_BLD, w.get("o_bias_D")), kv, stats
 
 
 ATTENTION = dict(
@@ -447,7 +470,7 @@ ATTENTION = dict(
     mla=(mla_table, mla),
 )
 """model.attention: the table of its weights, and the function (x_BLD, w, cfg, Span, cache) ->
-(y_BLD, what a cache keeps of the tokens)."""
+(y_BLD, what a cache keeps of the tokens, statistics that are summed over devices)."""
 
 
 def attention_of(cfg: Config):

@@ -302,12 +302,12 @@ def dispatch_with_capacity(x_BLD, gate_BLX, expert_BLX, w, cfg):
 
 def moe(x_BLD, w, cfg, training: bool):
     """(y_BLD, statistics): routed experts, and shared ones beside them.  Without training no token
-    is dropped, and the statistics are None.
+    is dropped, and there are no statistics.
 
     Tokens are routed where they are, then gathered over tp: each tp shard has a part of d_expert.
     """
     score_BLE, gate_BLX, expert_BLX = route(x_BLD, w, cfg)
-    stats = routing_stats(score_BLE, expert_BLX) if training else None
+    stats = routing_stats(score_BLE, expert_BLX) if training else {}
     x_BLD = gather_rows(x_BLD)
     gate_BLX = gather_rows(gate_BLX).astype(x_BLD.dtype)
     expert_BLX = gather_rows(expert_BLX)

@@ -42,7 +42,7 @@ class Total(NamedTuple):
     grads: dict
     """Float32, in the form of `prepare_parts`."""
     stats: dict
-    """Sums of the moe layers' statistics, by group and kind like params; None for other kinds."""
+    """Sums of the layers' statistics, by group and kind like params."""
 
     def grads_of(self, names) -> dict:
         return {name: self.grads[name] for name in names}
@@ -60,10 +60,11 @@ def zero_total(w, cfg: Config) -> Total:
     """The Total before the first microbatch; w: weights from `prepare_parts`."""
 
     def stats(kind, weights):
-        if "moe" not in kind:
-            return None
         n, E = weights["attn_norm_D"].shape[:-1], cfg.model.n_experts
-        return dict(load_E=jnp.zeros((*n, E)), **{name: jnp.zeros(n) for name in MOE_STATS})
+        found = dict(logit=jnp.zeros(n)) if cfg.log.norms_every else {}
+        if "moe" in kind:
+            found |= dict(load_E=jnp.zeros((*n, E)), **{name: jnp.zeros(n) for name in MOE_STATS})
+        return found
 
     groups = {group: w[group] for group in ("layers", "prefix") if group in w}
     stats = {group: {k: stats(k, x) for k, x in kinds.items()} for group, kinds in groups.items()}
@@ -204,10 +205,8 @@ def balance_cotangent(stats, cfg: Config):
     weight = cfg.train.balance_loss / cfg.train.batch_size
 
     def cotangent(kind_stats):
-        if kind_stats is None:
-            return None
         zeros = jax.tree.map(jnp.zeros_like, kind_stats)
-        return zeros | dict(balance=jnp.full_like(kind_stats["balance"], weight))
+        return zeros | {x: jnp.full_like(kind_stats[x], weight) for x in zeros if x == "balance"}
 
     return {kind: cotangent(kind_stats) for kind, kind_stats in stats.items()}
 

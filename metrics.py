@@ -217,15 +217,20 @@ class ExpertsPanel(Panel):
         write_png(run / "experts.png", figure)
 
 
+SIZES = dict(gradient="gradient", update="update", weight="weights", logit="attention logits")
+"""The arrays of `NormsPanel`, in words."""
+
+
 class NormsPanel(Panel):
-    """The norms of each layer's gradient, update and weights: rows "norms" and norms.png."""
+    """The norms of each layer's gradient, update and weights, and the root mean square of its
+    attention's logits, which weights outside of layers do not have: rows "norms" and norms.png."""
 
     GROWTH = 10
-    """How many times its first value a norm of a gradient or of weights may reach."""
+    """How many times its first value the size of gradient, weights or logits may reach."""
 
     def __init__(self, cfg: Config):
         self.names, self.every = layer_names(cfg), cfg.log.norms_every
-        self.curves = {}  # {gradient, update or weight: {step: norms}}
+        self.curves = {}  # {name in SIZES: {step: one number each layer}}
 
     def row(self, arrays: dict) -> dict:
         norms = {name: [finite_or_none(x) for x in values] for name, values in arrays.items()}
@@ -237,17 +242,17 @@ class NormsPanel(Panel):
         return f"largest change {share:.1%} in {self.names[worst]}"
 
     def track(self, row: dict):
-        for name in ("gradient", "update", "weight"):
+        for name in SIZES:
             values = [math.nan if x is None else x for x in row[name]]
             self.curves.setdefault(name, {})[row["step"]] = values
 
     def alarms(self) -> dict[str, str]:
         found = {}
-        for name in ("gradient", "weight") if self.curves else ():
+        for name in ("gradient", "weight", "logit") if self.curves else ():
             rows = [*self.curves[name].values()]
-            for layer, a, b in zip(self.names, rows[0], rows[-1], strict=True):
+            for layer, a, b in zip(self.names, rows[0], rows[-1], strict=False):
                 if b > self.GROWTH * a > 0:
-                    what = f"the {name} norm of {layer} has grown from {a:.3g} to {b:.3g}"
+                    what = f"{layer}: {SIZES[name]} have grown from {a:.3g} to {b:.3g}"
                     found[f"{name} {layer}"] = f"{what}; see norms.png, and lower --optim.lr"
         return found
 
@@ -257,8 +262,8 @@ class NormsPanel(Panel):
         import wandb
 
         fields = {}
-        for name in ("gradient", "update", "weight"):
-            fields |= {f"{name}/{x}": y for x, y in zip(row["layer"], row[name], strict=True)}
+        for name in SIZES:
+            fields |= {f"{name}/{x}": y for x, y in zip(row["layer"], row[name], strict=False)}
             finite = [x for x in row[name] if x is not None]
             fields[f"{name}_histogram"] = wandb.Histogram(finite) if finite else None
         return fields
@@ -269,20 +274,21 @@ class NormsPanel(Panel):
             return
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(13, 4.5), layout="constrained")
-        plots = figure.subplots(1, 3)
+        figure = Figure(figsize=(16, 4.5), layout="constrained")
+        plots = figure.subplots(1, len(self.curves))
         for axes, (name, curve) in zip(plots, self.curves.items(), strict=True):
             steps, values = [*curve], np.array([*curve.values()])
             n_layers = sum(x.startswith("layer ") for x in self.names)
-            for i, layer in enumerate(self.names):
+            for i, layer in enumerate(self.names[: values.shape[1]]):
                 is_layer = i < n_layers  # later layers are darker, other weights dashed
                 shade = f"{0.8 * (1 - i / n_layers):.2f}" if is_layer else f"C{i - n_layers}"
                 label = layer if not is_layer or i in (0, n_layers - 1) else None
                 axes.plot(steps, values[:, i], "-" if is_layer else "--", color=shade, label=label)
-            axes.set(title=name, xlabel="update", yscale="log")
+            axes.set(title=SIZES[name], xlabel="update", yscale="log")
             axes.grid(alpha=0.3)
         plots[0].set(ylabel="norm")
-        plots[-1].legend(fontsize="small")
+        plots[0].legend(fontsize="small")
+        plots[-1].set(ylabel="root mean square")
         write_png(run / "norms.png", figure)
 
 

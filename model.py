@@ -259,16 +259,18 @@ def residual_scale(cfg: Config) -> float:
 def decoder_layer(kind, x_BLD, w, cfg, key, at: Span, cache):
     """(x_BLD, kv, statistics): attention and feed-forward, each added to the residual stream.
 
-    kv: what a cache keeps of the tokens.  statistics: of a moe layer in training, else None.
+    kv: what a cache keeps of the tokens.  statistics: of the attention's logits and of a moe
+    layer's routing, in training.
     """
     attn_key, mlp_key = (None, None) if key is None else jax.random.split(key)
     at = at._replace(window=cfg.model.window if "local" in kind else 0)
     _, attention = attention_of(cfg)
-    y_BLD, kv = attention(norm(x_BLD, w, "attn_norm", cfg), w, cfg, at, cache)
+    y_BLD, kv, stats = attention(norm(x_BLD, w, "attn_norm", cfg), w, cfg, at, cache)
     x_BLD = x_BLD + residual_scale(cfg) * dropout(y_BLD, attn_key, at.row_B, cfg)
-    y_BLD, stats = norm(x_BLD, w, "mlp_norm", cfg), None
+    y_BLD = norm(x_BLD, w, "mlp_norm", cfg)
     if "moe" in kind:
-        y_BLD, stats = moe(y_BLD, w, cfg, training=key is not None)
+        y_BLD, moe_stats = moe(y_BLD, w, cfg, training=key is not None)
+        stats |= moe_stats
     else:
         y_BLD = mlp(y_BLD, w, cfg)
     x_BLD = x_BLD + residual_scale(cfg) * dropout(y_BLD, mlp_key, at.row_B, cfg)
@@ -422,7 +424,7 @@ def apply_layers(
     """(x_BLD, outputs, grads): x through the layers of params, blocks of `kinds`.
 
     cache: keys and values in the form of params; outputs are then the updated ones.  key: for
-    dropout, in training; without a cache outputs are the moe layers' statistics, or None.  grads:
+    dropout, in training; without a cache outputs are the layers' statistics.  grads:
     a tree like params whose cotangent is the sum that gradients are added to (`tap_gradient`); with
     None, params get the gradient.
     """

@@ -1,4 +1,4 @@
-"""Norms of each layer's gradient, update and weights."""
+"""Norms of each layer's gradient, update and weights, and the size of its attention's logits."""
 
 import jax
 import jax.numpy as jnp
@@ -26,3 +26,10 @@ def layer_norms(tree, cfg: Config):
     sums = {(g, kind): sum(w.values()) for g, kinds in groups.items() for kind, w in kinds.items()}
     layers = [sums[group, kind][row] for group, kind, row in layer_places(cfg)]
     return jnp.sqrt(jnp.stack([*layers, *(found[name] for name in sorted(found))]))
+
+
+def logit_sizes(stats, cfg: Config):
+    """The root mean square of the attention's logits in each layer (attention.logit_stats); stats:
+    from train.loss_and_grads."""
+    squares = [stats[group][kind]["logit"][row] for group, kind, row in layer_places(cfg)]
+    return jnp.sqrt(jnp.stack(squares) / (cfg.train.batch_size * cfg.model.n_heads))

@@ -67,7 +67,7 @@ from layers import BATCH
 from metrics import MetricsLog, print_end, print_eval, send_to_wandb
 from mixture import read_sets
 from model import TOKEN_SPEC
-from norms import layer_norms
+from norms import layer_norms, logit_sizes
 from optim import (
     SPIKE_WINDOW,
     add_norm,
@@ -278,8 +278,8 @@ def model_settings(cfg: Config) -> dict:
 
 def loss_and_grads(params, tokens_AMBL, targets_AMBL, key, cfg: Config):
     """(loss, gradient, statistics) of a batch: the mean loss in nats per counted token; the
-    objective's gradient, sharded like params; the sums of the moe layers' statistics
-    (experts.routing_stats), stacked like their weights.
+    objective's gradient, sharded like params; the sums of the layers' statistics
+    (experts.routing_stats, attention.logit_stats), stacked like their weights.
 
     The only shard_map of training, besides that of an optimizer of whole matrices (muon.py).
     """
@@ -335,6 +335,7 @@ def train_step(state: State, tokens_AMBL, targets_AMBL, cfg: Config):
     if cfg.log.norms_every:
         trees = dict(gradient=grads, update=updates, weight=params)
         norms = {name: layer_norms(tree, cfg) for name, tree in trees.items()}
+        norms["logit"] = logit_sizes(stats, cfg)
         metrics["norms"] = lax.with_sharding_constraint(norms, P())
     if cfg.train.spike_sigma:
         metrics["spike"] = is_spike(grad_norm, state.recent_norms, cfg)

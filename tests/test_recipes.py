@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import MIXED, PLAIN, batch
+from cases import ALL_EXPERTS, MIXED, PLAIN, batch
 from conftest import on_mesh
 from conftest import run as run_script
 from etils import epath
 from runs import final_weights, losses, new_run, refusal, rows
 
+import attention
 import config
 import layers
 import metrics
@@ -173,7 +174,16 @@ def test_a_ramp_that_cannot_be_is_refused(base, ramp, words):
 # ---- norms of layers, and alarms
 
 
-@pytest.mark.parametrize("cfg", [PLAIN, MIXED], ids=["plain", "mixed"])
+def test_the_size_of_logits_is_that_of_all_scores():
+    rng, cfg = np.random.default_rng(0), on_mesh(PLAIN, log=dict(norms_every=1))
+    q, k = rng.normal(size=(3, 7, 4, 5)), rng.normal(size=(3, 7, 2, 5))
+    at = attention.Span(jnp.zeros((3, 7), int), jnp.zeros((3, 7), int))
+    (got,) = attention.logit_stats(jnp.array(q), jnp.array(k), at, cfg, 5).values()
+    scores = np.einsum("blhk,bshk->bhls", q, k.repeat(2, axis=2)) / 5**0.5
+    np.testing.assert_allclose(got, (scores**2).mean((2, 3)).sum(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("cfg", [PLAIN, MIXED, ALL_EXPERTS], ids=["plain", "mixed", "mla"])
 def test_norms_are_those_of_each_layer_on_any_mesh(cfg):
     found = {}
     for mesh in [(1, 1, 1), (2, 2, 2)]:
@@ -224,14 +234,16 @@ def test_an_alarm_is_said_once_also_after_a_resume(base, tmp_path, capsys):
             load[2] = [60, 30, 9, 1] if step > 1 else 25  # the last has 4 % of an even load
             moe = {name: np.ones(4) for name in ("dropped", "entropy", "balance")}
             grown = np.where(np.arange(n) == 1, 1.0 if step < 4 else 11.0, 1.0)
+            logit = np.array([0.5, 0.5, 0.5 if step < 7 else 6, 0.5])
             panels = dict(
                 moe=dict(load=load, **moe),
-                norms=dict(gradient=np.ones(n), update=100 ** np.ones(n) ** step, weight=grown),
+                norms=dict(gradient=np.ones(n), update=np.ones(n), weight=grown, logit=logit),
             )
             log.add_update(step, scalars | panels)
         log.close()
     err = capsys.readouterr().err
     assert err.count("layer 2: experts [3] have had less than 10% of an even load") == 1
     assert "update 6: layer 2" in err
-    assert err.count("update 4: the weight norm of layer 2 has grown from 1 to 11") == 1
-    assert err.count("warning") == 2
+    assert err.count("update 4: layer 2: weights have grown from 1 to 11") == 1
+    assert err.count("layer 3: attention logits have grown from 0.5 to 6") == 1
+    assert err.count("warning") == 3
