@@ -226,7 +226,8 @@ class NormsPanel(Panel):
     attention's logits, which weights outside of layers do not have: rows "norms" and norms.png."""
 
     GROWTH = 10
-    """How many times its first value the size of gradient, weights or logits may reach."""
+    """How many times the median of its first ten rows a size may reach, except that of an update,
+    which follows the learning rate."""
 
     def __init__(self, cfg: Config):
         self.names, self.every = layer_names(cfg), cfg.log.norms_every
@@ -249,8 +250,9 @@ class NormsPanel(Panel):
     def alarms(self) -> dict[str, str]:
         found = {}
         for name in ("gradient", "weight", "logit") if self.curves else ():
-            rows = [*self.curves[name].values()]
-            for layer, a, b in zip(self.names, rows[0], rows[-1], strict=False):
+            rows = [x for x in self.curves[name].values() if np.isfinite(x).all()]
+            pairs = zip(np.median(rows[:10], axis=0), rows[-1], strict=True) if rows else ()
+            for layer, (a, b) in zip(self.names, pairs, strict=False):
                 if b > self.GROWTH * a > 0:
                     what = f"{layer}: {SIZES[name]} have grown from {a:.3g} to {b:.3g}"
                     found[f"{name} {layer}"] = f"{what}; see norms.png, and lower --optim.lr"
