@@ -42,9 +42,11 @@ def loss_curve(run: Path) -> list[float]:
     return [row["loss"] for row in rows(run).values()]
 
 
-def final_weights(run: Path) -> dict:
+def final_weights(run: Path, step: int = -1) -> dict:
+    """The weights of a run, of its newest checkpoint or of that of `step`, by name."""
     cfg = utils.start_mesh(replace(cli.config_of_run(str(run), config.Mesh(1, 1, 1))), rows=1)
-    return utils.leaf_table(jax.device_get(train.load_params(files.absolute_path(str(run)), cfg)))
+    params = train.load_params(files.absolute_path(str(run)), cfg, step)
+    return utils.leaf_table(jax.device_get(params))
 
 
 def flags(cfg: Config, *more) -> list[str]:

@@ -312,6 +312,24 @@ def test_a_plan_takes_optimizer_state_and_traffic_from_any_optimizer(monkeypatch
     assert found["seconds"]["update"] * CHIP.hbm == pytest.approx(16 * n, rel=1e-12)
 
 
+def test_the_matrices_and_the_moment_of_muon_are_counted():
+    """Five steps of x'x, its square and a product with x for each matrix, after one x'x for the
+    norm; a device has a fourth of the layers' matrices."""
+    adamw = configure((4, 1, 1))
+    muon = replace(adamw, optim=replace(adamw.optim, name="muon"))
+    want = n_hidden = 0
+    for p in utils.leaf_table(model.param_table(adamw)).values():
+        if p.rows:
+            sizes = p.without_layers(p.shape)
+            S, T = sorted(math.prod(sizes[dim] for dim in dims) for dims in (p.rows, p.columns))
+            n = math.prod(p.shape) // (S * T)
+            want += math.ceil(n / 4) * (2 * S * S * T + 5 * (4 * S * S * T + 2 * S**3))
+            n_hidden += math.prod(p.shape) // 4
+    assert count(muon).flops - count(adamw).flops == want > 0
+    both = [cost_model.state_bytes(cfg)["moments"] for cfg in (adamw, muon)]
+    assert both[0] - both[1] == 4 * n_hidden
+
+
 # ---- private functions of JAX
 
 CUDNN_CHECKS = "check_cudnn_version", "check_compute_capability"

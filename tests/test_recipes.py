@@ -20,7 +20,7 @@ import metrics
 import norms
 import optim
 import train
-from errors import CHECKPOINT
+from errors import CHECKPOINT, USAGE
 
 # ---- averages of the weights
 
@@ -72,6 +72,27 @@ def test_scripts_take_the_average(base, tmp_path):
     assert done.returncode == 0, done.stderr
     back, want = final_weights(tmp_path / "back"), jax.device_get(state.ema)["unembed_DV"]
     np.testing.assert_array_equal(back["unembed_DV"][:, :512], want[:, :512])
+
+
+def test_a_mean_of_checkpoints_is_a_run_like_any_other(reference, tmp_path):
+    out = tmp_path / "mean"
+    words = ["scripts/average.py", "--run", reference, "--steps", "10,20", "--out", out]
+    done = run_script(*words)
+    assert done.returncode == 0, done.stderr
+    a, b, got = final_weights(reference, 10), final_weights(reference, 20), final_weights(out)
+    for name, x in got.items():
+        np.testing.assert_allclose(x, (a[name] + b[name]) / 2, rtol=1e-6, atol=1e-7)
+    record = json.loads((out / "config.json").read_text())
+    assert record["parent"] == dict(path=str(reference), step=[10, 20])
+    done = run_script("scripts/evaluate.py", "--run", out)
+    assert done.returncode == 0 and json.loads(done.stdout)["loss"] < 6, done.stderr
+    done = run_script("scripts/sample.py", "--run", out, "--tokens", 4)
+    assert done.returncode == 0, done.stderr
+    done = run_script(*words)
+    assert done.returncode == USAGE and "exists" in done.stderr
+    done = run_script(*words[:3], "--steps", "10,15", "--out", tmp_path / "other")
+    assert done.returncode == CHECKPOINT and "no checkpoint 15" in done.stderr
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_run_without_an_average_says_so(reference, base):
