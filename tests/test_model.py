@@ -1,10 +1,12 @@
 """The model as a whole: its initial weights and their number, and the decoder that it should be."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import MIXED, PLAIN, RICH, as_float64, batch, params_of, plain_logits
+from cases import GPT2, MIXED, MOE, PLAIN, RICH, as_float64, batch, params_of, plain_logits
 from conftest import on_mesh
 
 import config
@@ -28,6 +30,20 @@ def test_initial_weights_do_not_depend_on_the_mesh():
     other = params_of(on_mesh(PLAIN, run=dict(seed=1)))
     assert not np.array_equal(other["embed_VD"], want["embed_VD"])
     assert not np.array_equal(other["layers"]["dense"]["q_DHK"], w["q_DHK"])
+
+
+WIDE = replace(
+    config.gpt2("wide", n_layers=2, d_model=768, n_heads=12),
+    train=replace(PLAIN.train, batch_size=8, seq_len=64),
+)
+
+
+@pytest.mark.parametrize("cfg", [PLAIN, RICH, MOE, GPT2, MIXED, WIDE])
+def test_the_first_loss_is_that_of_even_chances(cfg):
+    cfg = on_mesh(cfg)
+    params = train.init_state(cfg).params
+    nll, n, _ = train.eval_step(params, *batch(cfg), cfg)
+    assert abs(nll / n - np.log(cfg.model.vocab_size)) < 0.05
 
 
 PUBLISHED = {  # total, as counted from the models that transformers 5.23 builds
