@@ -15,6 +15,7 @@ from checkpoint import Checkpoints
 from config import Config
 from errors import CHECKPOINT, DATA, Problem, UserError
 from files import absolute_path, run_path, write_whole
+from metrics import read_lines
 from rundir import read_record
 from weights import init_weights
 
@@ -92,9 +93,11 @@ class Parent:
         return jax.tree_util.tree_map_with_path(fit, found, abstract)
 
     def note(self, run: epath.Path):
-        """Record the parent's path, step and digest (the checksum over the digests of its arrays)
-        in a run's config.json."""
+        """Record the parent's path, step, digest (the checksum over the digests of its arrays) and
+        tokens until then in a run's config.json."""
         parent = dict(path=str(self.path), step=self.step, digest=self.meta["checksum"])
+        rows = map(json.loads, read_lines(self.path / "metrics.jsonl", self.step))
+        parent["tokens"] = max([0, *(row["tokens"] for row in rows if row["kind"] == "train")])
         text = json.dumps(read_record(run) | dict(parent=parent), indent=1)
         write_whole(run / "config.json", text + "\n")
 

@@ -161,6 +161,7 @@ Common flags:
   --fresh                 start over; an old run is moved aside, never deleted
   --eval_only             evaluate the newest checkpoint and exit
   --run.start_from RUN    start from a checkpoint of another run, RUN@STEP
+  --run.start_with WHAT   its weights, or its state
   --rollback STEP         go back to the newest checkpoint up to STEP
 
 Examples:

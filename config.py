@@ -395,8 +395,8 @@ class Log:
     every: int = 10
     """Updates between lines on the console; metrics.jsonl has every update."""
     norms_every: int = 0
-    """Updates between rows with the norms of each layer's gradient, update and weights, and
-    norms.png; 0 writes none."""
+    """Updates between rows with the size of each layer's gradient, update, weights and logits.
+    They are drawn in norms.png.  0 writes none."""
     wandb: Literal["off", "offline", "online", "required"] = "online"
     """Weights & Biases.
     online: logs offline if there is no API key, and not at all if it cannot start.
@@ -460,6 +460,22 @@ def demo() -> Config:
                     dtype="float32"),
         optim=Optim(lr=4e-3, warmup_steps=30, schedule="wsd"),
         checkpoint=Checkpoint(every=10),
+        log=Log(wandb="off"),
+    )
+
+
+def shakespeare_char() -> Config:
+    """Shakespeare by characters within nanoGPT's budget for a CPU: scripts/recipes has the text."""
+    return Config(
+        run=Run(name="shakespeare_char"),
+        mesh=Mesh(dp=1, pp=1, tp=1),
+        model=Model(vocab_size=128, d_model=128, n_layers=4, n_heads=4, n_kv_heads=2, d_head=32,
+                    d_ff=256, qk_norm=True),
+        data=Data(train="data/shakespeare_char/train", val="data/shakespeare_char/val"),
+        train=Train(seq_len=64, batch_size=12, steps=2000, eval_every=500, dtype="float32"),
+        optim=Optim(name="muon", lr=1.2e-2, warmup_steps=100, schedule="linear",
+                    min_lr_ratio=0.0, b2=0.99),
+        checkpoint=Checkpoint(every=500),
         log=Log(wandb="off"),
     )
 
@@ -573,6 +589,7 @@ def jaxformer_1b() -> Config:
 PRESETS = {
     "demo": demo,
     "tiny": tiny,
+    "shakespeare_char": shakespeare_char,
     "jaxformer_1b": jaxformer_1b,
     "gpt2_124m": partial(gpt2, "gpt2_124m", 12, 768, 12),
     "gpt2_355m": partial(gpt2, "gpt2_355m", 24, 1024, 16),

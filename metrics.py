@@ -24,6 +24,7 @@ from errors import UserError
 from files import is_remote, write_whole
 from mixture import read_sets
 from norms import layer_names
+from rundir import read_record
 from utils import (
     finite_or_none,
     format_duration,
@@ -330,7 +331,9 @@ class MetricsLog:
         self.by_source = by_source or (lambda n: {"": n * cfg.train.batch_size * cfg.train.seq_len})
         self.cfg, self.run, self.first_step = cfg, run, step
         self.flops_per_token, self.peak = flops_per_token, peak_flops(cfg)
-        self.first_tokens = self.tokens_until(step)
+        parent = (run_on_lead(read_record, run) or {}).get("parent", {})  # the lead writes rows
+        is_branch = cfg.run.start_with == "state" and parent.get("step") == step
+        self.first_tokens = parent["tokens"] if is_branch else self.tokens_until(step)
         self.start = self.clock = time.perf_counter()
         self.pending = None  # (step, metrics) of the newest update, not written yet
         self.skips = 0  # updates in a row, up to the newest, that were not finite

@@ -83,7 +83,8 @@ def decay_weights(cfg: Config, hidden_rate: float = 1.0) -> optax.GradientTransf
 
 
 def scale_by_rate(cfg: Config) -> optax.GradientTransformation:
-    """The negative `learning_rate` times the update."""
+    """The negative `learning_rate` times the update.  Raises UserError USAGE."""
+    look_up(SCHEDULES, "optim.schedule", cfg.optim.schedule)  # before anything is traced or written
     return optax.scale_by_learning_rate(partial(learning_rate, cfg=cfg))
 
 

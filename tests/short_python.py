@@ -6,6 +6,7 @@ it expects and leaves.
 """
 
 import os
+import re
 import sys
 
 # A model that compiles in seconds.  8 heads and 16 tokens are split by every mesh of the docs.
@@ -30,6 +31,7 @@ def model_flags(words: list[str]) -> list[str]:
 def shorten(words: list[str]) -> list[str]:
     """The words after `python`, with more flags at the end, where they win."""
     script = os.path.basename(words[0])
+    words = [re.sub(r"^(runs/\w+)@\d+$", r"\1", word) for word in words]  # its only checkpoint
     if script == "train.py" and "--help" not in words:
         n_updates = max(1, int(value_of("--train.steps", words) or UPDATES) // UPDATES)
         batch = ["--train.batch_size", "8", "--train.grad_accum", "1"]
@@ -43,6 +45,8 @@ def shorten(words: list[str]) -> list[str]:
         return [*words, "--vocab_size", "512"]
     if script == "sample.py":
         return [*words, "--tokens", "4"]
+    if script == "average.py":
+        return [*words, "--steps", "0,1"]
     if words[:2] == ["-m", "pytest"]:  # not the suite within the suite
         return [*words, "-n", "0", "tests/test_utils.py", "-k", "durations"]
     return words

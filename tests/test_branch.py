@@ -54,6 +54,9 @@ def test_a_branch_may_change_data_lengths_schedule_optimizer_mesh_and_dtype(refe
     table = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rates = [row["lr"] for row in table if row["kind"] == "train"]
     np.testing.assert_allclose(rates, [4e-3 * (0.1 + 0.9 / 6), 4e-4], rtol=1e-5)
+    tokens = [row["tokens"] for row in table if row["kind"] == "train"]
+    before = rows(reference)[10]["tokens"]
+    assert tokens == [before + 8 * 64, before + 2 * 8 * 64]
 
 
 def test_a_branch_with_weights_is_a_new_training(reference, base):
