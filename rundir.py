@@ -24,7 +24,7 @@ import errors
 from cli import to_json
 from config import Config
 from errors import Problem, UserError
-from files import free_name, is_writable, move_folder, run_path, saved_steps, write_whole
+from files import free_name, is_remote, is_writable, move_folder, run_path, saved_steps, write_whole
 from lock import FileLock, Lease, take_lock
 from mixture import read_ramp, trained_before
 from restart import LAST_END
@@ -143,7 +143,14 @@ def roll_back(path: epath.Path, cfg: Config, source):
 
 
 def check_is_run(path: epath.Path):
-    """Raises UserError USAGE where the folder has files, and they are not a run's."""
+    """Raises UserError USAGE where the folder has files, and they are not a run's, or where a pipe,
+    which may never end, stands for one of a run's."""
+    for name in ("config.json", "history.jsonl", "metrics.jsonl", "samples.jsonl"):
+        file = path / name
+        # Not file.is_file(), which is True of a pipe.
+        if not is_remote(file) and file.exists() and not os.path.isfile(file):
+            what = f"{file} is not a file but a folder, pipe or device"
+            raise UserError(errors.USAGE, what, "move it away, and put the run's own file there")
     if not path.exists() or (path / "config.json").exists():  # object stores have no empty folders
         return
     # A run that was killed or hung while it started leaves its lock, and perhaps one of the others.

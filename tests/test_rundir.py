@@ -25,7 +25,7 @@ import config
 import errors
 import rundir
 import train
-from errors import CHECKPOINT, STORAGE, UserError
+from errors import CHECKPOINT, STORAGE, USAGE, UserError
 
 
 def test_an_unwritable_run_directory_is_a_storage_error(cfg, tmp_path):
@@ -34,6 +34,15 @@ def test_an_unwritable_run_directory_is_a_storage_error(cfg, tmp_path):
         with pytest.raises(UserError) as error:
             train.main(replace(cfg, run=replace(cfg.run, dir=str(tmp_path / where))))
         assert error.value.code == STORAGE and "cannot write to" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "history.jsonl"])
+def test_a_pipe_among_a_runs_files_is_refused(base, reference, name, time_limit):
+    cfg, run = copy_run(reference, base, f"pipe-{name}")
+    (run / name).unlink()
+    os.mkfifo(run / name)
+    error = refusal(cfg)
+    assert error.code == USAGE and f"{name} is not a file but" in str(error)
 
 
 @pytest.mark.slow
