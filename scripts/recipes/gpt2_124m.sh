@@ -1,0 +1,21 @@
+#!/bin/sh
+# GPT-2 124M with nanoGPT's recipe on 10 billion tokens of FineWeb, on one node of 8 H200s.
+#
+# NOT RUN HERE.  Planned and compiled on 2026-11-24 with jax 0.10.2, without a GPU, by
+#   python scripts/plan.py --config gpt2_124m --mesh.dp 8 --train.grad_accum 1 \
+#     --topology h200:8 --compile
+# A device needs 3.28 GiB by the plan and 3.29 by XLA, of 140.4.  An update takes 58 ms of matmuls at
+# the chip's peak (an MFU of 85 %), and 60 if no communication is hidden: 20,000 updates take 20
+# minutes at the least, and 41 at the MFU of 40 % that llm.c had on 8 H100s.  llm.c's validation loss
+# was 3.28 after as many tokens of FineWeb (both from the records of modded-nanogpt, 2024-10-13).
+#
+# The first command needs a network and the package datasets.  TOKENIZER is the tokenizer.json of
+# openai-community/gpt2 on the Hugging Face hub.  On the node JAX is `pip install "jax[cuda13]"`.
+
+set -eu
+cd "$(dirname "$0")/../.."
+python scripts/prepare_data.py --input hf://HuggingFaceFW/fineweb:sample-10BT:train \
+  --tokenizer "${TOKENIZER:-tokenizer.json}" --val_fraction 0.001 --out data/fineweb
+python train.py --config gpt2_124m --run.name gpt2_124m_fineweb \
+  --data.train data/fineweb/train --data.val data/fineweb/val \
+  --mesh.dp 8 --mesh.pp 1 --mesh.tp 1 --train.grad_accum 1 "$@"
