@@ -92,6 +92,9 @@ class TokenFiles(Source):
         tokenizer = path / "tokenizer.json"
         check_is_part(tokenizer)
         self.tokenizer = tokenizer if path.is_dir() and tokenizer.exists() else None
+        if self.tokenizer and (size := tokenizer.stat().length) > 2**28:  # it is read and copied
+            what = f"{tokenizer} has {size:,} bytes, and those of tokenizers have at most {2**28:,}"
+            raise UserError(DATA, what, "copy the tokenizer of the data there")
 
     def __str__(self):
         masked = ", masked" if any(self.masks) else ""
@@ -341,7 +344,8 @@ class Dataset:
 
     def __str__(self):
         L = self.cfg.train.seq_len
-        left = self.source.n_tokens - 1 - self.n_windows * L
+        parts = [*self.source.parts.values()] if isinstance(self.source, Mixture) else [self.source]
+        left = sum((part.n_tokens - 1) % L for part in parts)
         windows = f"{self.n_windows:,} windows of {L}"
         return f"{self.source}, {windows}; the last {left} tokens do not fill one"
 

@@ -1,5 +1,6 @@
 """Errors that people make, and the exit codes of all programs."""
 
+import re
 from typing import NamedTuple
 
 # 0 is success, and 1 is a bug in Trifold.
@@ -22,7 +23,8 @@ class Problem(NamedTuple):
     fix: str
 
     def __str__(self):
-        return f"error: {self.what}\n  fix: {self.fix}"
+        # An address may hold a password: gs://user:password@bucket.
+        return re.sub(r"(://)[^/@\s]+@", r"\1***@", f"error: {self.what}\n  fix: {self.fix}")
 
 
 class UserError(Exception):

@@ -81,8 +81,8 @@ def prepare_run(path: epath.Path, cfg: Config, source, lock) -> FileLock | Lease
     """The part of open_run that only process 0 does.  None for a directory that cannot be written,
     with --eval_only."""
     record = path / "config.json"
-    if cfg.eval_only and not record.exists():
-        what = f"there is no run in {path} to evaluate"
+    if (cfg.eval_only or cfg.rollback >= 0) and not record.exists():
+        what = f"there is no run in {path} to {'evaluate' if cfg.eval_only else 'roll back'}"
         raise UserError(errors.CHECKPOINT, what, "set --run.name and --run.dir to those of a run")
     if cfg.eval_only and not is_writable(path):
         return None
@@ -118,7 +118,7 @@ def prepare_run(path: epath.Path, cfg: Config, source, lock) -> FileLock | Lease
 def roll_back(path: epath.Path, cfg: Config, source):
     """Move checkpoints and rows from after the newest checkpoint of at most cfg.rollback updates to
     rolled_back/, unless the last start was by this very command.  Raises UserError CHECKPOINT if
-    there is no such checkpoint, and as check_changes."""
+    there is no such checkpoint, and as check_changes and check_past."""
     history = read_history(path)
     last = history[-1] if history else {}
     if (last.get("argv"), last.get("rollback")) == (sys.argv, cfg.rollback):
@@ -129,8 +129,9 @@ def roll_back(path: epath.Path, cfg: Config, source):
         what = f"{path} has no checkpoint of at most {cfg.rollback} updates"
         fix = f"its checkpoints are {', '.join(map(str, saved)) or 'none'}"
         raise UserError(errors.CHECKPOINT, what, fix)
-    new = json.loads(run_record(cfg, source.fingerprint, {}))
-    check_changes(changes(read_record(path), new, to), cfg)
+    old, new = read_record(path), json.loads(run_record(cfg, source.fingerprint, {}))
+    check_changes(changes(old, new, to), cfg)
+    check_past(old, cfg, to)
     where = free_name(path / "rolled_back" / str(to))
     where.mkdir(parents=True, exist_ok=True)
     for name in ("metrics.jsonl", "samples.jsonl"):  # the run itself drops them as it resumes

@@ -11,11 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import ROOT, on_mesh
-from runs import finish, new_run, refusal, rows, start
+from runs import copy_run, finish, new_run, refusal, rows, start
 
 import train
 from dataset import Dataset
 from errors import CHECKPOINT, USAGE
+from files import saved_steps
 
 BAD, UPDATE, STEPS = 7, 40, 60
 
@@ -76,10 +77,13 @@ def test_a_bad_batch_is_found_rolled_back_and_left_out(spoilt, tmp_path, capsys)
     error = refusal(on_mesh(without_leave, (1, 1, 1)))
     assert error.code == CHECKPOINT and "data.skip" in str(error)
     accepted = replace(without_leave, run=replace(cfg.run, accept=("data.skip",)))
+    before = saved_steps(run)  # on a slow disk a save may have been left out
+    to = max(step for step in before if step < UPDATE)
     train.main(on_mesh(accepted, (1, 1, 1)))
-    assert "rolled back to update 30" in capsys.readouterr().out
-    moved = run / "rolled_back" / "30"
-    assert sorted(p.name for p in (moved / "checkpoints").iterdir()) == ["40", "50", "60"]
+    assert f"rolled back to update {to}" in capsys.readouterr().out
+    moved = run / "rolled_back" / str(to)
+    kept = sorted(int(p.name) for p in (moved / "checkpoints").iterdir())
+    assert kept == [step for step in before if step > to] and kept[-1] == STEPS
     old = [json.loads(line) for line in (moved / "metrics.jsonl").read_text().splitlines()]
     assert [row["loss"] for row in old if row["kind"] == "train"] == loss
     assert rows(run, "eval")[STEPS]["loss"] == pytest.approx(want, rel=0.01)
@@ -87,10 +91,26 @@ def test_a_bad_batch_is_found_rolled_back_and_left_out(spoilt, tmp_path, capsys)
 
     train.main(on_mesh(accepted, (1, 1, 1)))  # the same command goes on: here there is no more
     assert "this command has rolled the run back already" in capsys.readouterr().out
-    assert [path.name for path in (run / "rolled_back").iterdir()] == ["30"]
+    assert [path.name for path in (run / "rolled_back").iterdir()] == [str(to)]
     later = replace(cfg, data=replace(cfg.data, skip=f"5,{UPDATE}"), run=accepted.run)
     error = refusal(on_mesh(later, (1, 1, 1)))
     assert error.code == CHECKPOINT and "change some of the 60 updates" in str(error)
+
+
+def test_a_rollback_that_is_refused_moves_nothing(reference, base):
+    """Update 8 is not after the checkpoint of 10, so it cannot be left out from there."""
+    data, accept = replace(base.data, skip="8"), ("data.skip",)
+    cfg, run = copy_run(reference, replace(base, data=data), "refused", run=dict(accept=accept))
+    cfg = replace(cfg, run=replace(cfg.run, name="refused"), rollback=10)
+    error = refusal(cfg)
+    assert error.code == CHECKPOINT and "change some of the 10 updates" in str(error)
+    assert saved_steps(run)[-1] == 20 and not (run / "rolled_back").exists()
+
+
+def test_a_rollback_of_no_run_leaves_no_folder(base):
+    cfg, run = new_run(base, "no-run")
+    error = refusal(replace(cfg, rollback=5))
+    assert error.code == CHECKPOINT and "there is no run in" in str(error) and not run.exists()
 
 
 def test_a_rollback_to_before_all_checkpoints_is_an_error(spoilt):

@@ -550,6 +550,21 @@ def test_a_data_set_that_is_itself_a_link_and_links_within_it_are_read(cfg, corp
     np.testing.assert_array_equal(found.read(0, 20_000), want.read(0, 20_000))
 
 
+def test_parts_in_a_bucket_are_not_asked_for_one_by_one(monkeypatch):
+    part = epath.Path("gs://a-bucket/shard.npy")
+    monkeypatch.setattr(type(part), "exists", lambda _: pytest.fail("a request"))
+    shards.check_is_part(part)
+
+
+def test_a_tokenizer_of_gigabytes_is_not_read(cfg, corpus, tmp_path):
+    folder = tmp_path / "data"
+    shutil.copytree(corpus / "train", folder)
+    os.truncate(folder / "tokenizer.json", 2**31)
+    with pytest.raises(UserError, match="has 2,147,483,648 bytes") as error:
+        Dataset(replace(cfg, data=replace(cfg.data, train=str(folder))), "train")
+    assert error.value.code == DATA
+
+
 def test_a_cache_that_others_can_write_to_is_refused(tmp_path):
     cache = tmp_path / "cache"
     pages.DiskCache(cache, 1000)

@@ -190,6 +190,7 @@ def test_a_batch_of_a_mixture_is_the_same_on_every_mesh(mixed, sets):
     for mesh, step in product([m for m in MESHES if m[1] <= mixed.model.n_layers], steps):
         np.testing.assert_array_equal(batch(step, mesh), want[step])
     data = Dataset(on_mesh(mixed), "train")
+    assert "the last 17 tokens do not fill one" in str(data)  # 7, 7 and 3
     scored = np.fromfile(sets / "c" / "tokens.mask", np.uint8)
     tokens_c, L = np.load(sets / "c" / "tokens.npy"), mixed.train.seq_len
     sources, _, windows = data.order.batch(15)

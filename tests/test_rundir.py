@@ -45,6 +45,11 @@ def test_a_pipe_among_a_runs_files_is_refused(base, reference, name, time_limit)
     assert error.code == USAGE and f"{name} is not a file but" in str(error)
 
 
+def test_no_message_has_the_password_of_an_address():
+    error = UserError(STORAGE, "cannot read gs://me:canary@bucket/x", "see gs://me:canary@bucket")
+    assert "canary" not in str(error) and "gs://***@bucket/x" in str(error)
+
+
 @pytest.mark.slow
 def test_secrets_are_not_in_what_a_run_leaves_and_prints(base, tmp_path, monkeypatch):
     """Also where the run fails: its crash, history and messages are looked at too."""
