@@ -11,9 +11,9 @@ from etils import epath
 
 import model
 import utils
-from checkpoint import Checkpoints
+from checkpoint import Checkpoints, Damaged
 from config import Config
-from errors import CHECKPOINT, DATA, Problem, UserError
+from errors import CHECKPOINT, DATA, USAGE, Problem, UserError
 from files import absolute_path, run_path, write_whole
 from metrics import read_lines
 from rundir import read_record
@@ -25,17 +25,26 @@ MAY_DIFFER = re.compile("rope_|yarn_|max_positions$|window$")
 
 class Parent:
     """The checkpoint that run.start_from names.  Raises UserError CHECKPOINT if there is none, or
-    if it is of another model, and DATA if its tokenizer is not that of the data."""
+    if it is damaged or of another model, DATA if its tokenizer is not that of the data, and USAGE
+    if it has made more updates than this run is to make."""
 
     def __init__(self, cfg: Config, tokenizer: epath.Path | None):
         """tokenizer: that of the training data, if it has one."""
         self.path, step = read_name(cfg.run.start_from)
         utils.together(self.check, cfg, tokenizer)
         self.store = Checkpoints(self.path, keep=0)
-        found = self.store.find_step(step)
+        # That of process 0: a parent that still trains may save between two looks.
+        found = json.loads(utils.exchange(json.dumps(self.store.find_step(step)))[0])
         if found is None:
             raise UserError(CHECKPOINT, f"{self.path} has no checkpoint", "train it first")
-        self.step, self.meta = found, self.store.read_meta(found, {})
+        self.step = found
+        try:
+            self.meta = self.store.read_meta(found, {})
+        except Damaged:
+            self.store.refuse_if_reader(str(found))
+        if cfg.run.start_with == "state" and found > cfg.train.steps:
+            what = f"train.steps={cfg.train.steps}, but {cfg.run.start_from} has made {found}"
+            raise UserError(USAGE, what, f"set --train.steps above {found}")
 
     def check(self, cfg: Config, tokenizer: epath.Path | None):
         """Compare the parent's model and tokenizer with this run's."""
@@ -51,7 +60,7 @@ class Parent:
                 fix = f"give --model.{name} {there}, or if that changes no weight's shape, "
                 fix += f"--run.accept model.{name}"
                 problems.append(Problem(what, fix))
-        if (there := record["model"].get("max_positions", 0)) > cfg.model.max_positions:
+        if (there := record.get("model", {}).get("max_positions", 0)) > cfg.model.max_positions:
             what = f"model.max_positions={cfg.model.max_positions} is below the parent's {there}"
             problems.append(Problem(what, f"set --model.max_positions {there} or more"))
         if problems:
@@ -89,7 +98,7 @@ class Parent:
             return jax.device_put(grow(path[0].key != "rest", x, missing), want.sharding)
 
         wanted = jax.tree_util.tree_map_with_path(with_parents_rows, abstract)
-        found = self.store.load(self.step, wanted)
+        found = self.store.restore(wanted, self.step)
         return jax.tree_util.tree_map_with_path(fit, found, abstract)
 
     def note(self, run: epath.Path):

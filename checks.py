@@ -279,8 +279,8 @@ def batch_problems(cfg: Config):
         if t.batch_ramp:
             fix = f"put {nearest} in the place of {size} in --train.batch_ramp"
         fix += ", or --train.microbatches 0" if t.microbatches else ""
-        name = f"train.batch_ramp={t.batch_ramp}'s" if t.batch_ramp else "train.batch_size="
-        yield Problem(f"{what} must divide {name}{' ' * bool(t.batch_ramp)}{size}", fix)
+        name = f"train.batch_ramp={t.batch_ramp}'s " if t.batch_ramp else "train.batch_size="
+        yield Problem(f"{what} must divide {name}{size}", fix)
 
 
 def pipeline_problems(cfg: Config):

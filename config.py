@@ -396,7 +396,7 @@ class Log:
     """Updates between lines on the console; metrics.jsonl has every update."""
     norms_every: int = 0
     """Updates between rows with the size of each layer's gradient, update, weights and logits.
-    They are drawn in norms.png.  0 writes none."""
+    They are measured at each update, and drawn in norms.png.  0 measures none."""
     wandb: Literal["off", "offline", "online", "required"] = "online"
     """Weights & Biases.
     online: logs offline if there is no API key, and not at all if it cannot start.
@@ -465,7 +465,7 @@ def demo() -> Config:
 
 
 def shakespeare_char() -> Config:
-    """Shakespeare by characters within nanoGPT's budget for a CPU: scripts/recipes has the text."""
+    """Shakespeare by characters, in nanoGPT's sizes for a CPU: scripts/recipes has the text."""
     return Config(
         run=Run(name="shakespeare_char"),
         mesh=Mesh(dp=1, pp=1, tp=1),

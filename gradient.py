@@ -206,7 +206,9 @@ def balance_cotangent(stats, cfg: Config):
 
     def cotangent(kind_stats):
         zeros = jax.tree.map(jnp.zeros_like, kind_stats)
-        return zeros | {x: jnp.full_like(kind_stats[x], weight) for x in zeros if x == "balance"}
+        if "balance" in zeros:
+            zeros["balance"] = jnp.full_like(zeros["balance"], weight)
+        return zeros
 
     return {kind: cotangent(kind_stats) for kind, kind_stats in stats.items()}
 

@@ -233,6 +233,7 @@ class NormsPanel(Panel):
     def __init__(self, cfg: Config):
         self.names, self.every = layer_names(cfg), cfg.log.norms_every
         self.curves = {}  # {name in SIZES: {step: one number each layer}}
+        self.first = {}  # {name in SIZES: the first ten rows of finite numbers}
 
     def row(self, arrays: dict) -> dict:
         norms = {name: [finite_or_none(x) for x in values] for name, values in arrays.items()}
@@ -247,14 +248,18 @@ class NormsPanel(Panel):
         for name in SIZES:
             values = [math.nan if x is None else x for x in row[name]]
             self.curves.setdefault(name, {})[row["step"]] = values
+            first = self.first.setdefault(name, [])
+            if len(first) < 10 and np.isfinite(values).all():
+                first.append(values)
+        self.newest = row
 
     def alarms(self) -> dict[str, str]:
         found = {}
-        for name in ("gradient", "weight", "logit") if self.curves else ():
-            rows = [x for x in self.curves[name].values() if np.isfinite(x).all()]
-            pairs = zip(np.median(rows[:10], axis=0), rows[-1], strict=True) if rows else ()
+        for name in ("gradient", "weight", "logit"):
+            usual = np.median(self.first[name], axis=0) if self.first[name] else ()
+            pairs = zip(usual, self.newest[name], strict=False)
             for layer, (a, b) in zip(self.names, pairs, strict=False):
-                if b > self.GROWTH * a > 0:
+                if b is not None and b > self.GROWTH * a > 0:
                     what = f"{layer}: {SIZES[name]} have grown from {a:.3g} to {b:.3g}"
                     found[f"{name} {layer}"] = f"{what}; see norms.png, and lower --optim.lr"
         return found
@@ -343,13 +348,13 @@ class MetricsLog:
         self.best_losses = next(iter(self.eval_losses.values()))
         """Of the set that decides which checkpoints are best."""
         self.panels = {name: panel(cfg) for name, panel in PANELS.items()}
+        self.alarms = {}  # all so far, {what: text}
         patience = cfg.checkpoint.patience
         self.metrics_file = RowFile(run / "metrics.jsonl", step, patience)
         self.samples_file = RowFile(run / "samples.jsonl", step, patience)
         self.sampled_steps = {row["step"] for row in self.samples_file.rows}
         for row in self.metrics_file.rows:
             self.track(row)
-        self.said = {key for panel in self.panels.values() for key in panel.alarms()}
         self.wandb = run_on_lead(start_wandb, run, cfg)
         if step < cfg.train.steps:
             say(f"updates {step + 1} to {cfg.train.steps}")
@@ -368,7 +373,9 @@ class MetricsLog:
         elif row["kind"] == "eval":
             self.eval_losses.setdefault(row.get("set", ""), {})[row["step"]] = row["loss"]
         elif row["kind"] in self.panels:
-            self.panels[row["kind"]].track(row)
+            panel = self.panels[row["kind"]]
+            panel.track(row)
+            self.alarms = panel.alarms() | self.alarms
 
     def write(self, row: dict):
         if is_lead():
@@ -417,12 +424,11 @@ class MetricsLog:
         self.check_skips(step, scalars)
 
     def write_panel(self, step: int, name: str, arrays: dict):
-        """Write a panel's row, and say what is alarming in it, once."""
+        """Write a panel's row, and say what is alarming in it, once in a run."""
+        before = self.alarms
         self.write(dict(kind=name, step=step) | self.panels[name].row(arrays))
-        for key, text in self.panels[name].alarms().items():
-            if key not in self.said:
-                warn(f"update {step}: {text}")
-        self.said |= {*self.panels[name].alarms()}
+        for key in self.alarms.keys() - before.keys():
+            warn(f"update {step}: {self.alarms[key]}")
 
     def print_update(self, step: int, scalars: dict, speed: dict, summaries: list[str]):
         steps, mfu = self.cfg.train.steps, speed["mfu"]

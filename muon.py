@@ -40,7 +40,8 @@ def orthogonalize(x_ST, dtype: str):
     x_ST /= jnp.maximum(jnp.linalg.norm(x_ST), 1e-30)
     # The largest singular value is at most the fourth root of the sum of all fourth powers, which
     # is far closer to it than the Frobenius norm where many are alike.
-    x_ST = (x_ST / jnp.sqrt(jnp.linalg.norm(x_ST @ x_ST.T) + 1e-30)).astype(dtype)
+    gram_SS = jnp.matmul(x_ST, x_ST.T, precision="float32")
+    x_ST = (x_ST / jnp.sqrt(jnp.linalg.norm(gram_SS) + 1e-30)).astype(dtype)
 
     def step(x_ST, abc):
         a, b, c = abc.astype(dtype)

@@ -73,13 +73,19 @@ def is_hidden(cfg: Config):
     return jax.tree.map(lambda p: len(p.rows) > 0, param_table(cfg))
 
 
-def decay_weights(cfg: Config, hidden_rate: float = 1.0) -> optax.GradientTransformation:
-    """Decoupled weight decay, for matrices only, after the directions of the layers' matrices are
-    scaled by hidden_rate and, with muP, by base width / width (Yang et al. 2022, table 8)."""
-    m, mask = cfg.model, jax.tree.map(lambda p: p.is_matrix, param_table(cfg))
-    hidden_rate *= m.mup_base_width / m.d_model if m.mup_base_width else 1.0
-    rate = optax.masked(optax.scale(hidden_rate), is_hidden(cfg))
-    return optax.chain(rate, optax.add_decayed_weights(cfg.optim.weight_decay, mask))
+def scale_hidden(cfg: Config, rate=1.0, power=1.0) -> optax.GradientTransformation:
+    """The directions of the layers' matrices times rate, and with muP times (base width / width) **
+    power: 1 for elements of about one size (Yang et al. 2022, table 8), 0.5 for Muon, the singular
+    values of whose updates grow as the root of the width."""
+    m = cfg.model
+    rate *= (m.mup_base_width / m.d_model) ** power if m.mup_base_width else 1.0
+    return optax.masked(optax.scale(rate), is_hidden(cfg))
+
+
+def decay_weights(cfg: Config) -> optax.GradientTransformation:
+    """Decoupled weight decay, for matrices only."""
+    mask = jax.tree.map(lambda p: p.is_matrix, param_table(cfg))
+    return optax.add_decayed_weights(cfg.optim.weight_decay, mask)
 
 
 def scale_by_rate(cfg: Config) -> optax.GradientTransformation:
@@ -95,12 +101,13 @@ def adam(cfg: Config) -> optax.GradientTransformation:
 
 def adamw(cfg: Config) -> optax.GradientTransformation:
     """AdamW (Loshchilov and Hutter 2019): two moments."""
-    return optax.chain(clip(cfg), adam(cfg), decay_weights(cfg), scale_by_rate(cfg))
+    direction = optax.chain(adam(cfg), scale_hidden(cfg))
+    return optax.chain(clip(cfg), direction, decay_weights(cfg), scale_by_rate(cfg))
 
 
 def lion(cfg: Config) -> optax.GradientTransformation:
     """Lion (Chen et al. 2023): the sign of one moment."""
-    sign = optax.scale_by_lion(cfg.optim.b1, cfg.optim.b2)
+    sign = optax.chain(optax.scale_by_lion(cfg.optim.b1, cfg.optim.b2), scale_hidden(cfg))
     return optax.chain(clip(cfg), sign, decay_weights(cfg), scale_by_rate(cfg))
 
 
@@ -108,8 +115,8 @@ def muon(cfg: Config) -> optax.GradientTransformation:
     """Muon (Jordan et al. 2024), with one moment, for matrices of layers; AdamW for the rest."""
     names = jax.tree.map(lambda hidden: "muon" if hidden else "adam", is_hidden(cfg))
     direction = optax.partition(dict(muon=scale_by_muon(cfg), adam=adam(cfg)), names)
-    decay = decay_weights(cfg, cfg.optim.muon_lr_ratio)
-    return optax.chain(clip(cfg), direction, decay, scale_by_rate(cfg))
+    direction = optax.chain(direction, scale_hidden(cfg, cfg.optim.muon_lr_ratio, power=0.5))
+    return optax.chain(clip(cfg), direction, decay_weights(cfg), scale_by_rate(cfg))
 
 
 OPTIMIZERS = dict(adamw=adamw, lion=lion, muon=muon)

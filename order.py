@@ -149,6 +149,12 @@ class Order:
         update = self.in_stream(step)
         return np.arange(self.rows_before(update), self.rows_before(update + 1))
 
+    def batch_sizes(self, first: int, last: int) -> list[int]:
+        """The sizes of the batches of the run's updates first + 1 .. last, each once."""
+        updates = [self.in_stream(first), self.in_stream(last - 1)]
+        begin, end = np.searchsorted(self.ramp_starts, updates, side="right")
+        return sorted({*self.ramp_sizes[begin - 1 : end].tolist()})
+
     def place(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(source, how many rows of it come before) of each row of the stream."""
         sources, counts = np.empty_like(rows), np.empty_like(rows)

@@ -202,7 +202,7 @@ SAME_NUMBERS = {
 the path."""
 ROUNDING = {
     "train.microbatches", "train.grad_accum", "train.remat", "train.unroll", "train.attention",
-    "train.loss_chunk",
+    "train.loss_chunk", "log.norms_every",
 }  # fmt: skip
 """Besides the mesh, the device and versions, settings that change it within rounding."""
 FINGERPRINT = "data.train fingerprint"
@@ -222,10 +222,10 @@ def record_facts(record: dict) -> dict:
 def group_of(name: str) -> str:
     """What a change of this fact does to the training."""
     section = name.partition(".")[0]
-    if section in ("checkpoint", "log") or name in SAME_NUMBERS:
-        return "same numbers"
     if section == "mesh" or name in ROUNDING or name.startswith("version of "):
         return "within rounding"
+    if section in ("checkpoint", "log") or name in SAME_NUMBERS:
+        return "same numbers"
     return "changes the training"
 
 

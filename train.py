@@ -201,9 +201,6 @@ def restore_or_init(run, train: Dataset, cfg: Config) -> tuple[Checkpoints, Stat
         with utils.say_time("initial state"):
             start = partial(branch_state, run, train.source) if cfg.run.start_from else init_state
             state = jax.block_until_ready(utils.wait_for(start(cfg)))
-        if (made := int(state.step)) > cfg.train.steps:
-            what = f"train.steps={cfg.train.steps}, but {cfg.run.start_from} has made {made}"
-            raise UserError(USAGE, what, f"set --train.steps above {made}")
         return store, state
     utils.together(refuse_other_parent, run, cfg)
     if store.newest > cfg.train.steps and not cfg.eval_only:
@@ -224,7 +221,11 @@ def branch_state(run, source, cfg: Config) -> State:
     utils.run_on_lead(parent.note, run)
 
     def fill(found):
-        return checkpoint_items(make_state(found["params"], cfg)) | found
+        state = make_state(found["params"], cfg)
+        if keeps_all:  # what the parent has of these takes their place
+            opt = with_count(state.opt, parent.step)
+            state = state._replace(step=jnp.int32(parent.step), opt=opt)
+        return checkpoint_items(state) | found
 
     if taken != abstract.keys():
         shardings = jax.tree.map(lambda x: x.sharding, abstract)
@@ -232,8 +233,6 @@ def branch_state(run, source, cfg: Config) -> State:
     state, kept = state_of(found), "its optimizer's state" if keeps_all else "its weights alone"
     if keeps_all and "rest" not in taken:
         kept = "its weights and update; the optimizer's state is new"
-        state = state._replace(step=state.step + parent.step)
-        state = state._replace(opt=with_count(state.opt, parent.step))
     utils.say(f"start from {parent.path} after update {parent.step}, with {kept}")
     return state
 
@@ -332,15 +331,15 @@ def train_step(state: State, tokens_AMBL, targets_AMBL, cfg: Config):
     metrics = dict(loss=loss, grad_norm=grad_norm, lr=lr)
     if cfg.model.n_experts:
         metrics["moe"] = lax.with_sharding_constraint(moe_metrics(stats, cfg), P())
-    if cfg.log.norms_every:
-        trees = dict(gradient=grads, update=updates, weight=params)
-        norms = {name: layer_norms(tree, cfg) for name, tree in trees.items()}
-        norms["logit"] = logit_sizes(stats, cfg)
-        metrics["norms"] = lax.with_sharding_constraint(norms, P())
     if cfg.train.spike_sigma:
         metrics["spike"] = is_spike(grad_norm, state.recent_norms, cfg)
         is_good &= ~metrics["spike"]
     new = choose(is_good, new, state)._replace(step=state.step + 1)
+    if cfg.log.norms_every:
+        trees = dict(gradient=grads, update=updates, weight=new.params)
+        norms = {name: layer_norms(tree, cfg) for name, tree in trees.items()}
+        norms["logit"] = logit_sizes(stats, cfg)
+        metrics["norms"] = lax.with_sharding_constraint(norms, P())
     if cfg.train.spike_sigma:
         new = new._replace(recent_norms=add_norm(grad_norm, state.recent_norms))
     return lax.with_sharding_constraint(new, state_specs(cfg)), metrics
@@ -422,6 +421,12 @@ def compile_step(cfg: Config):
     return program
 
 
+def compile_steps(start: int, train: Dataset, cfg: Config) -> dict:
+    """{sequences: train_step compiled for them}, for the updates after the first `start`."""
+    sizes = train.order.batch_sizes(start, cfg.train.steps) if start < cfg.train.steps else []
+    return {n: compile_step(replace(cfg, train=replace(cfg.train, batch_size=n))) for n in sizes}
+
+
 def save(store, step: int, state: State, last: bool, log: MetricsLog, stop):
     """Save the state; for the last time, return only when it is complete."""
     items, loss = checkpoint_items(state), log.best_losses.get(step)
@@ -439,22 +444,13 @@ def train_loop(run, store, state: State, train: Dataset, vals: list[Dataset], st
     log = MetricsLog(run, cfg, start, model.flops_per_token(cfg), train.tokens_by_source)
     if cfg.rollback >= 0 and utils.is_lead():
         send_to_wandb(log.wandb, dict(kind="rollback", step=start, to=start))
-    programs = {}
-
-    def program_for(step: int):
-        """train_step for the batch of update step + 1."""
-        batch_size = len(train.order.batch_rows(step))
-        if batch_size not in programs:
-            t = replace(cfg.train, batch_size=batch_size)
-            programs[batch_size] = log.run_untimed(compile_step, replace(cfg, train=t))
-        return programs[batch_size]
-
     # Before the first checkpoint, because compiling may fail, or show that memory is too small.
-    program = program_for(start) if start < cfg.train.steps else None
+    programs = log.run_untimed(compile_steps, start, train, cfg)
     if store.newest is None:
         with utils.say_time("first checkpoint"):
             log.run_untimed(store.save, start, checkpoint_items(state))
-    profile = Profile(run, program, cfg)
+    first = min(max(start, cfg.train.profile[0] - 1), cfg.train.steps - 1)
+    profile = Profile(run, programs.get(len(train.order.batch_rows(first))), cfg)
     for step in range(start, cfg.train.steps + 1):
         is_evaluated = all(step in log.eval_losses[val.name] for val in vals)
         evaluates = is_due(step, cfg.train.eval_every, cfg) and not is_evaluated
@@ -486,7 +482,7 @@ def train_loop(run, store, state: State, train: Dataset, vals: list[Dataset], st
         for name, epoch in train.order.new_epochs(step).items():
             if epoch <= 10:  # a small set has thousands
                 utils.say(f"update {step + 1} begins epoch {epoch} of {name or 'data.train'}")
-        program = program_for(step)
+        program = programs[len(train.order.batch_rows(step))]
         with profile.trace_update(step + 1, log):
             state, metrics = program(state, *train.batch(step))
             log.add_update(step + 1, metrics)

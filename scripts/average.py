@@ -9,6 +9,7 @@ It evaluates, samples, exports and trains on like any run.
 import json
 import re
 import sys
+import uuid
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -83,7 +84,7 @@ def write_record(run, out, steps: list[int]):
     """Write the config.json of the new run, and copy the tokenizer."""
     record = json.loads((run / "config.json").read_text())
     record["run"] |= dict(name=out.name, dir=str(out.parent), start_from="", start_with="weights")
-    record["parent"] = dict(path=str(run), step=steps)
+    record |= dict(run_id=uuid.uuid4().hex[:12], parent=dict(path=str(run), step=steps))
     out.mkdir(parents=True)
     if (run / "tokenizer.json").exists():
         files.write_whole(out / "tokenizer.json", (run / "tokenizer.json").read_text())

@@ -17,6 +17,8 @@ class File(NamedTuple):
     """Its path below the folder, which does not depend on where the folder is."""
     source: str | bytes
     size: int
+    modified: int | str = 0
+    """Its time in nanoseconds, or a bucket's number for its content; 0 where nothing is known."""
 
 
 def find_files(root: Path, suffix: str, excluded: set[str]) -> list[tuple[str, Path]]:
@@ -48,7 +50,8 @@ def find_remote(pattern: str, suffix: str) -> list[File]:
         name = full.removeprefix(path.rstrip("/")).lstrip("/") or full.rpartition("/")[2]
         is_hidden = any(part.startswith(".") for part in name.split("/"))
         if about["type"] == "file" and name.endswith(suffix) and not is_hidden:
-            files.append(File(name, fs.unstrip_protocol(full), about["size"]))
+            modified = about.get("generation", 0)
+            files.append(File(name, fs.unstrip_protocol(full), about["size"], modified))
     return files
 
 
@@ -70,15 +73,16 @@ def find_input(pattern: str, suffix: str) -> list[File]:
     found, is_named = [], os.path.exists(pattern)
     if is_remote(pattern):
         found = find_remote(pattern, suffix)
-    # What is named may be a link; a pattern leaves links out, as a folder does.
+    # What is named, or a file that matches, may be a link; a folder's links are left out.
     for match in [pattern] if is_named else sorted(glob.glob(pattern, recursive=True)):
         path, pairs = Path(match), []
-        if is_named or not path.is_symlink():
-            if path.is_dir():
-                pairs = find_files(path, suffix, set())
-            elif path.is_file() and (is_named or match.endswith(suffix)):
-                pairs = [(path.name, path)]
-        found += [File(name, str(path), path.stat().st_size) for name, path in pairs]
+        if path.is_dir() and (is_named or not path.is_symlink()):
+            pairs = find_files(path, suffix, set())
+        elif path.is_file() and (is_named or match.endswith(suffix)):
+            pairs = [(path.name, path)]
+        for name, path in pairs:
+            about = path.stat()
+            found.append(File(name, str(path), about.st_size, about.st_mtime_ns))
     if not found:
         exists = os.path.isdir(pattern) or is_remote(pattern)
         ending = f" ending in {suffix!r}" if suffix else ""

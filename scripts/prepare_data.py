@@ -201,7 +201,9 @@ def choose_threshold(pieces: list[Piece], options: Options, val_fraction: float)
     return low + 1 if threshold <= low else high
 
 
-def make_plan(args: Args, out: epath.Path, pieces: list[Piece], options, recipe: dict) -> dict:
+def make_plan(
+    args: Args, out: epath.Path, pieces: list[Piece], options, recipe: dict, times: str
+) -> dict:
     """The recipe, what is held out, and the bytes of a task; and the tokenizer, in its files.
 
     The plan of an interrupted command is kept.
@@ -220,17 +222,24 @@ def make_plan(args: Args, out: epath.Path, pieces: list[Piece], options, recipe:
     plan = dict(recipe=recipe, threshold=threshold, size=size)
     for folder in ("progress", *SPLITS):
         (out / folder).mkdir(parents=True, exist_ok=True)
+    if times:
+        write_whole(out / "times.sha256", times)
     write_whole(path, json.dumps(plan))  # from now on the recipe is fixed
     for split in reversed(SPLITS):
         write_whole(out / split / "tokenizer.json", tokenizer.to_str())
     return plan
 
 
-def is_finished(out: epath.Path, recipe: dict) -> bool:
+def is_finished(out: epath.Path, recipe: dict, times: str) -> bool:
     """Whether both splits have a manifest.  Raises UserError DATA if one was made with another
-    recipe, since nothing is overwritten."""
+    recipe, or with files of other times, since nothing is overwritten.
+
+    Progress that --strict refused is removed if the documents have been corrected.
+    """
     paths = [out / split / "manifest.json" for split in SPLITS]
     found = [path for path in (*paths, out / "progress" / "plan.json") if path.exists()]
+    old_times = out / "times.sha256"  # not in the manifests, which have the same bytes everywhere
+    is_edited = bool(times and found) and old_times.exists() and old_times.read_text() != times
     for path in found:
         try:
             old = dict(json.loads(path.read_text())["recipe"])
@@ -240,9 +249,16 @@ def is_finished(out: epath.Path, recipe: dict) -> bool:
         # A flag that did not exist when the data was made had its default.
         old = {f.name: f.default for f in fields(Args) if f.name in recipe} | old
         differ = [k for k in old | recipe if old.get(k) != recipe.get(k)]
+        if is_edited and not differ:
+            differ = ["documents"]
+        if differ == ["documents"] and found == [path] and (path.parent / "refused").exists():
+            remove_progress(out)
+            for shard in chain.from_iterable(out.glob(f"{split}/shard_*") for split in SPLITS):
+                shard.unlink()
+            return False
         if differ:
             what = f"{path.parent} was made with other {', '.join(differ)}"
-            raise UserError(DATA, what, "choose another --out, or delete that folder")
+            raise UserError(DATA, what, f"choose another --out, or delete {out}")
     return set(paths) <= set(found)
 
 
@@ -303,6 +319,7 @@ def run_all(tasks: list[Task], args: Args, n_workers: int) -> list[dict]:
             if args.strict and facts[n]["skipped"]:
                 first = next(skipped_rows(tasks, facts[: n + 1]))
                 what = f"{first['file']} row {first['row']}: {first['why']}"
+                write_whole(epath.Path(args.out) / "progress" / "refused", what)
                 raise UserError(DATA, what, "correct it, or leave out --strict to skip it")
     return facts
 
@@ -367,17 +384,21 @@ def main(args: Args):
     files = find_corpus(args)
     out = epath.Path(args.out)
     sizes = [(file.name, file.size) for file in files]
-    say(f"found {len(sizes):,} file(s), {sum(size for _, size in sizes):,} bytes")
+    n_bytes = f", {sum(size for _, size in sizes):,} bytes"
+    is_streamed = any(x.startswith("hf://") for x in args.input)
+    say(f"found {len(sizes):,} file(s)" + ("" if is_streamed else n_bytes))
     recipe = {k: v for k, v in asdict(args).items() if k not in NOT_RECIPE}
     sizes = [pair for pair in sizes if pair[1]]
     recipe["documents"] = hashlib.sha256(json.dumps(sizes).encode()).hexdigest()
-    if is_finished(out, recipe):
+    times = [(file.name, file.modified) for file in files if file.size and file.modified]
+    times = hashlib.sha256(json.dumps(times).encode()).hexdigest() if times else ""
+    if is_finished(out, recipe, times):
         remove_progress(out)
         return say(f"{out} is up to date")
     step = min(PIECE, max(65536, args.shard_tokens))
     options = Options(args.field, args.prompt_field, args.document_per_line, step)
     pieces = cut_corpus(files, options, args.val_fraction)
-    plan = make_plan(args, out, pieces, options, recipe)
+    plan = make_plan(args, out, pieces, options, recipe, times)
     groups = enumerate(group(pieces, plan["size"]))
     common = dict(options=options, shard_tokens=args.shard_tokens, threshold=plan["threshold"])
     tasks = [Task(n, found, str(out), **common) for n, found in groups]

@@ -144,6 +144,8 @@ def split_text(file: File, val_fraction: float) -> list[Piece]:
 
     Raises UserError DATA.
     """
+    if why := check_text(file.source)[1]:
+        raise UserError(DATA, f"{file.name} is {why}", "give text in UTF-8")
     target = round(file.size * (1 - val_fraction))
     cut = find_cut(file.source, target)
     if not 0 < cut < file.size:  # a file of one line
@@ -151,8 +153,6 @@ def split_text(file: File, val_fraction: float) -> list[Piece]:
     if not 0 < cut < file.size:
         what = f"{file.name} is too short to hold out {val_fraction} of it"
         raise UserError(DATA, what, "give more text")
-    if why := check_text(file.source)[1]:
-        raise UserError(DATA, f"{file.name} is {why}", "give text in UTF-8")
     train = text_pieces(file.source, 0, cut, 2**64 - 1)
     return train + text_pieces(file.source, cut, file.size, 0)
 

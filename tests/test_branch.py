@@ -1,6 +1,7 @@
 """Runs that start from a checkpoint of another run."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -104,6 +105,17 @@ def test_a_branch_that_cannot_be_is_refused(reference, base, tmp_path):
     error = refusal(replace(base, run=replace(base.run, start_from=str(reference))))
     assert error.code == CHECKPOINT and "there is no other run in" not in str(error)
     assert "did not start from" in str(error)
+    damaged = tmp_path / "damaged"
+    shutil.copytree(reference, damaged)
+    for file in (damaged / "checkpoints" / "20").rglob("*"):
+        if file.is_file() and file.stat().st_size > 3000:
+            data = bytearray(file.read_bytes())
+            data[1500] ^= 16
+            file.write_bytes(data)
+    before = contents(damaged)
+    error = refusal(branch_of(damaged, base, "bad-damaged")[0])
+    assert error.code == CHECKPOINT and "checkpoints/20 is damaged" in str(error)
+    assert contents(damaged) == before
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text("{}")
     error = refusal(branch_of(tmp_path / "run", base, "empty")[0])

@@ -65,6 +65,21 @@ def test_a_wider_and_deeper_model_has_the_scales_of_the_papers():
         np.testing.assert_allclose(y_decayed - y, x_decayed - x, atol=1e-7, err_msg=name)
 
 
+def test_muon_has_a_power_of_its_own():
+    """The singular values of its updates grow as the root of the width."""
+    fields = dict(mup_base_width=8, mup_base_depth=1, mup_base_head=1)
+    plain, scaled = (on_mesh(PLAIN, model=model) for model in ({}, fields))
+    params, updates = train.init_state(plain).params, []
+    for cfg in (plain, scaled):
+        cfg = replace(cfg, optim=replace(cfg.optim, name="muon", weight_decay=0.0))
+        transform, grads = optim.optimizer(cfg), jax.tree.map(np.ones_like, params)
+        update, _ = transform.update(grads, transform.init(params), params)
+        updates.append(utils.leaf_table(update))
+    for name, x in updates[0].items():
+        factor = 1 / 2 if name.startswith("layers") and "norm" not in name else 1
+        np.testing.assert_allclose(updates[1][name], factor * x, rtol=1e-6, err_msg=name)
+
+
 def test_logits_and_residual_are_scaled():
     """A base of half the width and depth halves the logits and what each layer adds."""
     half = dict(mup_base_width=16, mup_base_depth=4)

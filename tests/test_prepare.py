@@ -132,6 +132,54 @@ def test_a_tokenizer_left_by_another_request_is_not_used(texts, tmp_path):
     assert other.returncode == DATA and "was made with other tokenizer" in other.stderr
 
 
+def test_a_file_edited_to_the_same_length_is_another_document(texts, tmp_path):
+    out, n_bytes = tmp_path / "out", len(TEXTS["a.txt"].encode())
+    request = ["--input", texts, "--tokenizer", "byte", "--out", out]
+    prepare(*request)
+    (texts / "a.txt").write_bytes(b"z" * n_bytes)
+    fix = f"was made with other documents\n  fix: choose another --out, or delete {out}\n"
+    edited = run(SCRIPT, *request)
+    assert edited.returncode == DATA and fix in edited.stderr
+    plan = dict(recipe=manifest(out / "train")["recipe"], threshold=1, size=1000)
+    (out / "progress").mkdir()  # the state of a command killed before its manifests
+    (out / "progress/plan.json").write_text(json.dumps(plan))
+    for split in ("train", "val"):
+        (out / split / "manifest.json").unlink()
+    interrupted = run(SCRIPT, *request)
+    assert interrupted.returncode == DATA and fix in interrupted.stderr
+
+
+def test_times_are_in_no_shard_and_no_manifest(texts, tmp_path):
+    request = ["--input", texts, "--tokenizer", "byte", "--out"]
+    prepare(*request, tmp_path / "old")
+    os.utime(texts / "a.txt", ns=(1, 1))
+    prepare(*request, tmp_path / "new")
+    old, new = contents(tmp_path / "old"), contents(tmp_path / "new")
+    assert old.pop("times.sha256") != new.pop("times.sha256")
+    assert old == new
+
+
+@pytest.mark.parametrize("n_rows", [400, 100])
+def test_what_strict_refused_is_not_in_the_way_once_it_is_corrected(tmp_path, n_rows):
+    path, out = tmp_path / "a.jsonl", tmp_path / "out"
+    rows = [json.dumps(dict(text=f"{n} {'x' * 600}")).encode() for n in range(400)]
+    request = ["--input", path, "--shard_tokens", 9000, "--tokenizer", "byte", "--strict"]
+    path.write_bytes(b"\n".join([*rows, b'{"text":  bad"}']))
+    refused = run(SCRIPT, *request, "--out", out)
+    assert refused.returncode == DATA and "row 401: Expecting" in refused.stderr
+    path.write_bytes(b"\n".join([*rows[:n_rows], b'{"text": "bad"}']))  # 400: of the same length
+    prepare(*request, "--out", out)
+    prepare(*request, "--out", tmp_path / "fresh")
+    assert contents(out) == contents(tmp_path / "fresh")
+
+
+def test_a_single_text_that_is_not_utf8_is_said_to_be(tmp_path):
+    (tmp_path / "b.txt").write_bytes(b"\xff\xfe\n")
+    request = ["--input", tmp_path / "b.txt", "--tokenizer", "byte", "--out", tmp_path / "out"]
+    done = run(SCRIPT, *request)
+    assert done.returncode == DATA and "b.txt is not UTF-8" in done.stderr
+
+
 @pytest.mark.parametrize("text", ["", "x", "one line without an end"])
 def test_too_little_text_is_an_error_and_leaves_nothing(tmp_path, text):
     (tmp_path / "a.txt").write_text(text)
@@ -343,9 +391,10 @@ def test_several_inputs_patterns_and_folders_are_one_corpus(tmp_path):
     write_corpus(folder, ".jsonl", rows[10:30])
     (folder / "notes.md").write_text("A text.")
     (folder / "link.md").symlink_to("/etc/hostname")
-    (tmp_path / "x1").mkdir()
-    write_corpus(tmp_path / "x1", ".jsonl.gz", rows[30:])
-    (tmp_path / "x1" / "link.gz").symlink_to(folder / "rows.jsonl")
+    for name in ("x1", "blobs"):
+        (tmp_path / name).mkdir()
+    blob = write_corpus(tmp_path / "blobs", ".jsonl.gz", rows[30:])
+    (tmp_path / "x1" / "link.jsonl.gz").symlink_to(blob.rename(tmp_path / "blobs" / "0123"))
     inputs = [folder, tmp_path / "x*/*.gz", folder / "rows.jsonl", tmp_path / "dat?"]
     prepare("--input", *inputs, "--tokenizer", "byte", "--out", out)
     assert sorted(all_documents(out)) == sorted([*rows, "A text."])
@@ -750,9 +799,11 @@ def test_a_bucket_has_the_same_bytes(large, by_one_worker, tmp_path):
         done = run(SCRIPT, *inputs, *large[2:], "--out", "gs://bucket/out", env=bucket.env)
         assert done.returncode == 0, done.stderr
         found = bucket.contents("out/")
+    assert found.pop("times.sha256") != by_one_worker["times.sha256"]  # of generations
     row = json.loads(found.pop("skipped.jsonl"))
     assert row == dict(file="gs://bucket/in/b.jsonl", row=1501, why=row["why"])
-    assert found == {name: x for name, x in by_one_worker.items() if name != "skipped.jsonl"}
+    names = by_one_worker.keys() - {"skipped.jsonl", "times.sha256"}
+    assert found == {name: by_one_worker[name] for name in names}
 
 
 # ---- with packages of tests/requirements-interop.txt
@@ -799,3 +850,4 @@ def test_packages_that_are_not_there_are_named(texts, tmp_path):
         done = subprocess.run([*map(str, command)], capture_output=True, text=True)
         assert done.returncode == USAGE and f"needs the package {word}" in done.stderr
         assert done.stderr.count("\n") == 2
+        assert ("bytes" in done.stdout) == (word == "ray")  # what is streamed has no size

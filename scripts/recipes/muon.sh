@@ -1,10 +1,13 @@
 #!/bin/sh
 # Muon against AdamW on the demo: Muon reaches AdamW's final validation loss in 75 % of the updates.
 #
-# RESULT
+# 2026-11-24, one CPU core with AVX-512, jax 0.10.2.  Validation loss, seeds 0, 1 and 2:
+#   AdamW, 400 updates   4.448 4.435 4.439   mean 4.441
+#   Muon, 300 updates    4.428 4.424 4.424   mean 4.425
+# Each run takes about two minutes.
 #
-# SWEEP=1 repeats the search for the rates before, with seed 0: about 45 minutes more.  LOG.md has
-# its table.  Data: data/demo, which `make demo` prepares from the documentation of Python.
+# Both have the rates and the weight decay that were best for them; SWEEP=1 repeats that search, with
+# seed 0: 22 runs more.  LOG.md has its table.  Data: data/demo, which `make demo` prepares.
 
 set -eu
 cd "$(dirname "$0")/../.."
@@ -31,13 +34,16 @@ muon() { # RATE RATIO MOMENTUM DECAY [SEED]
 }
 
 if [ "${SWEEP:-}" ]; then
-  for x in "2e-3 0.1" "4e-3 0.1" "8e-3 0.1" "4e-3 0.3" "8e-3 0.3" "4e-3 0.5"; do adamw $x; done
+  for x in "2e-3 0.1" "4e-3 0.1" "8e-3 0.1" "4e-3 0.3" "8e-3 0.3" "4e-3 0.5" "4e-3 1"; do
+    adamw $x
+  done
   for x in "4e-3 1 0.95 0.1" "8e-3 1 0.95 0.1" "8e-3 2 0.95 0.1" "8e-3 0.5 0.95 0.1" \
     "1.6e-2 0.5 0.95 0.1" "8e-3 1 0.9 0.1" "8e-3 1 0.95 0.3" "1.6e-2 0.5 0.9 0.2" \
     "1.6e-2 0.5 0.9 0.3" "1.6e-2 0.5 0.9 0.5" "1.6e-2 0.5 0.9 1" "1.6e-2 0.5 0.8 0.4" \
-    "2.4e-2 0.333 0.9 0.4"; do muon $x; done
+    "2.4e-2 0.333 0.9 0.4" "2.4e-2 0.5 0.9 0.4"; do muon $x; done
+  seeds="1 2"
 fi
-for seed in 0 1 2; do
+for seed in ${seeds:-0 1 2}; do
   adamw 4e-3 1 $seed
   muon 2.4e-2 0.5 0.9 0.4 $seed
 done

@@ -2,9 +2,11 @@
 # muP: activations keep their size as a model gets wider, and the best learning rate of a narrow
 # model is that of a wide one.
 #
-# RESULT
+# 2026-11-24, one CPU core with AVX-512, jax 0.10.2, 17 CPU minutes, one seed (docs/mup.png):
+#   steepest slope of log size over log width    standard 1.43, muP 0.05
+#   best of seven rates at widths 64, 128, 256   standard 2^-6 2^-8 2^-9, muP 2^-6 2^-7 2^-7
 #
-# The table is JSON on standard output; LOG.md explains it.
+# The table is JSON on standard output.  LOG.md has all losses, and says what they do not show.
 
 set -eu
 cd "$(dirname "$0")/../.."
