@@ -101,22 +101,24 @@ def adam(cfg: Config) -> optax.GradientTransformation:
 
 def adamw(cfg: Config) -> optax.GradientTransformation:
     """AdamW (Loshchilov and Hutter 2019): two moments."""
-    direction = optax.chain(adam(cfg), scale_hidden(cfg))
-    return optax.chain(clip(cfg), direction, decay_weights(cfg), scale_by_rate(cfg))
+    decay = optax.chain(scale_hidden(cfg), decay_weights(cfg))
+    return optax.chain(clip(cfg), adam(cfg), decay, scale_by_rate(cfg))
 
 
 def lion(cfg: Config) -> optax.GradientTransformation:
     """Lion (Chen et al. 2023): the sign of one moment."""
-    sign = optax.chain(optax.scale_by_lion(cfg.optim.b1, cfg.optim.b2), scale_hidden(cfg))
-    return optax.chain(clip(cfg), sign, decay_weights(cfg), scale_by_rate(cfg))
+    sign = optax.scale_by_lion(cfg.optim.b1, cfg.optim.b2)
+    decay = optax.chain(scale_hidden(cfg), decay_weights(cfg))
+    return optax.chain(clip(cfg), sign, decay, scale_by_rate(cfg))
 
 
 def muon(cfg: Config) -> optax.GradientTransformation:
     """Muon (Jordan et al. 2024), with one moment, for matrices of layers; AdamW for the rest."""
     names = jax.tree.map(lambda hidden: "muon" if hidden else "adam", is_hidden(cfg))
     direction = optax.partition(dict(muon=scale_by_muon(cfg), adam=adam(cfg)), names)
-    direction = optax.chain(direction, scale_hidden(cfg, cfg.optim.muon_lr_ratio, power=0.5))
-    return optax.chain(clip(cfg), direction, decay_weights(cfg), scale_by_rate(cfg))
+    scale = scale_hidden(cfg, cfg.optim.muon_lr_ratio, power=0.5)
+    decay = optax.chain(scale, decay_weights(cfg))
+    return optax.chain(clip(cfg), direction, decay, scale_by_rate(cfg))
 
 
 OPTIMIZERS = dict(adamw=adamw, lion=lion, muon=muon)
