@@ -7,7 +7,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cases import GPT2
-from runs import contents, final_weights, losses, new_run, refusal, rows
+from runs import (
+    contents,
+    final_weights,
+    finish,
+    losses,
+    new_run,
+    refusal,
+    rows,
+    start,
+    start_two,
+)
 
 import train
 from errors import CHECKPOINT, USAGE
@@ -58,6 +68,27 @@ def test_a_branch_may_change_data_lengths_schedule_optimizer_mesh_and_dtype(refe
     tokens = [row["tokens"] for row in table if row["kind"] == "train"]
     before = rows(reference)[10]["tokens"]
     assert tokens == [before + 8 * 64, before + 2 * 8 * 64]
+
+
+@pytest.mark.slow
+def test_two_processes_start_a_branch_with_a_new_optimizer_and_average(reference, base):
+    more = dict(mesh=dict(dp=2, pp=1, tp=1), optim=dict(name="muon", ema=0.9))
+    more |= dict(train=dict(steps=12, eval_every=0), log=dict(norms_every=1))
+    found = []
+    for n in (1, 2):
+        cfg, run = branch_of(reference, base, f"by-{n}", "@10", "state", **more)
+        processes = [start(cfg)] if n == 1 else start_two(cfg)
+        ends = [finish(process) for process in processes]
+        assert [end[0] for end in ends] == [0] * n, ends
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        found.append({(row["kind"], row["step"]): row for row in lines})
+    want, got = found
+    assert want.keys() == got.keys() and ("train", 11) in got and ("train", 10) not in got
+    for step in (11, 12):
+        assert got["train", step]["loss"] == pytest.approx(want["train", step]["loss"], rel=1e-5)
+        sizes = got["norms", step]["update"], want["norms", step]["update"]
+        np.testing.assert_allclose(*sizes, rtol=1e-3)
+    assert got["train", 12]["tokens"] == rows(reference)[12]["tokens"]
 
 
 def test_a_branch_with_weights_is_a_new_training(reference, base):
