@@ -1,12 +1,13 @@
 """muP: the same model as without at the base, and the scales that the papers give elsewhere."""
 
+import json
 from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
 from cases import GPT2, PLAIN, RICH, assert_same_gradient, batch, gradient_on, one_device_gradient
-from conftest import on_mesh
+from conftest import on_mesh, run
 
 import attention
 import optim
@@ -103,6 +104,39 @@ def test_logits_and_residual_are_scaled():
 def test_the_gradient_is_the_same_on_a_mesh(cfg):
     cfg = replace(cfg, model=replace(cfg.model, mup_base_width=8, mup_base_depth=2))
     assert_same_gradient(gradient_on((2, 2, 2), cfg), one_device_gradient(cfg))
+
+
+@pytest.mark.slow
+def test_the_script_prints_slopes_and_best_rates_and_draws_them(corpus, tmp_path):
+    few = ["--coordinate_widths", 16, 32, "--widths", 16, 32, "--rates", 0.001, 0.01]
+    few += ["--steps", 2, "--depth", 1, "--vocab_size", 512, "--out", tmp_path / "mup.png"]
+    done = run("scripts/mup_check.py", "--data", corpus / "train", *few)
+    assert done.returncode == 0, done.stderr
+    table = json.loads(done.stdout.splitlines()[0])
+    assert table.keys() == {"standard", "muP"}
+    for found in table.values():
+        places = {"embedding", "after layer 1", "logits"}
+        assert found["slopes"].keys() == found["sizes"].keys() == places
+        assert {len(losses) for losses in found["losses"].values()} == {2}
+    assert table["standard"]["losses"]["16"] == table["muP"]["losses"]["16"]  # the base
+    assert (tmp_path / "mup.png").stat().st_size > 10_000
+
+
+def test_a_ladder_predicts_its_largest_run(tmp_path):
+    """From runs on a power law, the same power law."""
+    folders = []
+    for d in (16, 32, 64, 128):
+        folders.append(tmp_path / str(d))
+        folders[-1].mkdir()
+        sizes = dict(d_model=d, n_layers=4, d_head=8, n_heads=d // 8, n_kv_heads=d // 8, d_ff=3 * d)
+        (folders[-1] / "config.json").write_text(json.dumps(dict(model=sizes)))
+        n = 4 * d * (4 * d + 9 * d)
+        row = dict(kind="eval", step=1, loss=8 * n**-0.125)
+        (folders[-1] / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    done = run("scripts/recipes/ladder.py", "--runs", *folders, "--out", tmp_path / "ladder.png")
+    assert done.returncode == 0, done.stderr
+    assert "8.000 * N^-0.125" in done.stdout and "+0.00%" in done.stdout.replace("-0.00%", "+0.00%")
+    assert (tmp_path / "ladder.png").stat().st_size > 10_000
 
 
 def test_a_scaled_model_is_not_exported_as_another():
