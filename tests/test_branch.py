@@ -102,7 +102,7 @@ def test_a_branch_with_weights_is_a_new_training(reference, base):
 
 def test_positions_may_grow(base, tmp_path):
     model = replace(GPT2.model, n_layers=4, vocab_size=512)
-    cfg, run = new_run(replace(base, model=model), "short")
+    cfg, run = new_run(replace(base, model=model), "few-positions")
     train.main(cfg := replace(cfg, train=replace(cfg.train, steps=1)))
     for how in ("weights", "state"):
         longer, branch = branch_of(
