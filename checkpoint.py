@@ -169,6 +169,15 @@ class Checkpoints:
 
     FORMAT = 2
 
+    OPTIONAL = MappingProxyType(
+        {
+            "rest/opt/": "another optimizer's state (optim.name)",
+            "ema/": "an average of the weights (optim.ema)",
+            "recent_norms/": "the last gradient norms (train.spike_sigma)",
+        }
+    )
+    """Arrays that some settings add, which a difference names in one."""
+
     BEST = 2
     """How many checkpoints of lowest validation loss are kept, with best=True."""
 
@@ -359,17 +368,19 @@ class Checkpoints:
             here[name] = f"{x.dtype}{list(x.shape)}"
         pairs = {n: (there.get(n, "nothing"), here.get(n, "nothing")) for n in here | there}
         pairs = {n: pair for n, pair in pairs.items() if pair[0] != pair[1]}
-        in_one = [n for n, x in pairs.items() if n.startswith("rest/opt/") and "nothing" in x]
+        absent = [n for n, x in pairs.items() if "nothing" in x]
+        in_one = {why: [n for n in absent if n.startswith(x)] for x, why in self.OPTIONAL.items()}
         if any(n.startswith("params/") for n in pairs):
-            in_one = []  # the model is another, so its moments are too
-        differ = [f"{n}: {a} there, {b} here" for n, (a, b) in pairs.items() if n not in in_one]
-        if in_one:
-            differ.append(f"{len(in_one)} arrays are of another optimizer's state (optim.name)")
+            in_one = {}  # the model is another, so its moments are too
+        listed = {n for names in in_one.values() for n in names}
+        differ = [f"{n}: {a} there, {b} here" for n, (a, b) in pairs.items() if n not in listed]
+        differ += [f"{len(names)} arrays are of {why}" for why, names in in_one.items() if names]
         if differ:
             more = f", and {len(differ) - 10} more" if len(differ) > 10 else ""
             what = f"checkpoint {self.path / str(step)} is of another run: "
             fix = "give the values in its run's config.json, or another --run.name, or --fresh; "
             fix += "what is not the shape of a weight, --run.accept can name"
+            fix += "; or start another run from it with --run.start_from" if listed else ""
             raise UserError(errors.CHECKPOINT, what + "; ".join(differ[:10]) + more, fix)
 
     def move_to_damaged(self, step: int) -> epath.Path:

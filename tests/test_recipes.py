@@ -11,7 +11,7 @@ from cases import ALL_EXPERTS, MIXED, PLAIN, batch
 from conftest import on_mesh
 from conftest import run as run_script
 from etils import epath
-from runs import final_weights, losses, new_run, refusal, rows
+from runs import copy_run, final_weights, losses, new_run, refusal, rows
 
 import attention
 import config
@@ -95,6 +95,16 @@ def test_a_mean_of_checkpoints_is_a_run_like_any_other(reference, tmp_path):
     done = run_script(*words[:3], "--steps", "10,15", "--out", tmp_path / "other")
     assert done.returncode == CHECKPOINT and "no checkpoint 15" in done.stderr
     assert not (tmp_path / "other").exists()
+
+
+def test_what_a_checkpoint_lacks_is_named_by_its_setting(reference, base):
+    more = dict(optim=dict(ema=0.9), train=dict(spike_sigma=6.0))
+    cfg, _ = copy_run(reference, base, "lacks", **more)
+    accept = ("optim.ema", "train.spike_sigma")
+    error = refusal(replace(cfg, run=replace(cfg.run, accept=accept)))
+    assert error.code == CHECKPOINT
+    for words in ("(optim.ema)", "1 arrays are of the last", "--run.start_from"):
+        assert words in str(error), words
 
 
 def test_a_run_without_an_average_says_so(reference, base):
