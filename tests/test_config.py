@@ -22,8 +22,8 @@ from errors import USAGE, UserError
 # A module imports only modules that stand before it here.
 MODULES = """
     errors config mixture checks files cli lock restart utils processes weights layers blockwise
-    attention grouped experts pipeline model gradient generate muon optim norms order shards pages
-    dataset rundir metrics digests checkpoint branch profiling train
+    attention grouped experts pipeline model gradient generate muon optim norms panels order shards
+    pages dataset rundir metrics digests checkpoint branch profiling train
 """.split()  # noqa: SIM905
 
 

@@ -20,6 +20,7 @@ from etils import epath
 
 import config
 import metrics
+import panels
 import train
 from errors import USAGE, UserError
 
@@ -241,7 +242,7 @@ def test_the_panel_of_the_experts_is_in_every_report(run):
 
 
 def test_a_panel_is_one_entry_in_a_table(tmp_path, monkeypatch, capsys):
-    class LayersPanel(metrics.Panel):
+    class LayersPanel(panels.Panel):
         """A panel of one array: the norm of each layer."""
 
         def __init__(self, cfg):
@@ -264,7 +265,7 @@ def test_a_panel_is_one_entry_in_a_table(tmp_path, monkeypatch, capsys):
         def draw(self, run):
             (run / "layers.txt").write_text(f"{self.steps}")
 
-    monkeypatch.setitem(metrics.PANELS, "layers", LayersPanel)
+    monkeypatch.setitem(panels.PANELS, "layers", LayersPanel)
     sent = []
 
     class Session:

@@ -1,0 +1,208 @@
+"""Panels: what is made of a dict of arrays that the step returns.  A panel has a kind of rows, a
+part of the console line, numbers for Weights & Biases, alarms, and a picture."""
+
+import io
+import math
+
+import numpy as np
+from etils import epath
+
+import config
+from config import Config
+from norms import layer_names
+from utils import finite_or_none
+
+
+class Panel:
+    """What is made of a dict of arrays that the step returns; see ExpertsPanel for the rest."""
+
+    def __init__(self, cfg: Config):
+        self.every = cfg.log.every
+        """Updates between rows."""
+
+    def alarms(self) -> dict[str, str]:
+        """{what is said once: its text}, after the newest row."""
+        return {}
+
+
+class ExpertsPanel(Panel):
+    """How the router of each moe layer spreads its tokens: rows of kind "moe" and experts.png."""
+
+    STARVED = 0.1
+    """The share of its even load below which an expert is starved."""
+
+    PATIENCE = 5
+    """How many rows in a row that has to last for an alarm."""
+
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
+        self.layers = config.moe_layers(cfg.model)
+        self.newest, self.busiest = None, {}  # the newest row; {step: largest load of each layer}
+        self.starved = {}  # {(layer, expert): rows in a row}
+
+    def row(self, arrays: dict) -> dict:
+        """The fields of a row, one element per layer, from the arrays of experts.moe_metrics."""
+        fields = {
+            name: [finite_or_none(x) for x in values]
+            for name, values in arrays.items()
+            if name != "load"
+        }
+        load = arrays["load"]
+        share = (load / load.sum(-1, keepdims=True)).round(6)
+        dead = (load == 0).sum(-1)
+        return dict(layer=self.layers, **fields, load=share.tolist(), dead=dead.tolist())
+
+    def summary(self, arrays: dict) -> str:
+        load = arrays["load"]
+        busiest = (load / load.sum(-1, keepdims=True)).max() * load.shape[-1]
+        return (
+            f"busiest expert {busiest:.1f}x, {(load == 0).sum()} dead, "
+            f"{arrays['dropped'].mean():.1%} dropped, balance {arrays['balance'].mean():.3f}"
+        )
+
+    def track(self, row: dict):
+        n_experts = len(row["load"][0])
+        self.newest = row
+        self.busiest[row["step"]] = [max(load) * n_experts for load in row["load"]]
+        low = np.argwhere(np.array(row["load"]) * n_experts < self.STARVED).tolist()
+        self.starved = {(i, j): self.starved.get((i, j), 0) + 1 for i, j in low}
+
+    def alarms(self) -> dict[str, str]:
+        lasting = [place for place, n in self.starved.items() if n >= self.PATIENCE]
+        experts = {self.layers[i]: [j for k, j in lasting if k == i] for i, _ in lasting}
+        why = f"have had less than {self.STARVED:.0%} of an even load for {self.PATIENCE} rows"
+        fix = "see --model.router_bias and --train.balance_loss"
+        return {
+            f"starved experts of layer {layer}": f"layer {layer}: experts {found[:8]} {why}; {fix}"
+            for layer, found in experts.items()
+        }
+
+    @staticmethod
+    def wandb_fields(row: dict) -> dict:
+        """One number per layer; for the load, that of the busiest expert."""
+        fields = {name: row[name] for name in row if name not in ("kind", "step", "layer")}
+        fields["load"] = [max(load) for load in row["load"]]
+        return {
+            f"{name}/layer{layer}": values[i]
+            for name, values in fields.items()
+            for i, layer in enumerate(row["layer"])
+        }
+
+    def draw(self, run: epath.Path):
+        """Draw the newest load of every expert, and that of each layer's busiest one over time."""
+        if self.newest is None:
+            return
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(11, 4.5), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        load = np.array(self.newest["load"]) * len(self.newest["load"][0])
+        image = left.imshow(load, aspect="auto", vmin=0, vmax=max(2, load.max()), cmap="magma")
+        title = f"load after update {self.newest['step']} (1 is even)"
+        left.set(xlabel="expert", ylabel="layer", title=title)
+        ticks = range(0, len(load), 1 + len(load) // 16)
+        left.set_yticks(ticks, [self.layers[i] for i in ticks])
+        figure.colorbar(image, ax=left)
+        for i, layer in enumerate(self.layers):
+            color = f"{0.75 * (1 - i / len(load)):.2f}"  # later layers are darker
+            label = layer if i in ticks else None
+            y = [values[i] for values in self.busiest.values()]
+            right.plot(list(self.busiest), y, color=color, label=label)
+        right.set(xlabel="update", ylabel="load of the busiest expert", title=run.name)
+        right.legend(title="layer", fontsize="small")
+        right.grid(alpha=0.3)
+        write_png(run / "experts.png", figure)
+
+
+SIZES = dict(gradient="gradient", update="update", weight="weights", logit="attention logits")
+"""The arrays of `NormsPanel`, in words."""
+
+
+class NormsPanel(Panel):
+    """The norms of each layer's gradient, update and weights, and the root mean square of its
+    attention's logits, which weights outside of layers do not have: rows "norms" and norms.png."""
+
+    GROWTH = 10
+    """How many times the median of its first ten rows a size may reach, except that of an update,
+    which follows the learning rate."""
+
+    def __init__(self, cfg: Config):
+        self.names, self.every = layer_names(cfg), cfg.log.norms_every
+        self.curves = {}  # {name in SIZES: {step: one number each layer}}
+        self.first = {}  # {name in SIZES: the first ten rows of finite numbers}
+
+    def row(self, arrays: dict) -> dict:
+        norms = {name: [finite_or_none(x) for x in values] for name, values in arrays.items()}
+        return dict(layer=self.names) | norms
+
+    def summary(self, arrays: dict) -> str:
+        worst = int(np.argmax(arrays["update"] / np.maximum(arrays["weight"], 1e-30)))
+        share = arrays["update"][worst] / max(arrays["weight"][worst], 1e-30)
+        return f"largest change {share:.1%} in {self.names[worst]}"
+
+    def track(self, row: dict):
+        for name in SIZES:
+            values = [math.nan if x is None else x for x in row[name]]
+            self.curves.setdefault(name, {})[row["step"]] = values
+            first = self.first.setdefault(name, [])
+            if len(first) < 10 and np.isfinite(values).all():
+                first.append(values)
+        self.newest = row
+
+    def alarms(self) -> dict[str, str]:
+        found = {}
+        for name in ("gradient", "weight", "logit"):
+            usual = np.median(self.first[name], axis=0) if self.first[name] else ()
+            pairs = zip(usual, self.newest[name], strict=False)
+            for layer, (a, b) in zip(self.names, pairs, strict=False):
+                if b is not None and b > self.GROWTH * a > 0:
+                    what = f"{layer}: {SIZES[name]} have grown from {a:.3g} to {b:.3g}"
+                    found[f"{name} {layer}"] = f"{what}; see norms.png, and lower --optim.lr"
+        return found
+
+    @staticmethod
+    def wandb_fields(row: dict) -> dict:
+        """Each layer's norms, and a histogram over the layers."""
+        import wandb
+
+        fields = {}
+        for name in SIZES:
+            fields |= {f"{name}/{x}": y for x, y in zip(row["layer"], row[name], strict=False)}
+            finite = [x for x in row[name] if x is not None]
+            fields[f"{name}_histogram"] = wandb.Histogram(finite) if finite else None
+        return fields
+
+    def draw(self, run: epath.Path):
+        """Draw the norms over the updates, a line for each layer."""
+        if not self.curves:
+            return
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(16, 4.5), layout="constrained")
+        plots = figure.subplots(1, len(self.curves))
+        for axes, (name, curve) in zip(plots, self.curves.items(), strict=True):
+            steps, values = [*curve], np.array([*curve.values()])
+            n_layers = sum(x.startswith("layer ") for x in self.names)
+            for i, layer in enumerate(self.names[: values.shape[1]]):
+                is_layer = i < n_layers  # later layers are darker, other weights dashed
+                shade = f"{0.8 * (1 - i / n_layers):.2f}" if is_layer else f"C{i - n_layers}"
+                label = layer if not is_layer or i in (0, n_layers - 1) else None
+                axes.plot(steps, values[:, i], "-" if is_layer else "--", color=shade, label=label)
+            axes.set(title=SIZES[name], xlabel="update", yscale="log")
+            axes.grid(alpha=0.3)
+        plots[0].set(ylabel="norm")
+        plots[0].legend(fontsize="small")
+        plots[-1].set(ylabel="root mean square")
+        write_png(run / "norms.png", figure)
+
+
+# A dict of arrays that the step returns under one of these names becomes a row of that kind,
+# written every `every` updates.  A panel makes the row, its part of the console line, its numbers
+# for Weights & Biases, and a picture, which is drawn after each evaluation.
+PANELS = dict(moe=ExpertsPanel, norms=NormsPanel)
+
+
+def write_png(path: epath.Path, figure):
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=120)
+    path.write_bytes(png.getvalue())
