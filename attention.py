@@ -311,8 +311,8 @@ def logit_stats(q_BLHK, k_BSGK, at: Span, cfg, width: int) -> dict:
     """With log.norms_every, a layer's statistic `logit`, summed over this device's rows and heads:
     the mean square of the scores of all pairs of a row's tokens, before softcap and mask.
 
-    By sum over i, j of (q_i . k_j)^2 = <Q'Q, K'K>, which takes no scores and is a sum over rows and
-    heads, so that every mesh gives the same number.
+    The sum over i, j of (q_i . k_j)^2 is <Q'Q, K'K>, which needs no scores.  It is a sum over rows
+    and heads, so that every mesh gives the same number.
     """
     if not cfg.log.norms_every or at.decoding:
         return {}
