@@ -154,7 +154,8 @@ def test_the_emulator_answers_as_google_does(bucket):
 
 def test_a_data_set_in_a_bucket_equals_the_one_on_disk(bucket, flags, on_disk):
     folder = on_disk / "data"
-    local = {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.glob("*/*")}
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    local = {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
     assert bucket.contents("data/") == local
     assert {"train/manifest.json", "val/manifest.json"} < bucket.names("data/")
 
