@@ -40,9 +40,12 @@ class Args:
 
 def parse() -> tuple[Args, config.Config]:
     args = tyro.cli(Args, use_underscores=True, description=__doc__)
+    path = files.absolute_path(args.run) / "config.json"
+    if not cli.call_within(cli.REMOTE_SECONDS, path.exists):
+        what = f"there is no run in {args.run}: it has no config.json"
+        raise errors.UserError(errors.USAGE, what, "set --run to the directory of a run")
     cfg = cli.config_of_run(args.run, config.Mesh(1, 1, 1))
-    record = json.loads((files.absolute_path(args.run) / "config.json").read_text())
-    t = record["train"]
+    t = json.loads(path.read_text())["train"]
     batch = dict(batch_size=t["batch_size"], batch_ramp=t.get("batch_ramp", ""))
     cfg = replace(cfg, train=replace(cfg.train, **batch))
     cfg = replace(cfg, data=replace(cfg.data, epochs_max=0))
@@ -89,8 +92,10 @@ def describe_row(source, window: int, cfg) -> list[str]:
         starts = [f"{a + int(i) + 1:,}" for i in np.flatnonzero(tokens == source.end_id)]
         line = f"{shard.path.name} tokens {a:,} to {b - 1:,}"
         if source.end_id >= 0:
-            number = f" in document {count_documents(source, first, first + a):,}"
-            number = "" if files.is_remote(shard.path) else number  # that reads all before
+            if files.is_remote(shard.path):
+                number = " in a document without a number: counting would fetch all before it"
+            else:
+                number = f" in document {count_documents(source, first, first + a):,}"
             line += f"{number}; others begin at {', '.join(starts)}" if starts else number
         lines.append(line)
     return lines
@@ -103,16 +108,23 @@ def count_documents(source: TokenFiles, start: int, stop: int) -> int:
     return sum(int((source.read(a, min(a + 2**24, stop)) == source.end_id).sum()) for a in at)
 
 
-def check_record(args: Args, run, fingerprint: str):
-    """Raise UserError DATA if the data are not those of the run's record; warn if the record is not
-    that of the update."""
-    if rundir.read_record(run)["data_fingerprint"] != fingerprint:
-        what = f"the data are not those that {run} was trained on"
-        raise errors.UserError(errors.DATA, what, "put the data back to where config.json says")
+def open_data(args: Args, cfg: config.Config, run) -> Dataset:
+    """The data of the run's record.  Raise UserError DATA if they are no longer there; warn if the
+    record is not that of the update."""
+    fix = "put the data, or a link to them, back there; a relative path counts from the folder in "
+    fix += "which train.py was started"
+    try:
+        data = Dataset(cfg, "train")
+    except errors.UserError as e:
+        raise errors.UserError(e.code, e.problems[0].what, fix) from None
+    if rundir.read_record(run)["data_fingerprint"] != data.source.fingerprint:
+        what = f"data.train={cfg.data.train} are not the data that {run} was trained on"
+        raise errors.UserError(errors.DATA, what, fix)
     for start in rundir.read_history(run):
         changed = [*start.get("changes", {}).get("changes the training", {})]
         if start["step"] >= args.step and changed:
             utils.warn(f"{', '.join(changed)} changed after update {args.step}; this is as of now")
+    return data
 
 
 class Row:
@@ -127,12 +139,15 @@ class Row:
 
 
 def read_rows(args: Args, cfg: config.Config) -> list[Row]:
-    data, run = Dataset(cfg, "train"), files.absolute_path(args.run)
-    check_record(args, run, data.source.fingerprint)
+    run = files.absolute_path(args.run)
+    data = open_data(args, cfg, run)
     sources, epochs, windows = data.order.batch(args.step - 1)
     batch = data.batch(args.step - 1)
     tokens, targets = (np.asarray(x).reshape(-1, cfg.train.seq_len) for x in batch)
     print(f"update {args.step} of {args.run}: {len(tokens)} rows of {cfg.train.seq_len}")
+    if (number := data.order.in_stream(args.step - 1) + 1) != args.step:
+        what = f"data.skip also counts the updates left out before, so there it is {number}"
+        print(f"{what}: --data.skip {cfg.data.skip},{number} leaves it out too")
     if args.row >= len(tokens):
         what = f"row={args.row} must be below {len(tokens)}, the rows of this update"
         raise errors.UserError(errors.USAGE, what, "set --row inside that range")
@@ -159,10 +174,19 @@ def print_row(row: Row, decode):
     for place in row.places:
         print(f"  {place}")
     if row.nll is not None:
-        worst = np.argsort(-np.where(row.scored, row.nll, -1))[:5].tolist()
-        worst = "  ".join(f"{row.nll[i]:.2f} {decode([row.tokens[i + 1]])!r}" for i in worst)
-        print(f"  loss {row.mean():.4f}; worst tokens: {worst}")
+        print(f"  loss {row.mean():.4f}; of each token after the first, the worst with a *:")
+        print("\n".join(f"  {line}" for line in token_losses(row, decode)))
     print(f"  {decode(row.tokens)!r}")
+
+
+def token_losses(row: Row, decode) -> list[str]:
+    """Lines of words "2.31 'a'", one for each token after the first, or "- 'a'" where it is not
+    scored.  The five with the highest losses begin with a *."""
+    worst, words = np.argsort(-np.where(row.scored, row.nll, -1))[:5], []
+    for i, token in enumerate(row.tokens[1:]):
+        mark = "*" if row.scored[i] and i in worst else " "
+        words.append(f"{mark}{f'{row.nll[i]:.2f}' if row.scored[i] else '-'} {decode([token])!r} ")
+    return ["".join(f"{x:14}" for x in words[i : i + 7]).rstrip() for i in range(0, len(words), 7)]
 
 
 STYLE = """body { font: 15px/1.5 sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em }

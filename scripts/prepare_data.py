@@ -92,8 +92,25 @@ class Args:
 SAMPLE = 100_000_000
 """Bytes of text that a tokenizer is trained on, from places spread evenly over the corpus."""
 
-# A bar is shown on a terminal only (disable=None), and erased when it is full.
-progress_bar = partial(tqdm, unit="B", unit_scale=True, leave=False, disable=None)
+
+class LogFile:
+    """Stderr where it is no terminal: what a bar writes becomes lines."""
+
+    def write(self, text: str):
+        if text.strip():
+            print(text.strip(), file=sys.stderr, flush=True)
+
+    def flush(self):
+        pass
+
+
+def progress_bar(*args, **kwargs) -> tqdm:
+    """A bar that is erased when it is full; where there is no terminal, a line each 30 seconds."""
+    options = dict(unit="B", unit_scale=True, leave=False)
+    if not sys.stderr.isatty():
+        form = "{desc}: {n_fmt} of {total_fmt} in {elapsed}, {remaining} left, {rate_fmt}{postfix}"
+        options |= dict(file=LogFile(), bar_format=form, delay=30, mininterval=30, miniters=1)
+    return tqdm(*args, **options | kwargs)
 
 
 def say(text: str):
@@ -315,7 +332,8 @@ def run_all(tasks: list[Task], args: Args, n_workers: int) -> list[dict]:
             for shard in chain.from_iterable(facts[n]["shards"].values()):
                 n_documents += shard["documents"]
                 n_tokens += shard["tokens"]
-            bar.set_postfix_str(f"{n_documents:,} documents, {n_tokens:,} tokens")
+            counts = f"{n_documents:,} documents, {n_tokens:,} tokens"
+            bar.set_postfix_str(counts, refresh=False)  # shown with the next task
             if args.strict and facts[n]["skipped"]:
                 first = next(skipped_rows(tasks, facts[: n + 1]))
                 what = f"{first['file']} row {first['row']}: {first['why']}"

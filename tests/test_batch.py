@@ -13,10 +13,12 @@ import pytest
 from conftest import ROOT, on_mesh
 from runs import copy_run, finish, new_run, refusal, rows, start
 
+import files
 import train
 from dataset import Dataset
-from errors import CHECKPOINT, USAGE
+from errors import CHECKPOINT, DATA, USAGE
 from files import saved_steps
+from scripts import batch
 
 BAD, UPDATE, STEPS = 7, 40, 60
 
@@ -26,6 +28,24 @@ def explain(run, *flags) -> str:
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def refused(run, *flags) -> tuple[int, list[str]]:
+    """The exit code and the error's lines, which come last on stderr, of a command that fails."""
+    command = [sys.executable, ROOT / "scripts/batch.py", "--run", run, *flags]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300)
+    lines = done.stderr.splitlines()
+    errors = [n for n, line in enumerate(lines) if line.startswith("error: ")]
+    assert len(errors) == 1 and len(lines) == errors[0] + 2, done.stderr
+    assert lines[-1].startswith("  fix: ") and "Traceback" not in done.stderr
+    return done.returncode, lines[-2:]
+
+
+def losses_of_tokens(block: str) -> list[float]:
+    """The losses in the table of a row, whose tokens are bytes, so that each fits its column."""
+    table = re.search(r"with a \*:\n(.*)\n", block.strip(), re.S)[1].splitlines()
+    words = [line[i : i + 14] for line in table for i in range(2, len(line), 14)]
+    return [float(word[1:].split()[0]) for word in words]
 
 
 def mean_loss(text: str) -> float:
@@ -67,6 +87,12 @@ def test_a_bad_batch_is_found_rolled_back_and_left_out(spoilt, tmp_path, capsys)
     before = explain(run, "--step", UPDATE - 1, "--loss")
     assert mean_loss(text) > 1.2 * mean_loss(before)
     assert text.count("bad.npy tokens") >= cfg.train.batch_size
+    for row in (blocks := before.split("\n\n")[1:]):
+        each = losses_of_tokens(row)
+        assert len(each) == cfg.train.seq_len and row.count("\n  ") > 4
+        assert np.mean(each) == pytest.approx(mean_loss(row), abs=0.006)
+    assert len(blocks) == cfg.train.batch_size
+    assert "data.skip" not in text
     page = (tmp_path / "page.html").read_text()
     assert page.count("<span") == cfg.train.batch_size * cfg.train.seq_len
     one = explain(run, "--step", UPDATE, "--row", 3)
@@ -92,6 +118,15 @@ def test_a_bad_batch_is_found_rolled_back_and_left_out(spoilt, tmp_path, capsys)
     train.main(on_mesh(accepted, (1, 1, 1)))  # the same command goes on: here there is no more
     assert "this command has rolled the run back already" in capsys.readouterr().out
     assert [path.name for path in (run / "rolled_back").iterdir()] == [str(to)]
+    text = explain(run, "--step", UPDATE)  # what was update 41 before another was left out
+    skip = re.search(r"so there it is 41: --data.skip (40,41) leaves it out too\n", text)[1]
+    windows = {int(x.replace(",", "")) for x in re.findall(r"window ([\d,]+)", text)}
+    for word, others in ((str(UPDATE), 1), (skip, 0)):
+        data = Dataset(on_mesh(cfg, data=dict(skip=word)), "train")
+        trained = [windows & {*data.train_rows(step).tolist()} for step in range(STEPS)]
+        assert [len(x) for x in trained if x] == [cfg.train.batch_size] * others
+    assert "data.skip" not in explain(run, "--step", UPDATE - 1)
+
     later = replace(cfg, data=replace(cfg.data, skip=f"5,{UPDATE}"), run=accepted.run)
     error = refusal(on_mesh(later, (1, 1, 1)))
     assert error.code == CHECKPOINT and "change some of the 60 updates" in str(error)
@@ -152,6 +187,52 @@ def test_an_update_that_the_run_does_not_have_is_an_error(spoilt):
     cfg, _, _ = spoilt
     run = Path(cfg.run.dir) / cfg.run.name
     for flags in (["--step", 0], ["--step", 61], ["--step", 3, "--row", 99]):
-        command = [sys.executable, ROOT / "scripts/batch.py", "--run", run, *flags]
-        done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300)
-        assert done.returncode == USAGE and done.stderr.count("\n") == 2, done.stderr
+        code, (what, _) = refused(run, *flags)
+        assert code == USAGE and "must be between" in what
+
+
+def test_a_run_that_does_not_exist_is_an_error(tmp_path):
+    for folder in (tmp_path / "nowhere", tmp_path):
+        code, (what, fix) = refused(folder, "--step", 3)
+        assert (
+            code == USAGE and what == f"error: there is no run in {folder}: it has no config.json"
+        )
+        assert fix == "  fix: set --run to the directory of a run"
+
+
+@pytest.mark.parametrize("where", ["nowhere", "val"])
+def test_data_that_are_no_longer_there_are_an_error(reference, corpus, tmp_path, where):
+    """Moved away, or others in their place."""
+    record = json.loads((reference / "config.json").read_text())
+    record["data"]["train"] = str(corpus / where)
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    code, (what, fix) = refused(tmp_path, "--step", 3)
+    why = "does not exist" if where == "nowhere" else "are not the data that"
+    assert code == DATA and f"data.train={corpus / where} {why}" in what
+    assert "put the data, or a link to them, back there" in fix
+
+
+def test_each_token_has_its_loss_and_the_worst_are_marked(capsys):
+    nll, scored = np.arange(20.0), np.arange(20) % 10 > 0
+    row = batch.Row("row 0", ["a place"], [*range(97, 118)], scored, nll)
+    batch.print_row(row, lambda ids: "".join(map(chr, ids)))
+    title, place, loss, *lines, text = capsys.readouterr().out.splitlines()[1:]
+    words = " ".join(lines).replace("*", " *").split()
+    each = {text: loss for loss, text in zip(words[::2], words[1::2], strict=True)}
+    assert title == "row 0" and place == "  a place" and "loss 10.0000;" in loss
+    assert each["'b'"] == "-" and each["'c'"] == "1.00" and each["'l'"] == "-"
+    assert len(each) == 20 and list(each)[-1] == "'u'" and text == f"  {'abcdefghijklmnopqrstu'!r}"
+    assert [x for x in each.values() if "*" in x] == [f"*{n}.00" for n in range(15, 20)]
+
+
+def test_documents_in_a_bucket_have_no_numbers_and_nothing_more_is_read(cfg, monkeypatch):
+    source = Dataset(on_mesh(cfg), "train").source
+    place = next(n for n in range(900) if "begin at" in batch.describe_row(source, n, cfg)[0])
+    here = batch.describe_row(source, place, cfg)[0]
+    assert re.search(r" in document \d+; others begin at ", here)
+    monkeypatch.setattr(files, "is_remote", lambda path: True)
+    monkeypatch.setattr(batch, "count_documents", lambda *_: pytest.fail("it counts"))
+    why = " in a document without a number: counting would fetch all before it; others"
+    assert batch.describe_row(source, place, cfg)[0] == re.sub(
+        r" in document .*; others", why, here
+    )

@@ -178,6 +178,31 @@ def test_jaxformer_bare_npy_shards(cfg, corpus, tmp_path):
     np.testing.assert_array_equal(source.read(0, 20_000), tokens[:20_000])
 
 
+@pytest.mark.parametrize("layout", ["nanoGPT", "JAXformer"])
+def test_folders_of_others_are_trained_on(cfg, corpus, tmp_path, layout):
+    """nanoGPT's folder has train.bin and val.bin, JAXformer's a folder of .npy for each split."""
+    data = {split: str(tmp_path / split) for split in ("train", "val")}
+    if layout == "nanoGPT":
+        data = dict.fromkeys(data, str(tmp_path))
+    for split in data:
+        tokens = all_tokens(corpus / split).astype(np.uint16)
+        if layout == "nanoGPT":
+            tokens.tofile(tmp_path / f"{split}.bin")
+            continue
+        (tmp_path / split).mkdir()
+        for n, part in enumerate(np.array_split(tokens, 3)):
+            np.save(tmp_path / split / f"shard_{n}.npy", part)
+    few = dict(steps=12, eval_every=12)
+    cfg = on_mesh(cfg, (2, 1, 1), data=data, train=few, run=dict(name=layout))
+    train.main(cfg)
+    text = (Path(cfg.run.dir) / layout / "metrics.jsonl").read_text()
+    *rows, last = [json.loads(line) for line in text.splitlines()]
+    losses = [row["loss"] for row in rows if row["kind"] == "train"]
+    assert len(losses) == 12 and losses[-1] < losses[0] - 0.5
+    assert last["kind"] == "eval" and last["tokens"] == len(all_tokens(corpus / "val")) - 1
+    assert last["loss"] < losses[0] - 0.5
+
+
 @pytest.mark.parametrize("array, word", [
     (np.array([{}, 1], dtype=object), "dtype object"),
     (np.zeros((4, 4), np.uint16), "one dimension"),

@@ -15,13 +15,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import MESHES, ROOT, on_mesh
-from runs import finish, flags, free_port, losses, new_run, refusal, rows, start, start_two
+from runs import (
+    finish,
+    flags,
+    free_port,
+    losses,
+    new_run,
+    refusal,
+    rows,
+    start,
+    start_two,
+    wait_for_step,
+)
 
 import mixture
 import train
 from config import Data, Mesh
 from dataset import Dataset
 from errors import CHECKPOINT, DATA, UserError
+from files import saved_steps
 from order import Order, Pattern, permute
 
 
@@ -294,6 +306,48 @@ def test_two_processes_and_a_kill_change_nothing_of_a_mixture(mixed):
     assert [row["tokens_by_source"] for row in rows(run).values()] == [
         row["tokens_by_source"] for row in rows(other).values()
     ]
+
+
+def test_the_ids_are_those_of_a_run_without_a_kill_and_a_rollback(mixed, monkeypatch):
+    """After both, in both stages and on another mesh; a start's first batch is that of the update
+    after its checkpoint."""
+    endless = dict(checkpoint=dict(every=4, keep=20), train=dict(steps=100_000))
+    cfg, run = new_run(mixed, "ids", mesh=dict(dp=1, pp=1, tp=1), **endless)
+    process = start(cfg)
+    wait_for_step(process, run, 9)
+    process.kill()
+    finish(process)
+    steps = saved_steps(run)[-1] + 8
+    noted, batch = [], Dataset.batch
+
+    def note(self, step):
+        arrays = batch(self, step)
+        noted.append([np.asarray(x).reshape(cfg.train.batch_size, -1) for x in arrays])
+        return arrays
+
+    def check_ids(cfg) -> int:
+        """Train, and compare the batches with those of the same settings; how many there were."""
+        noted.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(Dataset, "batch", note)
+            train.main(on_mesh(cfg, (1, 2, 2)))
+        first = json.loads((run / "history.jsonl").read_text().splitlines()[-1])["step"]
+        assert len(noted) == steps - first
+        data = Dataset(on_mesh(cfg, (1, 1, 1)), "train")
+        for step, arrays in enumerate(noted, start=first):
+            for got, want in zip(arrays, batch(data, step), strict=True):
+                np.testing.assert_array_equal(got, np.reshape(want, got.shape))
+        return len(noted)
+
+    accept = replace(cfg.run, accept=("train.steps", "data.skip"))
+    cfg = replace(cfg, run=accept, train=replace(cfg.train, steps=steps))
+    assert check_ids(cfg) == 8
+    before = noted[4:]
+    skip = replace(cfg.data, skip=f"5:7,{steps}")  # the run's update steps - 2
+    back = replace(cfg, data=skip, rollback=steps - 4)
+    assert check_ids(back) == 4
+    same = [np.array_equal(a[0], b[0]) for a, b in zip(noted, before, strict=True)]
+    assert same == [True, False, False, False]
 
 
 def test_a_batch_of_which_nothing_is_scored_changes_little(base, tmp_path):

@@ -7,9 +7,12 @@ import importlib.util
 import json
 import os
 import random
+import re
+import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 
@@ -24,7 +27,7 @@ from pyarrow import ipc, parquet
 from tokenizers import Tokenizer
 
 from errors import DATA, DISTRIBUTED, INTERRUPTED, USAGE
-from scripts import corpus, pydocs, readers
+from scripts import corpus, prepare_data, pydocs, readers
 
 SCRIPT = "scripts/prepare_data.py"
 
@@ -280,6 +283,25 @@ def test_pydocs_are_sentences_and_the_same_each_time(tmp_path):
     assert "is up to date" in run("scripts/prepare_data.py", *request).stdout
 
 
+def test_a_log_file_gets_lines_of_progress(monkeypatch, capsys):
+    clock = [0]
+    monkeypatch.setattr("tqdm.std.time", lambda: clock[0])
+    with prepare_data.progress_bar(total=80_000_000, initial=8_000_000, desc="tokenize") as bar:
+        for n in range(9):
+            clock[0] += 10
+            bar.update(8_000_000)
+            bar.set_postfix_str(f"{n:,} documents", refresh=False)
+    out, err = capsys.readouterr()
+    assert not out and err.splitlines() == [
+        f"tokenize: {at}.0M of 80.0M in {time}, {left} left, 800kB/s, {n} documents"
+        for at, time, left, n in (
+            (32, "00:30", "01:00", 1),
+            (56, "01:00", "00:30", 4),
+            (80, "01:30", "00:00", 7),
+        )
+    ]
+
+
 def test_a_log_file_gets_no_progress_bars(texts, tmp_path):
     request = ["--input", texts, "--vocab_size", 300, "--out", tmp_path / "out"]
     done = run("scripts/prepare_data.py", *request)
@@ -370,6 +392,22 @@ def check_digests(out: Path):
     assert not (out / "progress").exists()
 
 
+def test_a_manifest_has_the_fields_that_the_docs_list(tmp_path):
+    rows = [dict(prompt=f"ask {n}", text=f"answer {n}") for n in range(40)]
+    (tmp_path / "a.jsonl").write_bytes(json_lines(rows))
+    flags = ["--tokenizer", "byte", "--prompt_field", "prompt", "--val_fraction", 0.2]
+    prepare("--input", tmp_path / "a.jsonl", *flags, "--out", tmp_path / "out")
+    section = (ROOT / "docs/data.md").read_text().partition("### Format 2")[2].partition("###")[0]
+    tables = [re.findall("`([^`]*)`", row) for row in re.findall(r"^\| (`.*?) \|", section, re.M)]
+    documented = [name for names in tables for name in names]
+    for_all = documented[: documented.index("shards") + 1]
+    for split in ("train", "val"):
+        about = manifest(tmp_path / "out" / split)
+        assert set(about) == set(for_all)
+        assert all(set(shard) == set(documented[len(for_all) :]) for shard in about["shards"])
+    check_digests(tmp_path / "out")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_format_gives_its_rows(tmp_path, kind):
     rows, out = text_rows(), tmp_path / "out"
@@ -438,6 +476,53 @@ def test_web_pages_as_in_fineweb(tmp_path):
     prepare("--input", tmp_path / "*.parquet", *flags, "--out", tmp_path / "out")
     assert sorted(all_documents(tmp_path / "out")) == sorted(rows)
     check_digests(tmp_path / "out")
+
+
+FINEWEB = ("id", "dump", "url", "date", "file_path", "language", "language_score", "token_count")
+
+
+def write_web(path: Path, n_bytes: int) -> int:
+    """A parquet of at least so many bytes, with the columns of FineWeb: the sources of the standard
+    library again and again, each time cut elsewhere; how many rows it has."""
+    stdlib = Path(sysconfig.get_paths()["stdlib"])
+    found = corpus.find_files(stdlib, ".py", prepare_data.NOT_STDLIB)
+    sources = [x.read_text(encoding="utf-8", errors="ignore") for _, x in found]
+    generator, n, writer = random.Random(0), 0, None
+    while writer is None or path.stat().st_size < n_bytes:
+        rows = []
+        for text in sources:
+            cut = generator.randrange(len(text) or 1)
+            n += 1
+            facts = f"<urn:uuid:{n}>", "CC-MAIN-2013-20", f"http://a.b/{n}", "2013-05-18T05:48:54Z"
+            facts += "s3://commoncrawl/x", "en", 0.9, len(text) // 4
+            rows.append(
+                dict(text=f"Page {n}\n{text[cut:]}{text[:cut]}")
+                | dict(zip(FINEWEB, facts, strict=True))
+            )
+        table = pa.Table.from_pylist(rows)
+        writer = writer or parquet.ParquetWriter(path, table.schema, compression="none")
+        writer.write_table(table, row_group_size=100)
+    writer.close()
+    return n
+
+
+@pytest.mark.slow
+def test_200_mb_of_web_pages_become_a_model_that_learns(tmp_path):
+    n = write_web(tmp_path / "web.parquet", 200_000_000)
+    assert (tmp_path / "web.parquet").stat().st_size >= 200_000_000
+    out, flags = tmp_path / "out", ["--tokenizer", "byte", "--workers", 2]
+    prepare("--input", tmp_path / "*.parquet", *flags, "--out", out)
+    assert sum(manifest(out / split)["documents"] for split in ("train", "val")) == n
+    assert sum(manifest(out / split)["bytes"] for split in ("train", "val")) > 199_000_000
+    data = ["--data.train", out / "train", "--data.val", out / "val", "--run.dir", tmp_path]
+    few = ["--run.name", "web", "--train.steps", 30, "--train.eval_batches", 2]
+    done = run("train.py", "--config", "tiny", *data, *few)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "web/metrics.jsonl").read_text().splitlines()]
+    losses = [row["loss"] for row in rows if row["kind"] == "train"]
+    assert len(losses) == 30 and losses[-1] < losses[0] - 1.5
+    for path in (out, tmp_path / "web.parquet"):  # 600 MB, of which pytest would keep three copies
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 # ---- bad rows
