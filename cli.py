@@ -9,11 +9,13 @@ import json
 import math
 import os
 import re
+import select
+import signal
 import sys
 import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -209,6 +211,17 @@ def parse(words: list[str]) -> Config:
     return check(tyro.cli(CommandLine, args=flags + rest, **options).settings)
 
 
+@dataclass(frozen=True)
+class Precision:
+    dtype: Literal["", "bfloat16", "float32"] = ""
+    """Of the computations; by default the run's.  On a CPU float32 is much the faster: it decodes a
+    token of gpt2_124m in a tenth of the time."""
+
+    @property
+    def flags(self) -> list[str]:
+        return ["--train.dtype", self.dtype] if self.dtype else []
+
+
 def config_of_run(run: str, mesh: Mesh, *flags: str) -> Config:
     """The config of a run directory on the given mesh, for scripts that do not train.
 
@@ -256,6 +269,13 @@ def simulate_devices(mesh: Mesh, n_processes: int = 1):
         os.environ["XLA_FLAGS"] = f"{xla_flags} {timeout}".strip()
 
 
+def is_unread() -> bool:
+    """Whether stdout is a pipe that its reader has closed, as head does once it has its lines."""
+    stdout = select.poll()
+    stdout.register(1, 0)
+    return bool(stdout.poll(0))
+
+
 def quit_on_error(f, *args):
     """f(*args).  A UserError, OSError or Ctrl-C is printed and ends the process with its code."""
     try:
@@ -264,6 +284,8 @@ def quit_on_error(f, *args):
         print(e, file=sys.stderr)
         sys.exit(e.code)
     except OSError as e:
+        if isinstance(e, BrokenPipeError) and is_unread():
+            os._exit(128 + signal.SIGPIPE)  # without a word, like what that signal has killed
         what = f"{e.filename or 'storage'}: {e.strerror or e}"
         fix = "free some space, or correct the path or its permissions, and run the command again"
         print(UserError(STORAGE, what, fix), file=sys.stderr)

@@ -2,13 +2,15 @@
 
 Dimension key (a suffix on every array's name spells its logical shape):
   M  microbatches, one for each stage   B  sequences   L  sequence length of the new tokens
-  S  sequence length of the cache   D  d_model   V  vocabulary   N  layers
+  S  sequence length of the cache   D  d_model   V  vocabulary
   R  rows: sequences of all microbatches
 
 Inside shard_map a letter that the array's PartitionSpec maps to a mesh axis is the local part.
 """
 
+from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 
 import jax
 import jax.numpy as jnp
@@ -20,56 +22,109 @@ from jax.sharding import PartitionSpec as P
 
 from attention import Span, attention_of, document_ids
 from config import Config
-from layers import gather_over_dp, mark_varying, norm, tp_part
-from model import hidden_states, layer_table, logits, param_specs, prepare_weights
+from layers import gather_over_dp, layer_places, mark_varying, norm, tp_part
+from model import apply_embedding, decoder_layer, layer_table, logits, param_specs, prepare_weights
+from pipeline import forward_pipeline
 
-CACHE_SPEC = P("dp", "pp", "tp")
-"""Each device has a cache of its own: [dp, pp, tp, *the shape on a device]."""
+OWN = P("dp", "pp", "tp")
+"""The spec of what each device has for itself: [dp, pp, tp, *the shape on a device]."""
 
 
-def empty_cache(params, cfg: Config, B: int, S: int) -> dict:
-    """Room for S tokens of B rows in each microbatch, in the form of params: [M, N, B, S, ...]."""
+def layer_groups(w) -> list[str]:
+    """Which of the weights are lists of layers."""
+    return [group for group in ("prefix", "layers") if group in w]
 
-    def one_token(kind, weights):
+
+def own_layers(cfg: Config, group: str) -> list[tuple[str, int]]:
+    """(kind, row) of each layer of a group that a device has, in order."""
+    places = [place[1:] for place in layer_places(cfg) if place[0] == group]
+    return places if group == "prefix" else places[: len(places) // lax.axis_size("pp")]
+
+
+@partial(jax.jit, static_argnames="cfg")
+def decoding_weights(params, cfg: Config) -> dict:
+    """The weights as `next_logits` uses them: cast, and those of the layers in lists.
+
+    One token meets each weight once, so that reading them is all the time it takes.  Casting them
+    and slicing stacked ones, which copies, for each token made it 2.1 times as long (gpt2_124m in
+    float32 on one CPU core).
+    """
+
+    @jax.shard_map(in_specs=(param_specs(cfg),), out_specs=OWN)
+    def per_device(params):
+        w = prepare_weights(params, cfg, cfg.train.dtype)
+        for group in layer_groups(w):
+            layers = own_layers(cfg, group)
+            w[group] = [jax.tree.map(itemgetter(row), w[group][kind]) for kind, row in layers]
+        return to_own(w)
+
+    return per_device(params)
+
+
+def to_own(tree):
+    return jax.tree.map(lambda x: x[None, None, None], tree)
+
+
+def from_own(tree):
+    return jax.tree.map(lambda x: x[0, 0, 0], tree)
+
+
+def gathered(w, kind: str, cfg: Config):
+    """A layer's weights, whole over dp."""
+    return gather_over_dp(w, layer_table(cfg, kind)) if cfg.mesh.fsdp == "layer" else w
+
+
+def empty_cache(w, cfg: Config, B: int, S: int) -> dict:
+    """Room for S tokens of B rows in each microbatch, in each layer: [M, B, S, ...]."""
+
+    def one_token(kind, w):
         """The entries of a layer's cache for one token a row."""
-        w = jax.tree.map(lambda x: x[0], weights)
-        w = gather_over_dp(w, layer_table(cfg, kind)) if cfg.mesh.fsdp == "layer" else w
         shape = B // lax.axis_size("tp"), 1, cfg.model.d_model
         x_BLD = mark_varying(jnp.zeros(shape, cfg.train.dtype))
         at = Span(jnp.zeros((B, 1), int), jnp.zeros((B, 1), int), decoding=True)
         _, attention = attention_of(cfg)
-        return attention(x_BLD, w, cfg, at, None)[1]
+        return attention(x_BLD, gathered(w, kind, cfg), cfg, at, None)[1]
 
-    def group_cache(M, group):
-        cache = {}
-        for kind, weights in group.items():
-            N = jax.tree.leaves(weights)[0].shape[0]
-            new = jax.eval_shape(partial(one_token, kind), weights)
-            cache[kind] = {
-                name: jnp.zeros((M, N, B, S, *x.shape[2:]), x.dtype) for name, x in new.items()
+    cache = {}
+    for group in layer_groups(w):
+        # A stage runs the prefix for its own microbatch only.
+        M = 1 if group == "prefix" else lax.axis_size("pp")
+        cache[group] = [
+            {
+                name: jnp.zeros((M, B, S, *x.shape[2:]), x.dtype)
+                for name, x in jax.eval_shape(partial(one_token, kind), layer).items()
             }
-        return cache
-
-    cache = dict(layers=group_cache(lax.axis_size("pp"), params["layers"]))
-    if "prefix" in params:  # a stage runs the prefix for its own microbatch only
-        cache |= dict(prefix=group_cache(1, params["prefix"]))
+            for (kind, _), layer in zip(own_layers(cfg, group), w[group], strict=True)
+        ]
     return mark_varying(cache)
 
 
+def run_layers(w, group: str, x_BLD, m, cache: dict, at: Span, cfg: Config):
+    """(x_BLD, cache): microbatch m of the cache through this device's layers of a group."""
+    new = []
+    for (kind, _), layer, kv in zip(own_layers(cfg, group), w[group], cache[group], strict=True):
+        here = jax.tree.map(lambda x: x[m], kv)
+        args = gathered(layer, kind, cfg), cfg, None, at, here
+        x_BLD, here, _ = decoder_layer(kind, x_BLD, *args)
+        new.append(jax.tree.map(lambda x, y: x.at[m].set(y), kv, here))
+    return x_BLD, cache | {group: mark_varying(new)}
+
+
 @partial(jax.jit, static_argnames=("n_new", "cfg"), donate_argnames="cache")
-def next_logits(params, cache, token_MBS, length_MB, n_new: int, cfg: Config):
+def next_logits(weights, cache, token_MBS, length_MB, n_new: int, cfg: Config):
     """(logit_MBV, cache): the logits of the token after each row, float32.
 
-    Row b of microbatch m is token_MBS[m, b, :length].  With a cache its last n_new tokens are new;
-    without one (None) all are, and n_new is at least the longest length.
+    weights: `decoding_weights`.  Row b of microbatch m is token_MBS[m, b, :length].  With a cache
+    its last n_new tokens are new; without one (None) all are, and n_new is at least the longest
+    length.
     """
     row_spec = P("pp", "dp")
 
     @jax.shard_map(
-        in_specs=(param_specs(cfg), CACHE_SPEC, row_spec, row_spec),
-        out_specs=(P("pp", "dp", "tp"), CACHE_SPEC),
+        in_specs=(OWN, OWN, row_spec, row_spec),
+        out_specs=(P("pp", "dp", "tp"), OWN),
     )
-    def per_device(params, cache, token_MBS, length_MB):
+    def per_device(weights, cache, token_MBS, length_MB):
         start_MB = jnp.zeros_like(length_MB) if cache is None else length_MB - n_new
         index_MBL = start_MB[..., None] + jnp.arange(n_new)
         all_MBS = lax.all_gather(token_MBS, "pp", axis=0, tiled=True)
@@ -84,20 +139,24 @@ def next_logits(params, cache, token_MBS, length_MB, n_new: int, cfg: Config):
             position_BL = jnp.take_along_axis(position_BS, index_BL, 1)
             return Span(index_BL, position_BL, document_BL, document_BS, decoding=True)
 
-        params, (_, B, S) = prepare_weights(params, cfg, cfg.train.dtype), token_MBS.shape
-        if cache is None:
-            cache = empty_cache(params, cfg, B, S)
-        else:
-            cache = jax.tree.map(lambda x: x[0, 0, 0], cache)
-        new_MBL = jnp.take_along_axis(token_MBS, index_MBL, 2)
-        x_MBLD, cache = hidden_states(params, new_MBL, make_span, cfg, cache)
+        w, (_, B, S) = from_own(weights), token_MBS.shape
+        cache = empty_cache(w, cfg, B, S) if cache is None else from_own(cache)
+        new_MBL, s = jnp.take_along_axis(token_MBS, index_MBL, 2), lax.axis_index("pp")
+        x_BLD, _ = apply_embedding(w, new_MBL[0], make_span(s), cfg)
+        if "prefix" in w:
+            x_BLD, cache = run_layers(w, "prefix", x_BLD, 0, cache, make_span(s), cfg)
+
+        def stage(x_BLD, m, cache):
+            return run_layers(w, "layers", x_BLD, m, cache, make_span(m), cfg)
+
+        x_MBLD, cache = forward_pipeline(stage, x_BLD[None], cache)
         last_MB = tp_part(length_MB - 1 - start_MB, 1)
         x_MBD = jnp.take_along_axis(x_MBLD, last_MB[..., None, None], 2)[:, :, 0]
-        x_MBD = norm(x_MBD, params, "norm", cfg)
+        x_MBD = norm(x_MBD, w, "norm", cfg)
         x_MBD = lax.all_gather(x_MBD, "tp", axis=1, tiled=True)
-        return logits(x_MBD, params, cfg), jax.tree.map(lambda x: x[None, None, None], cache)
+        return logits(x_MBD, w, cfg), to_own(cache)
 
-    return per_device(params, cache, token_MBS, length_MB)
+    return per_device(weights, cache, token_MBS, length_MB)
 
 
 def choose_token(logit_V, rng, temperature: float, top_k: int, top_p: float) -> int:
@@ -121,13 +180,14 @@ def generate(
     *,
     vocab_size: int,
     stop_id: int | None = None,
+    is_over: Callable[[int, list[int]], bool] = lambda n, row: False,
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
     seed: int = 0,
 ):
-    """Continue each prompt (token ids, at least one) by up to n_tokens, ending before stop_id;
-    yields the rows as they grow.
+    """Continue each prompt (token ids, at least one) by up to n_tokens, ending before stop_id, or
+    where is_over(n, row n) says so; yields the rows as they grow.
 
     Ids from vocab_size on are never drawn.  A step computes only the newest token of each row, from
     cached keys and values.  When a row gets longer than train.seq_len, the model goes on with its
@@ -148,7 +208,7 @@ def generate(
     rows, done = [list(prompt) for prompt in prompts], [False] * len(prompts)
     seen_from, S = [0] * len(prompts), padded_length(max(map(len, prompts)) + n_tokens)
     rngs = [np.random.default_rng([seed, n]) for n in range(len(prompts))]
-    cache = None
+    weights, cache = decoding_weights(params, cfg), None
     for _ in range(n_tokens):
         for n, row in enumerate(rows):
             if len(row) - seen_from[n] > S:
@@ -158,7 +218,7 @@ def generate(
             length_R[n] = len(row) - seen_from[n]
             token_RS[n, : length_R[n]] = row[seen_from[n] :]
         n_new = padded_length(int(length_R.max())) if cache is None else 1
-        logit_MBV, cache = next_logits(params, cache, put(token_RS), put(length_R), n_new, cfg)
+        logit_MBV, cache = next_logits(weights, cache, put(token_RS), put(length_R), n_new, cfg)
         logit_MBV = np.asarray(multihost_utils.process_allgather(logit_MBV, tiled=True))
         logit_RV = logit_MBV.reshape(pp * B, -1)
         for n, row in enumerate(rows):
@@ -166,6 +226,7 @@ def generate(
                 token = choose_token(logit_RV[n, :vocab_size], rngs[n], temperature, top_k, top_p)
                 done[n] = token == stop_id
                 row += [] if done[n] else [token]
+                done[n] = done[n] or is_over(n, row)
         yield rows
         if all(done):
             return

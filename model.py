@@ -418,45 +418,39 @@ def apply_layers(
     at: Span,
     cfg: Config,
     key=None,
-    cache=None,
     grads=None,
 ):
-    """(x_BLD, outputs, grads): x through the layers of params, blocks of `kinds`.
+    """(x_BLD, statistics, grads): x through the layers of params, blocks of `kinds`.
 
-    cache: keys and values in the form of params; outputs are then the updated ones.  key: for
-    dropout, in training; without a cache outputs are the layers' statistics.  grads:
-    a tree like params whose cotangent is the sum that gradients are added to (`tap_gradient`); with
-    None, params get the gradient.
+    key: for dropout, in training.  grads: a tree like params whose cotangent is the sum that
+    gradients are added to (`tap_gradient`); with None, params get the gradient.
     """
 
-    def compute(kind, x_BLD, w, n, cache):
+    def compute(kind, x_BLD, w, n):
         if cfg.mesh.fsdp == "layer":
             w = gather_over_dp(w, layer_table(cfg, kind))
         x_BLD = checkpoint_name(x_BLD, LAYER_INPUT)
-        x_BLD, kv, stats = decoder_layer(kind, x_BLD, w, cfg, fold_key(key, n), at, cache)
-        return x_BLD, stats if cache is None else kv
+        x_BLD, _, stats = decoder_layer(kind, x_BLD, w, cfg, fold_key(key, n), at, None)
+        return x_BLD, stats
 
     def layer(kind, x_and_grads, numbered_input):
-        (x_BLD, grads), ((w, row, cache), n) = x_and_grads, numbered_input
+        (x_BLD, grads), ((w, row), n) = x_and_grads, numbered_input
         if grads is not None:
             kind_grads, w = tap_gradient(grads[kind], w, row)
             grads = grads | {kind: kind_grads}
-        x_BLD, output = rematerialize(partial(compute, kind), cfg)(x_BLD, w, n, cache)
-        return (x_BLD, grads), output
+        x_BLD, stats = rematerialize(partial(compute, kind), cfg)(x_BLD, w, n)
+        return (x_BLD, grads), stats
 
-    inputs = {}
-    for kind, w in params.items():
-        row_N = jnp.arange(count_layers({kind: w}))
-        inputs[kind] = w, row_N, None if cache is None else cache[kind]
+    inputs = {kind: (w, jnp.arange(count_layers({kind: w}))) for kind, w in params.items()}
     x_and_grads = x_BLD, grads
     unroll = cfg.train.unroll
-    x_and_grads, outputs = scan_layers(layer, x_and_grads, kinds, inputs, first_layer, unroll)
+    x_and_grads, stats = scan_layers(layer, x_and_grads, kinds, inputs, first_layer, unroll)
     x_BLD, grads = x_and_grads
-    return x_BLD, mark_varying(outputs), grads
+    return x_BLD, mark_varying(stats), grads
 
 
-def apply_front(params, token_BL, at: Span, cfg: Config, key=None, cache=None, grads=None):
-    """(x_BLD, outputs, grads) as `apply_layers`: the embedding, and the layers of the prefix."""
+def apply_embedding(params, token_BL, at: Span, cfg: Config, key=None, grads=None):
+    """(x_BLD, grads) as `apply_layers`: the embedding, and that of positions."""
     grads = {} if grads is None else dict(grads)
     tokens = grads.get("embed_VD"), params["embed_VD"], token_BL
     grads["embed_VD"], x_BLD = embed(*tokens, at.tp_dim)
@@ -465,45 +459,43 @@ def apply_front(params, token_BL, at: Span, cfg: Config, key=None, cache=None, g
         positions = grads.get("position_LD"), params["position_LD"], position_BL
         grads["position_LD"], position_BLD = lookup(*positions)
         x_BLD += position_BLD
-    x_BLD = mark_varying(dropout(x_BLD, fold_key(key, cfg.model.n_layers), at.row_B, cfg))
+    x_BLD = dropout(x_BLD, fold_key(key, cfg.model.n_layers), at.row_B, cfg)
+    return mark_varying(x_BLD), grads
+
+
+def apply_front(params, token_BL, at: Span, cfg: Config, key=None, grads=None):
+    """(x_BLD, statistics, grads) as `apply_layers`: the embedding, and the layers of the prefix."""
+    x_BLD, grads = apply_embedding(params, token_BL, at, cfg, key, grads)
     prefix = layer_kinds(cfg.model.prefix)
     if not prefix:
         return x_BLD, None, grads
-    args = x_BLD, at, cfg, key, cache, grads.get("prefix")
-    x_BLD, outputs, grads["prefix"] = apply_layers(params["prefix"], prefix, 0, *args)
-    return x_BLD, outputs, grads
+    args = x_BLD, at, cfg, key, grads.get("prefix")
+    x_BLD, stats, grads["prefix"] = apply_layers(params["prefix"], prefix, 0, *args)
+    return x_BLD, stats, grads
 
 
 # ---- the whole model, forward only
 
 
-def hidden_states(params, token_MBL, make_span: Callable, cfg: Config, cache=None):
-    """(x_MBLD, cache): the residual stream after the last layer, for this device's microbatches.
+def hidden_states(params, token_MBL, make_span: Callable, cfg: Config):
+    """The residual stream after the last layer, x_MBLD, for this device's microbatches.
 
-    make_span(m): the Span of microbatch m.  cache: {"layers": ..., "prefix": ...} in the form of
-    params, [microbatch, N, ...], or None.
+    make_span(m): the Span of microbatch m.
     """
     prefix, kinds = layer_kinds(cfg.model.prefix), layer_kinds(cfg.model.pattern)
     slots, s = token_MBL.shape[0], lax.axis_index("pp")
-    cache = {} if cache is None else cache
 
     def front(microbatch):
-        token_BL, m, prefix_cache = microbatch
-        return apply_front(params, token_BL, make_span(m), cfg, cache=prefix_cache)[:2]
+        token_BL, m = microbatch
+        return apply_front(params, token_BL, make_span(m), cfg)[0]
 
-    def stage(x_BLD, m, cache):
+    def stage(x_BLD, m, carry):
         first_layer = len(prefix) + s * count_layers(params["layers"])
-        here = jax.tree.map(lambda x: x[m], cache)
         args = params["layers"], kinds, first_layer, x_BLD, make_span(m), cfg
-        x_BLD, new, _ = apply_layers(*args, cache=here)
-        if cache is None:
-            return x_BLD, None
-        return x_BLD, jax.tree.map(lambda x, new: x.at[m].set(new), cache, new)
+        return apply_layers(*args)[0], carry
 
-    microbatches = token_MBL, s * slots + jnp.arange(slots), cache.get("prefix")
-    x_MBLD, prefix_cache = lax.map(front, microbatches)
-    x_MBLD, layers_cache = forward_pipeline(stage, x_MBLD, cache.get("layers"))
-    return x_MBLD, dict(layers=layers_cache) | (dict(prefix=prefix_cache) if prefix else {})
+    x_MBLD = lax.map(front, (token_MBL, s * slots + jnp.arange(slots)))
+    return forward_pipeline(stage, x_MBLD, None)[0]
 
 
 def split_chunks(x, cfg: Config, padding=0):
@@ -519,7 +511,7 @@ def token_nll(params, token_MBL, target_MBL, cfg: Config):
     params = prepare_weights(params, cfg, cfg.train.dtype)
     # Each stage needs the tokens of every microbatch, for the documents that they are in.
     all_MBL = lax.all_gather(token_MBL, "pp", axis=0, tiled=True)
-    x_MBLD, _ = hidden_states(params, token_MBL, lambda m: full_row_span(all_MBL, m, cfg), cfg)
+    x_MBLD = hidden_states(params, token_MBL, lambda m: full_row_span(all_MBL, m, cfg), cfg)
 
     def score(microbatch):
         x_BLD, target_BL = microbatch

@@ -43,6 +43,9 @@ def forward_pipeline(stage: Callable, x_MBLD, carry):
     with it the whole dp and tp group, so that collectives inside are safe.
     """
     pp, s, slots = lax.axis_size("pp"), lax.axis_index("pp"), x_MBLD.shape[0]
+    if pp * slots == 1:  # in a loop, XLA would copy the carry
+        x_BLD, carry = stage(x_MBLD[0], 0, carry)
+        return x_BLD[None], carry
     to_next, to_previous = neighbours()
 
     def skip(x_BLD, m, carry):

@@ -363,8 +363,10 @@ class Watchdog:
     XLA's compiler, the wait for a checkpoint, the end of Weights & Biases."""
     LONG = re.compile(r"jax/_src/compiler\.py|/checkpoint(_manager)?\.py|/wandb/")
 
-    def __init__(self, stop: Stop, run: epath.Path, cfg: Config):
+    def __init__(self, stop: Stop, run: epath.Path, cfg: Config, record_end):
+        """record_end(run, text): notes in the run directory why the process ends."""
         self.stop, self.run, self.seconds = stop, run, cfg.run.hang_timeout
+        self.record_end = record_end
         self.ended = threading.Event()
 
     def __enter__(self):
@@ -408,14 +410,16 @@ class Watchdog:
         os.write(2, stacks.encode())
         name = f"{time.strftime('%Y%m%dT%H%M%S')}-process{process_id()}.txt"
         where = self.run / "crash" / name
+        what = f"no update, save or evaluation batch for {waited:.0f} s{self.who_is_late()}"
+        fix = f"look at the stacks, in {where}, then run the same command again to resume"
+        os.write(2, f"{Problem(what, fix)}\n".encode())
         try:
             where.parent.mkdir(parents=True, exist_ok=True)
             write_whole(where, stacks)
         except Exception as e:  # whatever the storage raises, the process has to end
             os.write(2, f"warning: {where} was not written ({e})\n".encode())
-        what = f"no update, save or evaluation batch for {waited:.0f} s{self.who_is_late()}"
-        fix = f"look at the stacks, in {where}, then run the same command again to resume"
-        os.write(2, f"{Problem(what, fix)}\n".encode())
+        with suppress(TimeoutError):
+            call_within(5, lambda: self.record_end(self.run, f"exit code {errors.HUNG}"))
         leave_last(30)
         os._exit(errors.HUNG)
 

@@ -110,7 +110,7 @@ def prepare_run(path: epath.Path, cfg: Config, source, lock) -> FileLock | Lease
     except OSError as e:
         if lock is not None:
             lock.release()
-        what = f"cannot write to {path}: {e.strerror or e}"
+        what = f"cannot write to {e.filename or path}: {e.strerror or e}"
         fix = "choose a --run.dir that this user can write to"
         raise UserError(errors.STORAGE, what, fix) from None
 
@@ -257,7 +257,8 @@ def check_changes(found: dict, cfg: Config):
         if flag not in cfg.run.accept:
             what = f"{name} was {before} at this run's last start and is {value}"
             what += ", which changes the training"
-            fix = f"give the old value, or --run.accept {flag}, or another --run.name"
+            fits = " if all arrays keep their shapes" if flag.startswith("model.") else ""
+            fix = f"give the old value, or --run.accept {flag}{fits}, or another --run.name"
             problems.append(Problem(what, fix))
     if problems:
         raise UserError(errors.CHECKPOINT, problems=problems)

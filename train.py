@@ -82,7 +82,7 @@ from optim import (
 )
 from processes import NOTICE
 from profiling import DATA_WAIT, Profile
-from rundir import open_run, record_start
+from rundir import open_run, record_end, record_start
 
 # ---- the state
 
@@ -498,7 +498,7 @@ def main(cfg: Config, held=None) -> State | None:
     if held is not None and not utils.is_lead():
         held.release()
         held = None
-    with processes.Watchdog(stop, run_path(cfg), cfg):
+    with processes.Watchdog(stop, run_path(cfg), cfg, record_end):
         processes.compare_settings(cfg)
         cfg = utils.start_mesh(cfg)
         warn_of_warmup(cfg)

@@ -40,6 +40,7 @@ class Args:
     weights: Literal["last", "ema"] = "last"
     """last: those after that update.  ema: their moving average, if the run has optim.ema."""
     mesh: config.YesNo[config.Mesh] = config.Mesh()
+    train: cli.Precision = cli.Precision()
 
 
 def parse() -> tuple[Args, config.Config]:
@@ -48,7 +49,7 @@ def parse() -> tuple[Args, config.Config]:
         what = f"batch_size={args.batch_size} must be at least 1"
         raise errors.UserError(errors.USAGE, what, "set --batch_size 1 or more")
     flags = ["--data.val", args.data] if args.data else []
-    cfg = cli.config_of_run(args.run, args.mesh, *flags)
+    cfg = cli.config_of_run(args.run, args.mesh, *flags, *args.train.flags)
     if args.per_token and len(read_sets(cfg.data.val)) > 1:
         what = f"--per_token takes one set, but data.val={cfg.data.val} has several"
         raise errors.UserError(errors.USAGE, what, "name one with --data")
@@ -79,7 +80,8 @@ def main(args: Args, cfg: config.Config):
 def score(args: Args, cfg: config.Config, params, data: Dataset):
     """Score every token of one set."""
     if utils.is_lead():  # on stderr: stdout is for the result
-        print(f"evaluating on {data.source}", file=sys.stderr, flush=True)
+        line = f"evaluating in {cfg.train.dtype} on {data.source}"
+        print(line, file=sys.stderr, flush=True)
     hidden = None if utils.is_lead() else True  # None shows the bar on a terminal only
     nlls, n_scored = [], 0
     for i in tqdm(

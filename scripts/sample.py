@@ -3,6 +3,7 @@
 python scripts/sample.py --run runs/demo --prompt "If the file" --temperature 0.7 --top_p 0.9
 """
 
+import json
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +26,10 @@ class Args:
     """A run directory, local or gs://."""
     prompt: tuple[str, ...] = ("",)
     """Texts to continue; an empty one starts a new document."""
+    stop: tuple[str, ...] = ()
+    """A text ends before the first of these that is added to its prompt."""
+    json: bool = False
+    """Print an object for each text, on a line: prompt, text (what was added) and tokens."""
     tokens: int = 128
     """Tokens to add to each text, unless the document ends before."""
     temperature: float = 0.8
@@ -44,6 +49,7 @@ class Args:
     seq_len: int = 0
     """Number of tokens that the model can look back on; 0 is the run's train.seq_len."""
     mesh: config.YesNo[config.Mesh] = config.Mesh()
+    train: cli.Precision = cli.Precision()
 
 
 def parse() -> tuple[Args, config.Config]:
@@ -61,10 +67,12 @@ def parse() -> tuple[Args, config.Config]:
         if not low <= getattr(args, name) <= high:
             what = f"{name}={getattr(args, name)} must be between {low} and {high}"
             problems.append(errors.Problem(what, f"set --{name} inside that range"))
+    if "" in args.stop:
+        problems.append(errors.Problem("stop has an empty text", "leave it out"))
     if problems:
         raise errors.UserError(errors.USAGE, problems=problems)
     length = ["--train.seq_len", str(args.seq_len)] if args.seq_len else []
-    return args, cli.config_of_run(args.run, args.mesh, *length)
+    return args, cli.config_of_run(args.run, args.mesh, *length, *args.train.flags)
 
 
 if __name__ == "__main__":  # before jax is imported, see train.py
@@ -94,13 +102,16 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
         raise errors.UserError(errors.USAGE, what, "use characters of the training text") from None
 
 
-def print_as_it_grows(texts):
-    """Print what each text adds to the one before."""
+def print_as_it_grows(texts, held: int):
+    """Print what each text adds to the one before.  The last `held` characters wait for the next
+    text, because they may be the beginning of a --stop."""
     printed = text = ""
     for text in texts:
-        if not text.endswith("\ufffd") and utils.is_lead():  # half a character waits for the rest
-            print(text[len(printed) :], end="", flush=True)
-            printed = text
+        ready = text[: len(text) - held]
+        # Half a character waits for the rest.
+        if len(ready) > len(printed) and not ready.endswith("\ufffd") and utils.is_lead():
+            print(ready[len(printed) :], end="", flush=True)
+            printed = ready
     utils.say(text[len(printed) :])
 
 
@@ -109,6 +120,8 @@ def main(args: Args, cfg: config.Config):
     tokenizer = load_tokenizer(args)
     texts = args.prompt or ("",)
     cfg = utils.start_mesh(cfg, rows=len(texts))
+    if utils.is_lead():  # on stderr: stdout is for the text
+        print(f"sampling in {cfg.train.dtype}", file=sys.stderr, flush=True)
     params = train.load_params(files.absolute_path(args.run), cfg, args.step, args.weights)
     vocab_size = tokenizer.get_vocab_size()
     if vocab_size > cfg.model.vocab_size:
@@ -123,18 +136,32 @@ def main(args: Args, cfg: config.Config):
             what = f"the prompt {text[:40]!r} has {len(prompt)} tokens, more than --seq_len"
             utils.warn(f"{what} {cfg.train.seq_len}: only its end is seen")
 
-    def decode(rows, n):
-        """The text of row n, without the token that starts a document if the prompt is empty."""
-        return tokenizer.decode(rows[n] if texts[n] else rows[n][1:])
+    def added(n: int, row: list[int]) -> str:
+        """What row n adds to its prompt, decoded together with it: a tokenizer may join the two."""
+        first = 0 if texts[n] else 1  # the token that starts a document if the prompt is empty
+        known = tokenizer.decode(prompts[n][first:])
+        return tokenizer.decode(row[first:])[len(known) :]
 
-    ids = dict(vocab_size=vocab_size, stop_id=end_id)
+    def is_over(n: int, row: list[int]) -> bool:
+        return bool(args.stop) and any(stop in added(n, row) for stop in args.stop)
+
+    def until_stop(text: str) -> str:
+        return min((text.partition(stop)[0] for stop in args.stop), key=len, default=text)
+
+    ids = dict(vocab_size=vocab_size, stop_id=end_id, is_over=is_over)
     draw = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "seed")}
-    rows_after_each_token = generate.generate(params, prompts, args.tokens, cfg, **ids, **draw)
-    if len(prompts) == 1:
-        return print_as_it_grows(decode(rows, 0) for rows in rows_after_each_token)
-    *_, rows = rows_after_each_token
-    for n in range(len(prompts)):
-        utils.say(decode(rows, n), "\n" + "-" * 80)
+    all_rows = generate.generate(params, prompts, args.tokens, cfg, **ids, **draw)
+    if len(texts) == 1 and not args.json:
+        growing = (texts[0] + until_stop(added(0, rows[0])) for rows in all_rows)
+        return print_as_it_grows(growing, max(map(len, args.stop), default=1) - 1)
+    *_, rows = all_rows
+    for n, text in enumerate(texts):
+        more = until_stop(added(n, rows[n]))
+        if args.json:
+            n_tokens = len(rows[n]) - len(prompts[n])
+            utils.say(json.dumps(dict(prompt=text, text=more, tokens=n_tokens)))
+        else:
+            utils.say(text + more, "\n" + "-" * 80)
 
 
 if __name__ == "__main__":

@@ -216,12 +216,13 @@ def cached_errors(cfg, mesh):
     L, n_rows = cfg.train.seq_len, 16
     nll = np.asarray(train.eval_step(params, tokens, targets, cfg)[2]).reshape(-1, L)
     tokens, targets = (np.asarray(x).reshape(-1, L)[:n_rows] for x in (tokens, targets))
+    weights = generate.decoding_weights(params, cfg)
     cache, n_new, errors = None, 8, []
     length = np.random.default_rng(1).integers(3, 9, size=n_rows).astype(np.int32)
     for _ in range(5):
         rows = np.where(np.arange(L) < length[:, None], tokens, 0)
         args = put_rows(rows, cfg), put_rows(length, cfg), n_new, cfg
-        logit, cache = generate.next_logits(params, cache, *args)
+        logit, cache = generate.next_logits(weights, cache, *args)
         logit, last = np.asarray(logit).reshape(n_rows, -1), (np.arange(n_rows), length - 1)
         z = np.log(np.exp(logit).sum(-1))
         counted = targets[last] >= 0

@@ -226,8 +226,9 @@ def test_an_imported_model_is_exported_bit_for_bit(family, tmp_path):
         np.testing.assert_array_equal(exported[name], x, err_msg=name)
     convert_hf.import_hf(tmp_path / "out", tmp_path / "runs" / "b")
     assert leaves(tmp_path / "runs" / "b") == leaves(tmp_path / "runs" / "a")
-    models = [cli.config_of_run(str(tmp_path / "runs" / x), config.Mesh()).model for x in "ab"]
-    assert models[0] == models[1]
+    configs = [cli.config_of_run(str(tmp_path / "runs" / x), config.Mesh()) for x in "ab"]
+    assert configs[0].model == configs[1].model
+    assert configs[0].train.dtype == configs[1].train.dtype == "float32"
     assert (tmp_path / "out" / "tokenizer.json").read_text() == '{"added_tokens": []}'
 
 

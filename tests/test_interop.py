@@ -125,7 +125,7 @@ def score(params, token_MBL, target_MBL, cfg):
         w = model.prepare_weights(params, cfg, cfg.train.dtype)
         index_BL = jnp.arange(token_MBL.shape[-1])[None]
         span = attention.Span(index_BL, index_BL)
-        x_MBLD, _ = model.hidden_states(w, token_MBL, lambda m: span, cfg)
+        x_MBLD = model.hidden_states(w, token_MBL, lambda m: span, cfg)
 
         def score_rows(rows):
             x_BLD, target_BL = rows
@@ -171,11 +171,11 @@ def test_decoding_has_the_logits_of_transformers(family, imported, record):
     want, start = golden(family), 40
     (n_rows, L), (_, pp, tp) = want["tokens"].shape, cfg.mesh.sizes
     token_MBS = np.resize(want["tokens"], (pp, tp, L))  # each row in each microbatch
-    cache, got = None, []
+    weights, cache, got = generate.decoding_weights(params, cfg), None, []
     for length in range(start, start + 5):
         length_MB = np.full(token_MBS.shape[:2], length, np.int32)
         n_new = length if cache is None else 1
-        logit_MBV, cache = generate.next_logits(params, cache, token_MBS, length_MB, n_new, cfg)
+        logit_MBV, cache = generate.next_logits(weights, cache, token_MBS, length_MB, n_new, cfg)
         got.append(np.asarray(logit_MBV)[..., : cfg.model.vocab_size].reshape(pp, n_rows, 1, -1))
     first = start - 1 - (L - want["logits"].shape[1])
     wanted = want["logits"][:, first : first + len(got)]
@@ -206,6 +206,7 @@ def test_an_imported_model_is_exported_bit_for_bit(family, imported, tmp_path):
         np.testing.assert_array_equal(got[name].astype(np.float32), want[name].astype(np.float32))
     models = [hf_config.read_model(read_config(f)) for f in (tmp_path / "hf", GOLDENS / family)]
     assert models[0] == models[1]
+    assert cli.config_of_run(str(imported), config.Mesh()).train.dtype == "bfloat16"
 
 
 def test_a_config_from_before_transformers_5_is_the_same_model(family):

@@ -1,5 +1,6 @@
 """How the processes of a run meet, agree, stop, hang and fail, with real ones on the loopback."""
 
+import json
 import os
 import re
 import shutil
@@ -45,19 +46,37 @@ def test_stop_answers_when_asked_and_only_then():
             signal.signal(number, handler)
 
 
+@pytest.mark.parametrize("script", ["train.py", "scripts/plan.py"])  # a long help, a short one
+def test_a_closed_stdout_ends_a_program_without_a_word(script):
+    """As `| head` does, once it has its lines; here it is closed before the first."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, script, "--help"]
+    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert done.returncode == 128 + signal.SIGPIPE and done.stderr == "", done
+
+
 @pytest.mark.slow
-def test_a_hang_ends_with_exit_9_and_the_stacks(base):
-    """The first write to a pipe that has no reader waits for ever."""
-    cfg, run = new_run(base, "hung", train=dict(steps=100_000), run=dict(hang_timeout=5))
+@pytest.mark.parametrize("waits", [["metrics.jsonl"], ["metrics.jsonl", "history.jsonl"]], ids=str)
+def test_a_hang_ends_with_exit_9_and_the_stacks(base, waits):
+    """A pipe that no one else has opened waits for ever; the end is noted where that can be."""
+    name = f"hung{len(waits)}"
+    cfg, run = new_run(base, name, train=dict(steps=100_000), run=dict(hang_timeout=5))
     cfg = replace(cfg, mesh=config.Mesh(1, 1, 1))
     process = start(cfg)
     wait_for_step(process, run, 3)
-    (run / "metrics.jsonl").unlink()
-    os.mkfifo(run / "metrics.jsonl")
+    for file in waits:
+        (run / file).unlink()
+        os.mkfifo(run / file)
+    began = time.monotonic()
     code, _, err = finish(process)
+    assert time.monotonic() - began < 50  # give_up itself ends after 60 s in any case
     assert code == HUNG and "no update, save or evaluation batch for" in err
     (stacks,) = (run / "crash").iterdir()
     assert "metrics.py" in stacks.read_text() and str(stacks) in err
+    if "history.jsonl" not in waits:
+        assert json.loads((run / "history.jsonl").read_text())["end"] == "exit code 9"
 
 
 @pytest.mark.slow

@@ -4,6 +4,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,12 +15,14 @@ from runs import (
     contents,
     copy_run,
     finish,
+    flags,
     new_run,
     refusal,
     rows,
     start,
     wait_for_step,
 )
+from test_train import OBEY_PERMISSIONS
 
 import cli
 import config
@@ -34,6 +38,18 @@ def test_an_unwritable_run_directory_is_a_storage_error(cfg, tmp_path):
         with pytest.raises(UserError) as error:
             train.main(replace(cfg, run=replace(cfg.run, dir=str(tmp_path / where))))
         assert error.value.code == STORAGE and "cannot write to" in str(error.value)
+
+
+@pytest.mark.slow
+def test_a_lock_without_permission_is_named(base, reference):
+    cfg, run = copy_run(reference, base, "sealed_lock")
+    (run / "lock").chmod(0)
+    command = [sys.executable, "-c", OBEY_PERMISSIONS]
+    command += [sys.executable, ROOT / "train.py", "--config", "tiny", *flags(cfg)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    what, _ = done.stderr.splitlines()[-2:]
+    assert done.returncode == STORAGE and "Traceback" not in done.stderr
+    assert what == f"error: cannot write to {run / 'lock'}: Permission denied", done.stderr
 
 
 @pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "history.jsonl"])

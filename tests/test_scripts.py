@@ -62,6 +62,22 @@ def test_samples_are_the_same_text_from_any_mesh(trained):
     assert several.startswith(want.rstrip("\n")) and several.count("-" * 80) == 3
 
 
+def test_a_sample_ends_before_a_stop(trained):
+    """Also where the word lies over two tokens, and however many others are in the batch."""
+    args = ["--prompt", "import ", "--tokens", 12, "--temperature", 0.5, "--seed", 3]
+    whole = text_of(trained, *args, "--mesh.dp", 1).rstrip("\n")
+    stop = whole[9:12]
+    want = whole[:7] + whole[7:].partition(stop)[0]
+    args += ["--mesh.dp", 1, "--stop", stop, "no such word"]
+    assert text_of(trained, *args) == want + "\n"
+    lines = text_of(trained, *args, "--json", "--prompt", "import ", "def ").splitlines()
+    first, second = map(json.loads, lines)
+    assert first["prompt"] + first["text"] == want and second["prompt"] == "def "
+    assert first["tokens"] < 12 or not whole[7:].partition(stop)[2]
+    done = run("scripts/sample.py", "--run", trained, "--stop", "")
+    assert done.returncode == USAGE and "stop has an empty text" in done.stderr
+
+
 def test_samples_in_training_compare_over_time(trained):
     train.main(cli.parse(["--config", str(trained / "config.json")]))  # finished: adds nothing
     rows = [json.loads(line) for line in (trained / "samples.jsonl").read_text().splitlines()]
@@ -105,6 +121,15 @@ def test_evaluate_takes_another_set(trained, corpus):
     assert run("scripts/evaluate.py", "--run", trained, "--data", "/nowhere").returncode == DATA
 
 
+def test_evaluate_computes_in_the_dtype_of_the_run_or_another(trained):
+    args = ["scripts/evaluate.py", "--run", trained, "--mesh.dp", 1]
+    plain, rounded = run(*args), run(*args, "--train.dtype", "bfloat16")
+    assert "evaluating in float32 on" in plain.stderr
+    assert "evaluating in bfloat16 on" in rounded.stderr, rounded.stderr
+    difference = json.loads(plain.stdout)["loss"] - json.loads(rounded.stdout)["loss"]
+    assert 1e-7 < abs(difference) < 0.02
+
+
 def test_report_ends_with_the_numbers(trained):
     done = run("scripts/report.py", "--run", trained)
     assert done.returncode == 0, done.stderr
@@ -112,6 +137,30 @@ def test_report_ends_with_the_numbers(trained):
     for word in [f"run directory    {trained}", *numbers]:
         assert word in done.stdout
     assert run("scripts/report.py", "--run", trained / "none").returncode == DATA
+
+
+def test_compare_shows_what_differs(trained, tmp_path):
+    other = Path(shutil.copytree(trained, tmp_path / "other"))
+    record = json.loads((other / "config.json").read_text())
+    lr = record["optim"]["lr"]
+    record["optim"] |= dict(lr=2 * lr)
+    (other / "config.json").write_text(json.dumps(record))
+    rows = [json.loads(line) for line in (other / "metrics.jsonl").read_text().splitlines()]
+    rows = [row | dict(loss=row["loss"] + 1) for row in rows]
+    (other / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "compare.png"
+    done = run("scripts/compare.py", trained, other, "--out", out)
+    assert done.returncode == 0, done.stderr
+    cells = [re.split("  +", line) for line in done.stdout.splitlines()[:-1]]
+    names = ["", "tokens", "seconds", "FLOPs", "training loss", "validation loss", "optim.lr"]
+    assert [row[0] for row in cells] == names
+    for _, *loss in cells[4:6]:
+        assert float(loss[1]) - float(loss[0]) == pytest.approx(1, abs=2e-4)
+    assert cells[6] == ["optim.lr", str(lr), str(2 * lr)]
+    assert out.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert run("scripts/compare.py", trained, "--out", out).returncode == USAGE
+    done = run("scripts/compare.py", trained, tmp_path / "none", "--out", out)
+    assert done.returncode == DATA and "has no training rows" in done.stderr
 
 
 def test_the_commands_that_the_demo_ends_with_work(trained, tmp_path):
