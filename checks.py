@@ -377,6 +377,7 @@ def moe_problems(cfg: Config):
     if not any("moe" in kind for kind in all_kinds(m)):
         defaults = {
             "train.balance_loss": t.balance_loss == 0,
+            "train.bias_rate": t.bias_rate == type(t).bias_rate,
             "train.capacity_factor": t.capacity_factor == 0,
             "mesh.experts": cfg.mesh.experts == "gather",
         }

@@ -470,11 +470,11 @@ def shakespeare_char() -> Config:
         run=Run(name="shakespeare_char"),
         mesh=Mesh(dp=1, pp=1, tp=1),
         model=Model(vocab_size=128, d_model=128, n_layers=4, n_heads=4, n_kv_heads=2, d_head=32,
-                    d_ff=256, qk_norm=True),
+                    d_ff=256, qk_norm=True, rope_theta=100.0),
         data=Data(train="data/shakespeare_char/train", val="data/shakespeare_char/val"),
         train=Train(seq_len=64, batch_size=12, steps=2000, eval_every=500, dtype="float32"),
         optim=Optim(name="muon", lr=1.2e-2, warmup_steps=100, schedule="linear",
-                    min_lr_ratio=0.0, b2=0.99),
+                    min_lr_ratio=0.0, b2=0.99, muon_momentum=0.9),
         checkpoint=Checkpoint(every=500),
         log=Log(wandb="off"),
     )
