@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from buckets import emulate_bucket
+from buckets import OBJECTS, emulate_bucket, object_path
 from conftest import MESHES, ROOT, on_mesh, prepare
 from etils import epath
 from failpoint import WATCHED
@@ -134,8 +134,8 @@ class Trial:
             self.env |= bucket.env
 
     def start(self, failpoint: str = "", only=None, prefix=()) -> list[subprocess.Popen]:
-        """Start train.py.  only: the ids of the processes that come; prefix: a command that starts
-        the process."""
+        """Start train.py.  failpoint: of process 0, see failpoint.py; only: the ids of the
+        processes that come; prefix: a command that starts the process."""
         port, self.processes = free_port(), []
         for n in range(self.n_processes):
             cfg, env = self.cfg, os.environ | self.env
@@ -144,7 +144,7 @@ class Trial:
                 cfg = replace(cfg, run=replace(cfg.run, process_id=n, **shared))
                 env.pop("JAX_NUM_CPU_DEVICES")
             script = [ROOT / "train.py"]
-            if failpoint:
+            if failpoint and n == 0:
                 script, env["FAILPOINT"] = [ROOT / "tests" / "failpoint.py", *script], failpoint
             if only is None or n in only:
                 command = [*prefix, sys.executable, *script, "--config", "tiny", *flags(cfg)]
@@ -201,12 +201,12 @@ class Trial:
         self.fetch()
         return losses(self.run), rows(self.run, "eval"), final_weights(self.run)
 
-    def assert_whole(self):
-        """The run goes on from its newest checkpoint to its end, and then has every row and every
-        bit of one without faults."""
-        saved = self.saved()
+    def assert_whole(self, damaged: int = 0):
+        """The run goes on from its newest checkpoint, or that before as many damaged ones, to its
+        end, and then has every row and every bit of one without faults."""
+        saved = [0, *self.saved()]
         self.go_on()
-        assert self.starts()[-1]["step"] >= max(saved, default=0)
+        assert self.starts()[-1]["step"] >= saved[-1 - damaged]
         *tables, weights = self.result()
         *expected, expected_weights = self.world.reference(self.n_processes)
         assert tables == expected
@@ -252,15 +252,42 @@ def kill(world: World) -> int:
     return n
 
 
+CALLS = dict(mkdir=30, replace=6, rename=24, append=63, unlink=100, rmdir=40, request=290)
+"""How many calls of each kind process 0 makes, which is the one that writes all but arrays."""
+
+
+def run_to_failpoint(trial: Trial, signal_name: str) -> tuple[int, list[int]]:
+    """Run until process 0 gets the signal before or after a call that writes: its exit code, and
+    those of the others."""
+    r = trial.world.random
+    name = "request" if trial.bucket else r.choice([*WATCHED])
+    trial.start(f"{name}:{r.randint(1, CALLS[name])}:{r.choice(['before', 'after'])}:{signal_name}")
+    first, *others = trial.finish()
+    return first, others
+
+
 def kill_at_failpoint(world: World) -> int:
-    """SIGKILL before or after a call to the file system, then the run to its end."""
-    name, when = world.random.choice([*WATCHED]), world.random.choice(["before", "after"])
-    with world.trial(n_processes=1, on_disk=True) as trial:
-        trial.start(f"{name}:{world.random.randint(1, 40)}:{when}")
-        (code,) = trial.finish()
-        assert code in (KILLED, 0), trial.err
+    """SIGKILL of process 0 before or after a call that writes, then the run to its end."""
+    with world.trial() as trial:
+        code, others = run_to_failpoint(trial, "SIGKILL")
+        allowed = (DISTRIBUTED, 0) if code == KILLED else (0,)
+        assert code in (KILLED, 0) and {*others} <= {*allowed}, (code, others, trial.err)
         trial.assert_whole()
     return int(code == KILLED)
+
+
+def terminate_at_failpoint(world: World) -> int:
+    """SIGTERM of process 0 before or after a call that writes: code 75, and no update is lost."""
+    with world.trial() as trial:
+        code, others = run_to_failpoint(trial, "SIGTERM")
+        assert code in (INTERRUPTED, 0), (code, others, trial.err)
+        if trial.read("metrics.jsonl"):  # before, one that starts leaves without the others
+            assert {*others} <= {code}, (code, others, trial.err)
+            if all("nothing is lost" not in err for err in trial.err):
+                trial.fetch()
+                assert trial.saved()[-1] == len(rows(trial.run)), trial.err
+        trial.assert_whole()
+    return int(code == INTERRUPTED)
 
 
 def terminate(world: World) -> int:
@@ -461,6 +488,77 @@ def list_late(world: World) -> int:
         else:  # it has not begun, because its first checkpoint was not whole
             trial.start()
             assert {*trial.finish()} <= {0, CHECKPOINT}, trial.err
+    return 1
+
+
+def cut_save(world: World) -> int:
+    """Of the newest checkpoint in a bucket there are only the first objects, as after a crash at
+    any moment of its save: the one before it is used."""
+    with world.trial(1, on_disk=False) as trial:
+        trial.go_on()
+        newest = f"runs/{trial.run.name}/checkpoints/{trial.saved()[-1]}/"
+        objects = json.loads(trial.bucket.call("GET", OBJECTS, prefix=newest)[0])["items"]
+        objects.sort(key=lambda about: int(about["generation"]))
+        for about in objects[world.random.randrange(len(objects)) :]:
+            trial.bucket.call("DELETE", object_path(about["name"]))
+        assert len(trial.saved()) == 1
+        trial.assert_whole()
+    return 1
+
+
+def forbid_writes(world: World) -> int:
+    """From a random moment on a bucket answers 403 to all that writes: code 5, and what was saved
+    before stays."""
+    with world.trial(on_disk=False, checkpoint=dict(patience=3)) as trial:
+        trial.start()
+        time.sleep(world.random.uniform(0, 10))
+        trial.bucket.set_faults(read_only=True)
+        codes = trial.finish()
+        assert {*codes} <= {STORAGE} or {*codes} <= {0}, (codes, trial.err)
+        trial.bucket.set_faults()
+        trial.assert_whole()
+    return 1
+
+
+def stall_bucket(world: World) -> int:
+    """A bucket does not answer at all: for a while, which changes nothing, or for good: code 9."""
+    for_good = world.random.random() < 0.3
+    with world.trial(1, on_disk=False, run=dict(hang_timeout=10 if for_good else 0)) as trial:
+        children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+        names = {int(n): Path(f"/proc/{n}/cmdline").read_bytes() for n in children}
+        (emulator,) = [n for n, name in names.items() if b"gcs_emulator" in name]
+        trial.start()
+        deadline = time.monotonic() + 60
+        while not trial.read("metrics.jsonl") and time.monotonic() < deadline:
+            time.sleep(0.1)
+        os.kill(emulator, signal.SIGSTOP)
+        try:
+            if for_good:
+                assert trial.finish() == [HUNG], trial.err
+                assert "no update, save or evaluation batch for" in trial.err[0], trial.err
+            else:
+                time.sleep(world.random.uniform(1, 20))
+        finally:
+            os.kill(emulator, signal.SIGCONT)
+        assert for_good or trial.finish() == [0], trial.err
+        trial.assert_whole()
+    return 1
+
+
+def lose_power(world: World) -> int:
+    """Files of the newest checkpoint are empty, as after power was lost before the disk had them:
+    the one before it is used."""
+    with world.trial(1, True) as trial:
+        (process,) = trial.start()
+        wait_for_step(process, trial.run, 10)
+        while len(trial.saved()) < 2:
+            time.sleep(0.1)
+        process.kill()
+        assert trial.finish()[0] in (KILLED, 0), trial.err
+        newest = trial.run / "checkpoints" / str(trial.saved()[-1])
+        for path in sample(world, [path for path in newest.rglob("*") if path.is_file()]):
+            os.truncate(path, 0)
+        trial.assert_whole(damaged=1)
     return 1
 
 
@@ -808,6 +906,7 @@ def do_not_grow(world: World) -> int:
 ROWS = {
     kill: (6, 150),
     kill_at_failpoint: (4, 50),
+    terminate_at_failpoint: (2, 30),
     terminate: (4, 100),
     change_mesh: (1, 12),
     stand_still: (1, 6),
@@ -817,6 +916,10 @@ ROWS = {
     fail_requests: (2, 10),
     interrupt_storage: (1, 6),
     list_late: (1, 6),
+    cut_save: (1, 20),
+    forbid_writes: (1, 6),
+    stall_bucket: (1, 6),
+    lose_power: (1, 20),
     fill_disk: (1, 6),
     limit_files: (1, 10),
     poison: (1, 20),
