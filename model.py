@@ -482,17 +482,15 @@ def hidden_states(params, token_MBL, make_span: Callable, cfg: Config):
 
     make_span(m): the Span of microbatch m.
     """
-    prefix, kinds = layer_kinds(cfg.model.prefix), layer_kinds(cfg.model.pattern)
-    slots, s = token_MBL.shape[0], lax.axis_index("pp")
+    kinds, slots, s = layer_kinds(cfg.model.pattern), token_MBL.shape[0], lax.axis_index("pp")
 
     def front(microbatch):
         token_BL, m = microbatch
         return apply_front(params, token_BL, make_span(m), cfg)[0]
 
     def stage(x_BLD, m, carry):
-        first_layer = len(prefix) + s * count_layers(params["layers"])
-        args = params["layers"], kinds, first_layer, x_BLD, make_span(m), cfg
-        return apply_layers(*args)[0], carry
+        # Without dropout, the layers' numbers do not matter.
+        return apply_layers(params["layers"], kinds, 0, x_BLD, make_span(m), cfg)[0], carry
 
     x_MBLD = lax.map(front, (token_MBL, s * slots + jnp.arange(slots)))
     return forward_pipeline(stage, x_MBLD, None)[0]

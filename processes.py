@@ -26,7 +26,7 @@ from etils import epath
 
 import config
 import errors
-from cli import call_within
+from cli import call_within, leave_if_unread
 from config import Config, Run
 from errors import Problem, UserError
 from files import write_whole
@@ -497,6 +497,7 @@ def run_main(main, cfg: Config):
             rows = "fewer rows at a time (in training, train.microbatches or train.grad_accum)"
             fix = f"use more devices, {rows}, or train.remat=layer; scripts/plan.py says what fits"
             exit_with(UserError(errors.USAGE, f"a device's memory is too small: {reason}", fix))
+        leave_if_unread(e)
         if is_storage_error(e):
             fix = f"free some space, or fix the storage or the permissions, then {again}"
             exit_with(UserError(errors.STORAGE, f"storage failed: {reason}", fix))

@@ -111,8 +111,8 @@ def count_documents(source: TokenFiles, start: int, stop: int) -> int:
 def open_data(args: Args, cfg: config.Config, run) -> Dataset:
     """The data of the run's record.  Raise UserError DATA if they are no longer there; warn if the
     record is not that of the update."""
-    fix = "put the data, or a link to them, back there; a relative path counts from the folder in "
-    fix += "which train.py was started"
+    fix = "start this script in the folder in which train.py was started, or put the data, or a "
+    fix += "link to them, back there"
     try:
         data = Dataset(cfg, "train")
     except errors.UserError as e:

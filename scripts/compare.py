@@ -6,6 +6,7 @@ python scripts/compare.py runs/a runs/b --out compare.png
 import json
 import sys
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 
 import tyro
@@ -41,59 +42,55 @@ from scripts.report import read_rows
 
 
 class Curves:
-    """A run's losses, and what they had cost by then."""
+    """A run's losses, and what they had cost by then: its tokens, with those of a run that it
+    started from, and the seconds and FLOPs of its own updates."""
 
     def __init__(self, run: str):
-        path = epath.Path(run)
-        self.name = path.name
+        self.name, path = run, epath.Path(run)
         rows = read_rows(path / "metrics.jsonl")
         train = [row for row in rows if row["kind"] == "train"]
         if not train:
             what = f"{run} has no training rows in metrics.jsonl"
             raise UserError(DATA, what, "give run directories that have trained")
         self.facts = record_facts(json.loads((path / "config.json").read_text()))
-        flops = model.flops_per_token(cli.parse(["--config", f"{run}/config.json"]))
-        step, tokens, rate = (
-            np.array([row[key] for row in train], float)
-            for key in ("step", "tokens", "tokens_per_sec")
+        step, tokens, seconds, rate, self.loss = (
+            np.array([row[name] for row in train], float)  # a null is NaN
+            for name in ("step", "tokens", "step_time", "tokens_per_sec", "loss")
         )
-        loss = np.array([row["loss"] for row in train], float)  # None, if not finite, is NaN
-        # A branch begins with its parent's tokens, but took none of its time.
-        seconds = np.cumsum(np.diff(tokens, prepend=tokens[0]) / rate)
-        self.costs = {"tokens": tokens, "seconds": seconds, "FLOPs": tokens * flops}
-        self.loss = smooth(loss)
-        self.evals = {}  # {name of the set: (rows of self.costs, losses)}
-        for name in {row.get("set", "") for row in rows if row["kind"] == "eval"}:
-            found = {
-                row["step"]: row["loss"]
-                for row in rows
-                if row["kind"] == "eval" and row.get("set", "") == name and row["step"] > 0
-            }
-            at = np.searchsorted(step, list(found)).clip(max=len(step) - 1)
-            self.evals[name] = at, np.array([*found.values()], float)
+        own = tokens - tokens[0] + seconds[0] * rate[0]
+        flops = own * model.flops_per_token(cli.parse(["--config", f"{run}/config.json"]))
+        self.costs = {"tokens": tokens, "seconds": np.cumsum(seconds), "FLOPs": flops}
+        self.evals = {}  # {name of the set: {row of self.costs: loss}}
+        for row in rows:
+            if row["kind"] == "eval" and row["loss"] is not None:
+                at = min(np.searchsorted(step, row["step"]), len(step) - 1)
+                self.evals.setdefault(row.get("set", ""), {})[at] = row["loss"]
 
 
-def smooth(x):
-    """The mean of each number and those before it, a fiftieth of all, without NaN."""
-    n = 1 + len(x) // 50
-    return np.array([np.nanmean(x[max(0, i - n) : i + 1]) for i in range(len(x))])
+def smooth(x, n: int):
+    """The mean of each number and the n before it, without NaN."""
+    windows = (x[max(0, i - n) : i + 1] for i in range(len(x)))
+    return np.array([np.nanmean(w) if np.isfinite(w).any() else np.nan for w in windows])
 
 
-def draw(out: str, runs: list[Curves]):
-    """Losses over tokens, seconds and FLOPs; validation as points."""
+def draw(out: str, runs: list[Curves], sets: list[str], n: int):
+    """Losses over tokens, seconds and FLOPs; validation as points, a shape for each set."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(15, 4.5), layout="constrained")
     for axes, cost in zip(figure.subplots(1, 3, sharey=True), runs[0].costs, strict=True):
         for number, run in enumerate(runs):
-            axes.plot(run.costs[cost], run.loss, lw=1, color=f"C{number}", label=run.name)
-            for at, loss in run.evals.values():
-                axes.plot(run.costs[cost][at], loss, "o", color=f"C{number}", ms=5)
-        axes.set(xlabel=cost, title="lines: training, points: validation")
+            x, style = run.costs[cost], dict(color=f"C{number}")
+            axes.plot(x, smooth(run.loss, n), lw=1, label=run.name, **style)
+            for shape, name in zip(cycle("osD^v*"), sets):
+                found = run.evals.get(name, {})
+                label = f"{run.name}, validation {name}".strip()
+                axes.plot(x[[*found]], [*found.values()], shape, ms=5, label=label, **style)
+        axes.set(xlabel=cost)
         axes.ticklabel_format(axis="x", style="sci", scilimits=(0, 4))
         axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
     figure.axes[0].set_ylabel("loss (nats per token)")
+    figure.axes[-1].legend(fontsize="small")
     write_png(epath.Path(out), figure)
 
 
@@ -105,23 +102,26 @@ def table(rows: list[list[str]]) -> str:
 
 
 def main(args: Args):
-    """Print what the runs reached and how they differ, and draw their losses."""
+    """Draw the runs' losses, and print what they reached and how they differ."""
     if len(args.runs) < 2:
         raise UserError(USAGE, f"{len(args.runs)} run(s) named, but 2 are needed", "name more")
     runs = [Curves(run) for run in args.runs]
+    sets = sorted({name for run in runs for name in run.evals})
+    n = max(len(run.loss) for run in runs) // 50  # updates that a point of a curve looks back
+    draw(args.out, runs, sets, n)
     rows = [["", *(run.name for run in runs)]]
     rows += [[cost, *(f"{run.costs[cost][-1]:.4g}" for run in runs)] for cost in runs[0].costs]
-    rows += [["training loss", *(f"{run.loss[-1]:.4f}" for run in runs)]]
-    for name in sorted({name for run in runs for name in run.evals}):
-        last = [run.evals[name][1][-1:] if name in run.evals else [] for run in runs]
-        words = [f"{loss[0]:.4f}" if len(loss) else "-" for loss in last]
+    what = f"training loss of {n + 1} updates" if n else "training loss"
+    rows += [[what, *(f"{smooth(run.loss, n)[-1]:.4f}" for run in runs)]]
+    for name in sets:
+        last = [[*run.evals.get(name, {}).values()][-1:] for run in runs]
+        words = [f"{loss[0]:.4f}" if loss else "-" for loss in last]
         rows += [[f"validation loss {name}".strip(), *words]]
     for name in dict.fromkeys(name for run in runs for name in run.facts):
         values = [json.dumps(run.facts.get(name)) for run in runs]
         if len(set(values)) > 1:
             rows += [[name, *values]]
     print(table(rows))
-    draw(args.out, runs)
     print(f"-> {args.out}")
 
 

@@ -43,8 +43,8 @@ class Args:
     """Updates with each rate."""
     depth: int = 4
     """Layers."""
-    seeds: int = 1
-    """Initial weights that the losses are the mean of."""
+    seeds: tuple[int, ...] = (0,)
+    """Of the initial weights; the losses are means over them."""
 
 
 def parse() -> tuple[Args, config.Config]:
@@ -150,7 +150,7 @@ def rate_transfer(args: Args, is_mup: bool, bar) -> dict:
     found = {}
     for width in args.widths:
         curves = []
-        for seed in range(args.seeds):
+        for seed in args.seeds:
             cfg = utils.start_mesh(make_config(args, width, is_mup, seed))
             data = Dataset(cfg, "train")
             curves.append([])
@@ -186,7 +186,7 @@ def draw(args: Args, table: dict):
 
 
 def main(args: Args, cfg: config.Config):
-    n_runs = len(args.coordinate_widths) + args.seeds * len(args.widths) * len(args.rates)
+    n_runs = len(args.coordinate_widths) + len(args.seeds) * len(args.widths) * len(args.rates)
     table = {}
     with tqdm(total=2 * n_runs, unit="run") as bar:
         for name, is_mup in (("standard", False), ("muP", True)):

@@ -27,9 +27,10 @@ class Args:
     prompt: tuple[str, ...] = ("",)
     """Texts to continue; an empty one starts a new document."""
     stop: tuple[str, ...] = ()
-    """A text ends before the first of these that is added to its prompt."""
+    """A text ends where the first of these would begin; prompts are not searched."""
     json: bool = False
-    """Print an object for each text, on a line: prompt, text (what was added) and tokens."""
+    """Print an object for each text, on a line: prompt, text (what was added) and tokens (how many
+    were drawn for it, those of --stop included)."""
     tokens: int = 128
     """Tokens to add to each text, unless the document ends before."""
     temperature: float = 0.8
@@ -107,7 +108,7 @@ def print_as_it_grows(texts, held: int):
     text, because they may be the beginning of a --stop."""
     printed = text = ""
     for text in texts:
-        ready = text[: len(text) - held]
+        ready = text[: max(0, len(text) - held)]
         # Half a character waits for the rest.
         if len(ready) > len(printed) and not ready.endswith("\ufffd") and utils.is_lead():
             print(ready[len(printed) :], end="", flush=True)
@@ -139,11 +140,11 @@ def main(args: Args, cfg: config.Config):
     def added(n: int, row: list[int]) -> str:
         """What row n adds to its prompt, decoded together with it: a tokenizer may join the two."""
         first = 0 if texts[n] else 1  # the token that starts a document if the prompt is empty
-        known = tokenizer.decode(prompts[n][first:])
-        return tokenizer.decode(row[first:])[len(known) :]
+        return tokenizer.decode(row[first:])[len(tokenizer.decode(prompts[n][first:])) :]
 
     def is_over(n: int, row: list[int]) -> bool:
-        return bool(args.stop) and any(stop in added(n, row) for stop in args.stop)
+        text = added(n, row) if args.stop else ""
+        return any(stop in text for stop in args.stop)
 
     def until_stop(text: str) -> str:
         return min((text.partition(stop)[0] for stop in args.stop), key=len, default=text)

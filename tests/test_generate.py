@@ -47,6 +47,8 @@ def test_greedy_text_is_the_argmax_of_a_plain_decoder(mesh):
     pytest.param(MOE_ALLTOALL, id="mla+moe"),
     pytest.param(GPT2, id="gpt2"),
     pytest.param(MIXED, id="mixed", marks=SLOW),
+    pytest.param(replace(GPT2, mesh=config.Mesh(fsdp="step")), id="step", marks=SLOW),
+    pytest.param(replace(GPT2, mesh=config.Mesh(fsdp="none")), id="none", marks=SLOW),
 ])  # fmt: skip
 def test_cached_logits_are_those_of_the_whole_row(cfg, mesh):
     check_cached_logits(cfg, mesh)

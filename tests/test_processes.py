@@ -46,13 +46,20 @@ def test_stop_answers_when_asked_and_only_then():
             signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("script", ["train.py", "scripts/plan.py"])  # a long help, a short one
-def test_a_closed_stdout_ends_a_program_without_a_word(script):
+@pytest.mark.parametrize("command", [
+    ["train.py", "--help"], ["scripts/plan.py", "--help"],  # a long help, a short one
+    ["train.py", "--config", "tiny", "--data.train", "synthetic", "--data.val", "synthetic",
+     "--train.steps", "1"],
+], ids=["train", "plan", "run"])  # fmt: skip
+def test_a_closed_stdout_ends_a_program_without_a_word(command, tmp_path):
     """As `| head` does, once it has its lines; here it is closed before the first."""
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, script, "--help"]
-    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
+    if "--help" not in command:
+        command = [*command, "--run.dir", str(tmp_path)]
+    env = {name: x for name, x in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    streams = dict(stdout=writer, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=env, **streams)
     os.close(writer)
     assert done.returncode == 128 + signal.SIGPIPE and done.stderr == "", done
 

