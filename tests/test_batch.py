@@ -52,7 +52,7 @@ def mean_loss(text: str) -> float:
     return float(np.mean([float(x) for x in re.findall(r"^  loss ([0-9.]+);", text, re.M)]))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def spoilt(base, corpus, tmp_path_factory):
     """(config of a finished clean run, of one to come whose update UPDATE has only a repeated
     token, final loss of the clean one)."""
