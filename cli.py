@@ -215,7 +215,7 @@ def parse(words: list[str]) -> Config:
 class Precision:
     dtype: Literal["", "bfloat16", "float32"] = ""
     """Of the computations; by default the run's.  A CPU without bfloat16 instructions is faster in
-    float32, in decoding ten times."""
+    float32."""
 
     @property
     def flags(self) -> list[str]:
@@ -270,8 +270,8 @@ def simulate_devices(mesh: Mesh, n_processes: int = 1):
 
 
 def leave_if_unread(e: Exception):
-    """End the process without a word, like what SIGPIPE has killed, if stdout is a pipe that its
-    reader has closed, as head does once it has its lines, and this is the error of that."""
+    """End the process, without a message, if e says that the reader of stdout has closed it, as
+    head does once it has its lines.  The exit code is that of a process killed by SIGPIPE."""
     stdout = select.poll()
     stdout.register(1, 0)
     if isinstance(e, BrokenPipeError) and stdout.poll(0):
@@ -284,7 +284,7 @@ def quit_on_error(f, *args):
         try:
             return f(*args)
         finally:
-            sys.stdout.flush()  # at the end of Python, an error could only be printed
+            sys.stdout.flush()  # here, because when Python ends it would print the error itself
     except UserError as e:
         print(e, file=sys.stderr)
         sys.exit(e.code)

@@ -1,5 +1,5 @@
-"""Panels: what is made of a dict of arrays that the step returns.  A panel has a kind of rows, a
-part of the console line, numbers for Weights & Biases, alarms, and a picture."""
+"""Panels: each shows a dict of arrays that the step returns, as rows of a kind, as a part of the
+console line, as numbers for Weights & Biases, as alarms and as a picture."""
 
 import io
 import math
@@ -14,7 +14,7 @@ from utils import finite_or_none
 
 
 class Panel:
-    """What is made of a dict of arrays that the step returns; see ExpertsPanel for the rest."""
+    """What all panels have; `ExpertsPanel` describes the methods that each writes."""
 
     def __init__(self, cfg: Config):
         self.every = cfg.log.every
@@ -32,13 +32,13 @@ class ExpertsPanel(Panel):
     """The share of its even load below which an expert is starved."""
 
     PATIENCE = 5
-    """How many rows in a row that has to last for an alarm."""
+    """How many rows an expert has to be starved, without a break, for an alarm."""
 
     def __init__(self, cfg: Config):
         super().__init__(cfg)
         self.layers = config.moe_layers(cfg.model)
         self.newest, self.busiest = None, {}  # the newest row; {step: largest load of each layer}
-        self.starved = {}  # {(layer, expert): rows in a row}
+        self.starved = {}  # {(layer, expert): how many rows without a break}
 
     def row(self, arrays: dict) -> dict:
         """The fields of a row, one element per layer, from the arrays of experts.moe_metrics."""

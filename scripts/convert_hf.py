@@ -256,7 +256,7 @@ def import_hf(hf_dir, run_dir):
     tensors = hf_families.tensor_maps(hf["model_type"], cfg, bool(hf.get("rope_interleave", True)))
     check_tensors(found, tensors, hf, cfg)
     is_bfloat16 = any(found[tensor.name].dtype == "BF16" for tensor in tensors)
-    # What was published in float32 is 0.07 nats a token off where it is computed in bfloat16.
+    # A model published in float32 would have other losses in bfloat16, our default.
     dtype = "bfloat16" if is_bfloat16 else "float32"
     cfg = replace(cfg, train=replace(cfg.train, dtype=dtype))
     write_checkpoint(found, tensors, run, cfg)

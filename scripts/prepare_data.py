@@ -94,7 +94,7 @@ SAMPLE = 100_000_000
 
 
 class LogFile:
-    """Stderr where it is no terminal: what a bar writes becomes lines."""
+    """Stderr for a bar where there is no terminal: each text that the bar writes becomes a line."""
 
     def write(self, text: str):
         if text.strip():
