@@ -1,5 +1,8 @@
-"""CPU milliseconds of a decoded token of gpt2_124m in float32, by Trifold and by transformers, for
-each number of rows; the medians of three measurements in turns.
+"""Milliseconds of a decoded token of gpt2_124m in float32 on one core, by Trifold and by
+transformers, for each number of rows; the medians of three measurements in turns.
+
+One core, because a token reads all weights: the threads of several share the memory's speed, and
+the time that they wait for it would count for each of them.
 
     JAX_PLATFORMS=cpu .venv-interop/bin/python tests/decode_speed.py 1 8 32
 
@@ -7,6 +10,7 @@ Prints a JSON object for each number of rows.
 """
 
 import json
+import os
 import sys
 import time
 from collections import deque
@@ -19,6 +23,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # before XLA makes its threads
 
 import config
 import generate
