@@ -432,9 +432,10 @@ def other_problems(cfg: Config):
     if cfg.fresh and cfg.eval_only:
         what = "--fresh starts a run over, but --eval_only evaluates the run that is there"
         yield Problem(what, "give one of the two")
-    if "://" in cfg.data.cache:
-        what = f"data.cache={cfg.data.cache!r} must be a local folder"
-        yield Problem(what, "leave --data.cache out, or name a folder on this host's disk")
+    for name in ("data.cache", "run.compile_cache"):
+        if "://" in (folder := field_value(cfg, name)):
+            what = f"{name}={folder!r} must be a local folder"
+            yield Problem(what, f"leave --{name} out, or name a folder on this host's disk")
     n_auto = cfg.mesh.sizes.count(-1)
     if n_auto > 1:
         what = f"mesh: {n_auto} axes are -1, at most one may be"

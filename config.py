@@ -48,6 +48,9 @@ class Run:
     Only those that change the training need to be named; for other data, data.train."""
     start_timeout: int = 120
     """Seconds in which all processes have to come; after them the run ends with exit code 7."""
+    compile_cache: str = ""
+    """Local folder that keeps compiled programs for later starts; empty keeps none.
+    Its content is run as code, so no one else may be able to write to it."""
     hang_timeout: int = 0
     """Seconds without an update, save or evaluation batch that end the run with exit code 9.
     The stacks of all threads are then in crash/ in the run directory.

@@ -9,7 +9,6 @@ asked for.
 import itertools
 import os
 import re
-import stat
 import tempfile
 import threading
 import uuid
@@ -23,8 +22,8 @@ import numpy as np
 from etils import epath
 
 from config import Config
-from errors import DATA, STORAGE, UserError
-from files import is_remote
+from errors import DATA, UserError
+from files import is_remote, make_private_folder
 from shards import (
     PAGE,
     Shard,
@@ -67,13 +66,7 @@ class DiskCache:
     last are kept, up to a number of bytes."""
 
     def __init__(self, folder: str, limit: int):
-        self.folder, self.limit = Path(folder), limit
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        owner = os.lstat(self.folder)
-        is_folder = stat.S_ISDIR(owner.st_mode)
-        if not is_folder or owner.st_uid != os.getuid() or owner.st_mode & 0o022:
-            what = f"the cache {folder} belongs to another user, or others can write to it"
-            raise UserError(STORAGE, what, "set --data.cache to a folder of your own, of mode 700")
+        self.folder, self.limit = make_private_folder(folder, "data.cache"), limit
         self.added = limit  # since the last trim; so the first page that is added trims
 
     def path(self, digest: bytes) -> Path:

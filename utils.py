@@ -26,6 +26,7 @@ import errors
 from checks import AUTOMATIC, resolve
 from config import Config
 from errors import UserError
+from files import make_private_folder
 
 for package in ("absl", "asyncio"):  # they log tracebacks of errors that they also raise
     logging.getLogger(package).setLevel(logging.CRITICAL)
@@ -164,6 +165,8 @@ def wait_for(tree):
 def start_mesh(cfg: Config, rows: int | None = None) -> Config:
     """Make cfg's mesh the ambient one, and return cfg resolved for it (see checks.resolve)."""
     given = cfg.train
+    if cfg.run.compile_cache:
+        keep_programs(cfg.run.compile_cache)
     try:
         on_cpu = jax.devices()[0].platform == "cpu"
         cfg = resolve(cfg, jax.device_count(), rows, on_cpu)
@@ -217,6 +220,15 @@ def shardings(specs):
 
 
 # ---- compiling
+
+
+def keep_programs(folder: str):
+    """Let JAX keep every compiled program in a folder, and take it from there when the same one is
+    to be compiled again.  Raises UserError STORAGE where others can write to the folder."""
+    folder = make_private_folder(folder, "run.compile_cache")
+    jax.config.update("jax_compilation_cache_dir", os.fspath(folder.absolute()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 # Options by platform or kind of device, where XLA's defaults are worse.  They were found by

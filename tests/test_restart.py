@@ -366,3 +366,23 @@ def test_a_save_that_is_not_complete_is_not_waited_for(base, tmp_path, capsys, m
             store.is_late(every=0, minutes=0)
     assert error.value.code == STORAGE
     assert store.save(3, state, last=True) and saved(tmp_path) == {1, 3}
+
+
+def test_a_later_start_takes_its_programs_from_the_cache(base, tmp_path):
+    """With the same numbers; damaged entries are compiled again."""
+    cache, found = tmp_path / "cache", {}
+    for name in ("first", "second", "third"):
+        cfg = new_run(base, name, train=dict(steps=2, eval_every=0, eval_batches=1))[0]
+        places = ["--run.dir", tmp_path, "--run.compile_cache", cache]
+        code, _, err = finish(start(cfg, *places))
+        assert code == 0 and "Traceback" not in err, err
+        found[name] = losses(tmp_path / name)
+        entries = {path.name: path.stat().st_mtime for path in cache.glob("*-cache")}
+        if name == "first":
+            assert entries and cache.stat().st_mode & 0o777 == 0o700
+            kept = entries
+        elif name == "second":
+            assert entries == kept  # nothing was compiled
+            for path in cache.glob("*-cache"):
+                os.truncate(path, path.stat().st_size // 2)
+    assert found["first"] == found["second"] == found["third"]

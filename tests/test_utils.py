@@ -9,7 +9,7 @@ from conftest import on_mesh
 
 import config
 import utils
-from errors import UserError
+from errors import STORAGE, UserError
 
 
 def test_a_mesh_too_large_or_too_small_names_both_numbers():
@@ -59,3 +59,10 @@ def test_a_peak_is_known_or_none(monkeypatch):
 
 def test_durations_are_short():
     assert [utils.format_duration(s) for s in (5, 65, 3700)] == ["5s", "1m05s", "1h01m"]
+
+
+def test_a_cache_of_programs_that_others_can_write_to_is_refused(tmp_path):
+    tmp_path.chmod(0o770)
+    with pytest.raises(UserError, match="run.compile_cache") as e:
+        utils.keep_programs(str(tmp_path))
+    assert e.value.code == STORAGE
