@@ -407,7 +407,8 @@ class Log:
     wandb_project: str = "trifold"
     """Project in Weights & Biases."""
     hlo: bool = False
-    """Write the compiled program of an update to step.hlo.txt in the run directory."""
+    """Write the compiled program of an update to step.hlo.txt in the run directory.
+    step.svg is a picture of its loops, with the matmuls and collectives in each."""
 
 
 # Booleans take a value (--model.qk_norm True), as in config.json.

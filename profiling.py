@@ -227,7 +227,10 @@ class Profile:
         is_needed = program is not None and (cfg.log.hlo or self.first > 0)
         self.hlo = program.as_text() if is_needed else ""
         if self.hlo and cfg.log.hlo and is_lead():
+            from scripts.step_picture import step_svg  # imported here because it imports train
+
             write_whole(run / "step.hlo.txt", self.hlo)
+            write_whole(run / "step.svg", step_svg(cfg, jax.devices()[0].device_kind))
 
     @contextmanager
     def trace_update(self, step: int, log: MetricsLog):

@@ -43,6 +43,16 @@ CHIPS = {
     "h200": Chip("NVIDIA H200", 140.4 * GIB, 4.8e12, 4.5e11, 1.98e9),
 }
 
+# Other names by which JAX calls a device of this kind.
+JAX_NAMES = {"TPU v5 lite": "TPU v5e", "TPU v5": "TPU v5p", "TPU v6 lite": "TPU v6e"}
+
+
+def chip_of(device_kind: str) -> Chip | None:
+    """The chip of a JAX device, or None if it is not in the table."""
+    kind = JAX_NAMES.get(device_kind, device_kind)
+    return next((chip for chip in CHIPS.values() if chip.kind == kind), None)
+
+
 # The H200 in the form in which XLA takes a GPU to compile for: from NVIDIA's data sheet and CUDA's
 # device properties of compute capability 9.0.
 H200_TARGET = """

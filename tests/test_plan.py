@@ -28,7 +28,7 @@ import profiling
 import train
 import utils
 from errors import USAGE
-from scripts import compiled_cost, cost_model, plan
+from scripts import compiled_cost, cost_model, plan, step_picture
 from scripts.chips import CHIPS
 
 CHIP = CHIPS["v5e"]
@@ -487,3 +487,20 @@ def test_the_estimate_is_within_a_tenth_of_the_compilers(case):
     # The pinned libtpu accepts every option.
     wanted = {"TPU v5p": "TPU v5", "TPU v6e": "TPU v6 lite"}.get(kind)
     assert xla["options"] == utils.XLA_OPTIONS.get(wanted, {})
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_the_boxes_of_the_picture_hold_all_work_of_the_plan_once(schedule):
+    cfg = configure(dict(dp=2, pp=2, tp=2, schedule=schedule), grad_accum=2, microbatches=4)
+    whole, found = count(cfg), cost_model.Cost()
+    _, boxes = step_picture.boxes_in(cost_model.trace_step(cfg, CHIP), cfg, CHIP)
+    todo = list(boxes)
+    while todo:
+        box = todo.pop()
+        found.add(box.own, 1)
+        todo += box.inside
+        assert min(box.own.flops, *box.own.received.values(), 0) > -1  # rounding
+    assert found.flops == pytest.approx(whole.flops)
+    for name in whole.received:
+        assert found.received[name] == pytest.approx(whole.received[name], abs=1)
+        assert found.calls[name] == pytest.approx(whole.calls[name], abs=1e-3)

@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from xml.etree import ElementTree
 
 import jax
 import jax.numpy as jnp
@@ -204,6 +205,7 @@ def test_a_run_writes_trace_ledger_and_program_and_compiles_once(cfg, capsys):
 
     run = Path(cfg.run.dir) / cfg.run.name
     assert (run / "step.hlo.txt").read_text().startswith("HloModule jit_train_step")
+    assert ElementTree.parse(run / "step.svg").getroot().tag.endswith("svg")
     (trace,) = run.glob("profile/plugins/profile/*/*.xplane.pb")
     text = (run / "profile" / "ledger.txt").read_text()
     assert text in capsys.readouterr().out and text.startswith("updates 3 to 4")

@@ -1,0 +1,139 @@
+"""log.hlo's step.svg: an update as boxes, a loop around what it repeats, with the matmuls and the
+collectives that the plan counts in each (cost_model.py).
+"""
+
+from dataclasses import replace
+from html import escape
+from typing import NamedTuple
+
+from config import Config
+from scripts.chips import CHIPS, chip_of
+from scripts.cost_model import (
+    Cost,
+    bodies,
+    count_cost,
+    flatten,
+    step_schedule,
+    trace_step,
+    work_shares,
+)
+from utils import AXES
+
+COLOURS = dict(slice="#b07aa1", dp="#4e79a7", pp="#f28e2b", tp="#59a14f")
+# What the functions that are loops' bodies in the step are in words; others keep their names.
+WORDS = dict(
+    per_device="update on one device",
+    add_slice="accumulation slice",
+    tick="tick of the pipeline",
+    block="layers",
+    add_chunk="chunk of the logits",
+)
+WIDTH, LINE, INDENT = 760, 20, 16  # pixels
+
+
+class Box(NamedTuple):
+    title: str
+    own: Cost
+    """Its own work in an update, without that of the boxes inside."""
+    inside: list["Box"]
+
+
+def boxes_in(jaxpr, cfg: Config, chip, times: float = 1, shares=()) -> tuple[Cost, list[Box]]:
+    """(the cost of the boxes, the boxes) of the loops and branches in a jaxpr that runs `times` in
+    an update; those without matmuls and collectives are left out.  shares: see count_cost."""
+    total, boxes, shares, schedule = Cost(), [], iter(shares), step_schedule(cfg)
+    for op in flatten(jaxpr).ops:
+        found = bodies(op)
+        share = next(shares, 1) if op.name == "cond" else 1
+        for body, n in found:
+            runs = times * n * share
+            of_tick = work_shares(schedule) if op.name == "scan" and n == schedule.ticks else ()
+            cost, own = Cost(), Cost()
+            cost.add(count_cost(body, cfg, chip, of_tick), runs)
+            if not cost.flops and not cost.calls:
+                continue
+            inner, inside = boxes_in(body, cfg, chip, runs, of_tick)
+            own.add(cost, 1)
+            own.add(inner, -1)
+            total.add(cost, 1)
+            boxes.append(Box(title(body, op, runs), own, inside))
+    return total, boxes
+
+
+def title(body, op, runs: float) -> str:
+    name = body.debug_info.func_name
+    words = WORDS.get(name, name)
+    if name == "block":
+        is_backward = "transpose" in str(op.eqn.source_info.name_stack)
+        words += " backward" if is_backward else " forward"
+    return words if runs == 1 else f"{words}, {runs:,.0f} times"
+
+
+def short(x: float, unit: str) -> str:
+    for prefix, size in dict(T=1e12, G=1e9, M=1e6, k=1e3).items():
+        if x >= size:
+            return f"{x / size:.3g} {prefix}{unit}"
+    return f"{x:.3g} {unit}"
+
+
+def lines(cost: Cost, chip) -> list[tuple[str, str, float]]:
+    """(text, axis or "", bytes) of a box's matmuls and collectives.  chip: None where its speeds
+    are not known."""
+
+    def took(seconds: float) -> str:
+        return f", {1e3 * seconds:,.3g} ms" if chip else ""
+
+    rows = []
+    if cost.flops > 0.5:
+        rows = [(f"matmuls: {short(cost.flops, 'FLOP')}{took(cost.matmul_seconds)}", "", 0)]
+    for (name, axis), n in sorted(cost.received.items(), key=lambda x: x[0][::-1]):
+        if n > 0.5:
+            what = f"{axis} {name.removesuffix('_invariant')}: {cost.calls[name, axis]:,.0f} calls"
+            rows += [(f"{what}, {short(n, 'B')}{took(n / chip.link if chip else 0)}", axis, n)]
+    return rows
+
+
+def draw(box: Box, chip, most: float, x: int, y: int) -> tuple[list[str], int]:
+    """(SVG elements of a box at x, y; the y below it).  most: bytes of the longest bar."""
+    width, top, texts = WIDTH - 2 * x, y, []
+    y += LINE
+    texts += [f'<text x="{x + 8}" y="{y - 5}" font-weight="bold">{escape(box.title)}</text>']
+    for text, axis, n in lines(box.own, chip):
+        if axis:
+            bar = max(2, round(0.6 * width * n / most))
+            colour = COLOURS.get(axis, "#888")
+            size = f'width="{bar}" height="{LINE - 4}"'
+            texts += [f'<rect x="{x + 8}" y="{y + 2}" {size} fill="{colour}" opacity="0.45"/>']
+        y += LINE
+        texts += [f'<text x="{x + 14}" y="{y - 5}">{escape(text)}</text>']
+    for inner in box.inside:
+        elements, y = draw(inner, chip, most, x + INDENT, y + 6)
+        texts += elements
+    y += 6
+    frame = f'<rect x="{x}" y="{top}" width="{width}" height="{y - top}" rx="4"'
+    return [f'{frame} fill="white" stroke="#888"/>', *texts], y
+
+
+def step_svg(cfg: Config, device_kind: str) -> str:
+    """The picture as the text of an SVG file; with times where the device is one of CHIPS, by its
+    data sheet."""
+    chip = chip_of(device_kind)
+    if device_kind == "cpu" and cfg.train.attention == "auto":  # the trace is for an accelerator
+        cfg = replace(cfg, train=replace(cfg.train, attention="xla"))
+    jaxpr = trace_step(cfg, chip or CHIPS["v5p"])
+    _, boxes = boxes_in(jaxpr, cfg, chip or CHIPS["v5p"])
+
+    def received(box: Box) -> float:
+        return max([1, *box.own.received.values(), *map(received, box.inside)])
+
+    mesh = " ".join(f"{axis}={n}" for axis, n in zip(AXES, cfg.mesh.sizes, strict=True))
+    speeds = f"; times by the data sheet, if nothing overlaps ({chip.kind})" if chip else ""
+    note = f"{mesh}: work and received bytes of a device{speeds}"
+    elements, y = [f'<text x="10" y="20">{escape(note)}</text>'], 30
+    for box in boxes:
+        drawn, y = draw(box, chip, max(map(received, boxes)), 10, y)
+        elements += drawn
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{y + 10}"'
+    style = 'font-family="sans-serif" font-size="13">'
+    back = f'<rect width="{WIDTH}" height="{y + 10}" fill="#f4f4f4"/>'
+    return "\n".join([f"{head} {style}", back, *elements, "</svg>"]) + "\n"
