@@ -317,6 +317,10 @@ class Train:
     profile: tuple[int, int] = (0, 0)
     """First update to trace, and number of updates; 0 0 traces none.
     Writes profile/ in the run directory, with a ledger of the time."""
+    pgle: bool = False
+    """NVIDIA GPUs: trace three early updates, or those of train.profile, and compile again with the
+    times that operations took (profile-guided latency estimation).
+    Elsewhere it has no effect, and the run says so."""
     z_loss: float = 0.0
     """Weight of the z-loss, the mean of (log of the softmax's denominator)^2 over the tokens.
     It keeps the logits from growing (PaLM, section 5; usually 1e-4)."""

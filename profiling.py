@@ -3,6 +3,7 @@
 A ledger is made from a trace and the text of the compiled update; see `ledger` for its rows.
 """
 
+import base64
 import math
 import os
 import re
@@ -13,11 +14,12 @@ import fsspec
 import jax
 import numpy as np
 from etils import epath
+from jax.experimental.profiler import get_profiled_instructions_proto
 
 from config import Config
 from files import is_remote, write_whole
 from metrics import MetricsLog
-from utils import AXES, is_lead, say, warn
+from utils import AXES, exchange, is_lead, run_on_lead, say, warn
 
 UPDATE, DATA_WAIT = "update", "data wait"  # the events with which the host marks a trace
 
@@ -211,6 +213,14 @@ def ledger(data, hlo: str, sizes: tuple[int, ...]) -> dict[str, float]:
     return {row: ns / 1e6 / len(devices) / len(marks[UPDATE]) for row, ns in rows.items()}
 
 
+def learns_from_traces() -> bool:
+    """Whether XLA's compiler for these devices takes the times of a trace; warns if not."""
+    if jax.devices()[0].platform == "gpu":
+        return True
+    warn(f"train.pgle has no effect on {jax.devices()[0].device_kind}, only on NVIDIA GPUs")
+    return False
+
+
 class Profile:
     """Traces the updates of train.profile and reports their ledger; with log.hlo, writes the
     compiled program.
@@ -219,10 +229,14 @@ class Profile:
     updates traces none.  On object stores the trace is written locally, then copied.
     """
 
-    def __init__(self, run: epath.Path, program, cfg: Config):
-        """program: the compiled update, or None if the run makes no update."""
+    def __init__(self, run: epath.Path, program, cfg: Config, start: int = 0):
+        """program: the compiled update, or None if the run makes no update; start: the number of
+        updates before the first."""
         self.run, self.cfg, self.path = run, cfg, run / "profile"
+        self.learns = cfg.train.pgle and program is not None and learns_from_traces()
         self.first, n_updates = cfg.train.profile
+        if self.learns and self.first == 0:
+            self.first, n_updates = start + 3, 3  # later than what only happens once
         self.last, self.state = self.first + n_updates - 1, "none"
         is_needed = program is not None and (cfg.log.hlo or self.first > 0)
         self.hlo = program.as_text() if is_needed else ""
@@ -264,6 +278,23 @@ class Profile:
         if is_remote(self.path):
             fs, remote_path = fsspec.url_to_fs(os.fspath(self.path))
             fs.put(f"{self.local_path}/", f"{remote_path}/", recursive=True)
+
+    def learned_times(self, step: int) -> bytes:
+        """With train.pgle, after the last traced update: the times that operations took, as XLA
+        reads them, the same in every process.  Else b""."""
+        if not self.learns or step != self.last:
+            return b""
+        times = run_on_lead(self.read_times) or ""
+        times = base64.b64decode(exchange(times)[0])
+        if not times:
+            warn("train.pgle: the trace has no times of operations, so the program stays as it is")
+        return times
+
+    def read_times(self) -> str:
+        if self.state != "traced":  # the run has resumed after the first of train.profile
+            return ""
+        newest = max(self.local_path.glob("plugins/profile/*"))  # their names are times
+        return base64.b64encode(get_profiled_instructions_proto(os.fspath(newest))).decode()
 
     def report(self):
         """Print the ledger and append it to ledger.txt.

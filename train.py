@@ -408,23 +408,23 @@ def sample_row(params, step: int, cfg: Config, data: Dataset) -> dict:
     return dict(step=step, text=data.source.decode(rows[0][1:]))
 
 
-def compile_step(cfg: Config):
+def compile_step(cfg: Config, times: bytes = b""):
     """train_step compiled for the ambient mesh; prints the memory that it needs."""
     begin = time.monotonic()
-    utils.say("compiling the update")
-    program = utils.compile_program(
-        train_step, *with_shardings(step_shapes(cfg), step_specs(cfg)), cfg
-    )
+    utils.say("compiling the update with the times of a trace" if times else "compiling the update")
+    shapes = with_shardings(step_shapes(cfg), step_specs(cfg))
+    program = utils.compile_program(train_step, *shapes, cfg, times=times)
     took, use = utils.format_duration(time.monotonic() - begin), program.memory_analysis()
     size = f": {use.peak_memory_in_bytes / 2**30:,.2f} GiB on a device" if use else ""
     utils.say(f"compiled in {took}{size}")
     return program
 
 
-def compile_steps(start: int, train: Dataset, cfg: Config) -> dict:
+def compile_steps(start: int, train: Dataset, cfg: Config, times: bytes = b"") -> dict:
     """{sequences: train_step compiled for them}, for the updates after the first `start`."""
     sizes = train.order.batch_sizes(start, cfg.train.steps) if start < cfg.train.steps else []
-    return {n: compile_step(replace(cfg, train=replace(cfg.train, batch_size=n))) for n in sizes}
+    sized = {n: replace(cfg, train=replace(cfg.train, batch_size=n)) for n in sizes}
+    return {n: compile_step(cfg, times) for n, cfg in sized.items()}
 
 
 def save(store, step: int, state: State, last: bool, log: MetricsLog, stop):
@@ -450,7 +450,7 @@ def train_loop(run, store, state: State, train: Dataset, vals: list[Dataset], st
         with utils.say_time("first checkpoint"):
             log.run_untimed(store.save, start, checkpoint_items(state))
     first = min(max(start, cfg.train.profile[0] - 1), cfg.train.steps - 1)
-    profile = Profile(run, programs.get(len(train.order.batch_rows(first))), cfg)
+    profile = Profile(run, programs.get(len(train.order.batch_rows(first))), cfg, start)
     for step in range(start, cfg.train.steps + 1):
         is_evaluated = all(step in log.eval_losses[val.name] for val in vals)
         evaluates = is_due(step, cfg.train.eval_every, cfg) and not is_evaluated
@@ -486,6 +486,8 @@ def train_loop(run, store, state: State, train: Dataset, vals: list[Dataset], st
         with profile.trace_update(step + 1, log):
             state, metrics = program(state, *train.batch(step))
             log.add_update(step + 1, metrics)
+        if times := profile.learned_times(step + 1):
+            programs = log.run_untimed(compile_steps, step + 1, train, cfg, times)
     store.close()
     profile.report()
     log.close()

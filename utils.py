@@ -282,9 +282,11 @@ def xla_options(mesh: jax.sharding.Mesh) -> dict:
     return {name: value for name, value in wanted.items() if is_accepted(name, value)}
 
 
-def compile_program(step, *args):
-    """Compile a jitted function for these arguments on the ambient mesh, with xla_options."""
-    return step.lower(*args).compile(compiler_options=xla_options(jax.sharding.get_mesh()))
+def compile_program(step, *args, times: bytes = b""):
+    """Compile a jitted function for these arguments on the ambient mesh, with xla_options.  times:
+    see profiling.Profile.learned_times."""
+    options = xla_options(jax.sharding.get_mesh()) | (dict(fdo_profile=times) if times else {})
+    return step.lower(*args).compile(compiler_options=options)
 
 
 # ---- peaks and small helpers

@@ -15,6 +15,7 @@ from conftest import on_mesh
 from etils import epath
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from runs import losses, new_run
 
 import cli
 import profiling
@@ -275,3 +276,33 @@ def test_a_config_file_cannot_pass_flags_in_place_of_updates(value, tmp_path):
     with pytest.raises((UserError, SystemExit)) as error:
         cli.parse(["--config", str(path)])
     assert error.value.code == USAGE
+
+
+# ---- compiling again with the times of a trace
+
+
+@pytest.mark.slow
+def test_a_run_that_learned_from_a_trace_computes_the_same(base, monkeypatch, capsys):
+    """The times are made up, because only an NVIDIA GPU's trace has them."""
+    given, compile_program = [], utils.compile_program
+
+    def note(*args, times=b""):
+        given.append(times)
+        return compile_program(*args, times=times)
+
+    monkeypatch.setattr(utils, "compile_program", note)
+    sections = dict(train=dict(steps=6, eval_every=0, eval_batches=1), mesh=dict(dp=2, pp=2, tp=2))
+    plain, plain_run = new_run(base, "plain-pgle", **sections)
+    train.main(plain)
+    sections["train"] |= dict(pgle=True)
+    without, without_run = new_run(base, "without-pgle", **sections)
+    train.main(without)
+    assert given == [b"", b""] and "train.pgle has no effect on cpu" in capsys.readouterr().err
+
+    monkeypatch.setattr(profiling, "learns_from_traces", lambda: True)
+    monkeypatch.setattr(profiling, "get_profiled_instructions_proto", lambda _: b"times")
+    learned, learned_run = new_run(base, "with-pgle", **sections)
+    train.main(learned)
+    assert given == [b"", b"", b"", b"times"]
+    assert losses(plain_run) == losses(without_run) == losses(learned_run)
+    assert (learned_run / "profile" / "ledger.txt").read_text().startswith("updates 3 to 5")
