@@ -410,6 +410,8 @@ class Log:
     required: exits in both cases."""
     wandb_project: str = "trifold"
     """Project in Weights & Biases."""
+    tensorboard: bool = False
+    """Write the numbers of metrics.jsonl to tensorboard/ in the run directory too."""
     hlo: bool = False
     """Write the compiled program of an update to step.hlo.txt in the run directory.
     step.svg is a picture of its loops, with the matmuls and collectives in each."""

@@ -1,4 +1,4 @@
-"""What a run reports: rows of metrics.jsonl, console lines, pictures and Weights & Biases.
+"""What a run reports: rows of metrics.jsonl, console lines and pictures; boards.py has the rest.
 
 The numbers themselves are computed elsewhere (train.train_step, train.evaluate).  A scalar that the
 step returns needs no line here; a dict of arrays needs an entry in panels.PANELS.
@@ -6,17 +6,15 @@ step returns needs no line here; a dict of arrays needs an entry in panels.PANEL
 
 import gc
 import json
-import netrc
 import os
 import tempfile
 import time
-from dataclasses import asdict
 
 import numpy as np
 from etils import epath
 
-import config
 import errors
+from boards import TensorBoard, finish_wandb, send_to_wandb, start_wandb
 from config import Config
 from errors import UserError
 from files import is_remote, write_whole
@@ -120,7 +118,8 @@ SCALARS = dict(loss="loss {:.4f}", grad_norm="grad norm {:.3f}", lr="lr {:.2e}")
 
 
 class MetricsLog:
-    """metrics.jsonl, the console, the pictures and Weights & Biases, all from the same rows.
+    """metrics.jsonl, the console, the pictures, Weights & Biases and TensorBoard, all from the same
+    rows.
 
     Rows are written one update late: while the host waits for the numbers of one update, the
     device has the next one to do.
@@ -162,6 +161,9 @@ class MetricsLog:
         for row in self.metrics_file.rows:
             self.track(row)
         self.wandb = run_on_lead(start_wandb, run, cfg)
+        self.tensorboard = None
+        if cfg.log.tensorboard:
+            self.tensorboard = run_on_lead(TensorBoard, run, step)
         if step < cfg.train.steps:
             say(f"updates {step + 1} to {cfg.train.steps}")
 
@@ -187,6 +189,8 @@ class MetricsLog:
         if is_lead():
             self.metrics_file.add(row)
             send_to_wandb(self.wandb, row)
+            if self.tensorboard:
+                self.tensorboard.send(row)
         self.track(row)
 
     def add_update(self, step: int, metrics: dict):
@@ -306,6 +310,8 @@ class MetricsLog:
         if is_lead():
             self.metrics_file.upload()
             self.samples_file.upload()
+            if self.tensorboard:
+                self.metrics_file.attempt(self.tensorboard.upload)
 
     def close(self):
         self.upload()
@@ -361,84 +367,3 @@ def draw_loss(path: epath.Path, train_losses: dict, eval_losses: dict):
     axes.grid(alpha=0.3)
     axes.legend()
     write_png(path, figure)
-
-
-# ---- Weights & Biases: a second reader of the same rows
-
-
-def start_wandb(run: epath.Path, cfg: Config):
-    """The run's session at Weights & Biases, or None where it is off or does not start.
-
-    Raises UserError USAGE where it does not start though log.wandb=required.
-    """
-    mode, required = cfg.log.wandb, cfg.log.wandb == "required"
-    if mode == "off":
-        return None
-    if mode != "offline" and not has_wandb_key():
-        if required:
-            fix = "set WANDB_API_KEY or run `wandb login`, or use --log.wandb online"
-            raise UserError(errors.USAGE, "log.wandb=required but no API key was found", fix)
-        say("wandb: no API key, so this run is logged offline; `wandb sync` uploads it later")
-        mode = "offline"
-    try:
-        return init_wandb(run, cfg, "offline" if mode == "offline" else "online")
-    except Exception as e:  # wandb raises many types; unless it is required, training goes on
-        why = f"{type(e).__name__}: {str(e)[:200]}"
-        if required:
-            what = f"log.wandb=required but it did not start: {why}"
-            fix = "fix the connection, or use --log.wandb online"
-            raise UserError(errors.USAGE, what, fix) from None
-        warn(f"wandb is off ({why}); metrics.jsonl has everything")
-        return None
-
-
-def has_wandb_key() -> bool:
-    try:
-        return bool(os.environ.get("WANDB_API_KEY") or netrc.netrc().authenticators("api.wandb.ai"))
-    except (OSError, netrc.NetrcParseError):
-        return False
-
-
-def init_wandb(run: epath.Path, cfg: Config, mode: str):
-    import wandb
-
-    session = wandb.init(
-        project=cfg.log.wandb_project,
-        name=cfg.run.name,
-        id=json.loads((run / "config.json").read_text())["run_id"],
-        config={section: asdict(getattr(cfg, section)) for section in config.SECTIONS},
-        dir=tempfile.mkdtemp(prefix="trifold-") if is_remote(run) else os.fspath(run),
-        mode=mode,
-        resume="allow",
-        settings=wandb.Settings(init_timeout=30, console="off", save_code=False, disable_git=True),
-    )
-    session.define_metric("*", step_metric="step")
-    return session
-
-
-def send_to_wandb(session, row: dict):
-    """Send a row, its fields named kind/field.  A failure is only a warning."""
-    if session is None:
-        return
-    try:
-        fields = {name: row[name] for name in row if name not in ("kind", "step")}
-        if row["kind"] in PANELS:
-            fields = PANELS[row["kind"]].wandb_fields(row)
-        if "set" in row:  # its loss is val/name
-            prefix = f"val/{fields.pop('set')}"
-            fields = {prefix: fields.pop("loss")} | {f"{prefix}/{x}": y for x, y in fields.items()}
-        else:
-            fields = {f"{row['kind']}/{name}": value for name, value in fields.items()}
-        session.log(fields | dict(step=row["step"]))
-    except Exception as e:  # wandb raises many types, and none of them may stop the run
-        warn(f"wandb lost a row ({type(e).__name__}: {str(e)[:200]})")
-
-
-def finish_wandb(session):
-    """End the session.  A failure is only a warning, because metrics.jsonl has all rows."""
-    if session is None:
-        return
-    try:
-        session.finish()
-    except Exception as e:  # as in send_to_wandb
-        warn(f"wandb did not finish ({type(e).__name__}: {str(e)[:200]})")

@@ -78,7 +78,7 @@ class ExpertsPanel(Panel):
         }
 
     @staticmethod
-    def wandb_fields(row: dict) -> dict:
+    def board_fields(row: dict) -> dict:
         """One number per layer; for the load, that of the busiest expert."""
         fields = {name: row[name] for name in row if name not in ("kind", "step", "layer")}
         fields["load"] = [max(load) for load in row["load"]]
@@ -161,7 +161,7 @@ class NormsPanel(Panel):
         return found
 
     @staticmethod
-    def wandb_fields(row: dict) -> dict:
+    def board_fields(row: dict) -> dict:
         """Each layer's norms, and a histogram over the layers."""
         import wandb
 

@@ -54,6 +54,7 @@ from tqdm import tqdm
 import model
 import processes
 import utils
+from boards import send_to_wandb
 from branch import Parent, refuse_other_parent
 from checkpoint import Checkpoints
 from config import Config
@@ -64,7 +65,7 @@ from files import is_writable, run_path
 from generate import generate
 from gradient import add_slice_gradient, prepare_parts, reduce_total, zero_total
 from layers import BATCH
-from metrics import MetricsLog, print_end, print_eval, send_to_wandb
+from metrics import MetricsLog, print_end, print_eval
 from mixture import read_sets
 from model import TOKEN_SPEC
 from norms import layer_norms, logit_sizes

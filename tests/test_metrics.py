@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import struct
 import time
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -18,6 +19,7 @@ import pytest
 from conftest import on_mesh
 from etils import epath
 
+import boards
 import config
 import metrics
 import panels
@@ -198,15 +200,15 @@ def test_wandb_that_fails_never_stops_a_run_unless_required(cfg, monkeypatch, tm
     cfg = on_mesh(cfg)
     offline, required = (replace(cfg, log=config.Log(wandb=w)) for w in ("offline", "required"))
     (tmp_path / "config.json").write_text('{"run_id": "x"}')
-    assert metrics.start_wandb(epath.Path(tmp_path), offline) is None
+    assert boards.start_wandb(epath.Path(tmp_path), offline) is None
     assert "wandb is off (OSError: no route to host)" in capsys.readouterr().err
-    monkeypatch.setattr(metrics, "has_wandb_key", lambda: True)
+    monkeypatch.setattr(boards, "has_wandb_key", lambda: True)
     with pytest.raises(UserError, match="did not start: OSError: no route to host") as error:
-        metrics.start_wandb(epath.Path(tmp_path), required)
+        boards.start_wandb(epath.Path(tmp_path), required)
     assert error.value.code == USAGE
-    monkeypatch.setattr(metrics, "has_wandb_key", lambda: False)
+    monkeypatch.setattr(boards, "has_wandb_key", lambda: False)
     with pytest.raises(UserError, match="no API key"):
-        metrics.start_wandb(epath.Path(tmp_path), required)
+        boards.start_wandb(epath.Path(tmp_path), required)
 
 
 # ---- the seam: what the step returns is reported without a line elsewhere
@@ -259,7 +261,7 @@ def test_a_panel_is_one_entry_in_a_table(tmp_path, monkeypatch, capsys):
             self.steps.append(row["step"])
 
         @staticmethod
-        def wandb_fields(row):
+        def board_fields(row):
             return {f"norm/layer{i}": x for i, x in enumerate(row["norm"])}
 
         def draw(self, run):
@@ -285,6 +287,46 @@ def test_a_panel_is_one_entry_in_a_table(tmp_path, monkeypatch, capsys):
     assert sent[1] == {"layers/norm/layer0": 1.0, "layers/norm/layer1": 2.0, "step": 1}
     log.add_evaluation(2, dict(loss=1.0, bits_per_byte=None, tokens=1))
     assert (tmp_path / "layers.txt").read_text() == "[1, 2]"
+
+
+def read_scalars(run: Path) -> dict:
+    """{(name, step): value} as TensorBoard shows them: a file that begins with a later start takes
+    back what older ones have from its first update on."""
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+    found = {}
+    for path in sorted(run.glob("tensorboard/*"), key=lambda path: path.stat().st_ctime_ns):
+        data = path.read_bytes()
+        while data:
+            (n,) = struct.unpack("<Q", data[:8])
+            event, data = Event.FromString(data[12 : 12 + n]), data[16 + n :]
+            if event.session_log.status == SessionLog.START:
+                found = {key: x for key, x in found.items() if key[1] < event.step}
+            found |= {(value.tag, event.step): value.simple_value for value in event.summary.value}
+    return found
+
+
+def test_tensorboard_has_the_numbers_of_the_rows_also_after_a_resume(tmp_path):
+    sections = dict(log=dict(wandb="off", tensorboard=True, norms_every=1))
+    cfg = on_mesh(config.tiny(), (1, 1, 1), **sections)
+    norms = {name: jnp.arange(4.0) for name in panels.SIZES}
+    for first, last in ((0, 3), (1, 2)):  # the resume makes update 2 again
+        log = metrics.MetricsLog(epath.Path(tmp_path), cfg, first, flops_per_token=1.0)
+        for step in range(first + 1, last + 1):
+            scalars = {name: jnp.float32(last + step) for name in ("grad_norm", "lr")}
+            log.add_update(step, scalars | dict(loss=jnp.float32(jnp.nan), norms=norms))
+        log.flush()
+        log.add_evaluation(last, dict(set="web", loss=float(last), bits_per_byte=None, tokens=7))
+        log.close()
+    expected = {}
+    for row in read_rows(tmp_path):
+        for name, x in boards.row_fields(row).items():
+            if isinstance(x, float | int):
+                expected[name.replace(" ", "_"), row["step"]] = pytest.approx(x)
+    found = read_scalars(tmp_path)
+    assert found == expected
+    assert found["train/lr", 2] == 4 and found["val/web", 2] == 2 and ("train/lr", 3) not in found
+    assert ("train/loss", 1) not in found and found["norms/weight/layer_2", 1] == 1
 
 
 @pytest.mark.usefixtures("time_limit")

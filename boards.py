@@ -1,0 +1,131 @@
+"""Weights & Biases and TensorBoard, which get the rows of metrics.jsonl too."""
+
+import json
+import netrc
+import os
+import tempfile
+from dataclasses import asdict
+from numbers import Real
+
+import fsspec
+from etils import epath
+
+import config
+import errors
+from config import Config
+from errors import UserError
+from files import is_remote
+from panels import PANELS
+from utils import say, warn
+
+
+def row_fields(row: dict) -> dict:
+    """The fields of a row under their names on a board: kind/field, and val/.. for named sets."""
+    fields = {name: row[name] for name in row if name not in ("kind", "step")}
+    if row["kind"] in PANELS:
+        fields = PANELS[row["kind"]].board_fields(row)
+    if "set" in row:  # its loss is val/name
+        prefix = f"val/{fields.pop('set')}"
+        return {prefix: fields.pop("loss")} | {f"{prefix}/{x}": y for x, y in fields.items()}
+    return {f"{row['kind']}/{name}": value for name, value in fields.items()}
+
+
+class TensorBoard:
+    """The numbers of the rows as scalars for TensorBoard, in tensorboard/ of the run directory.
+
+    A run that resumes writes another file, at whose beginning it takes back what is after `step`.
+    """
+
+    def __init__(self, run: epath.Path, step: int):
+        from tensorboardX import SummaryWriter  # imported here because it takes 0.2 s
+
+        self.folder = run / "tensorboard"
+        self.local = tempfile.mkdtemp(prefix="trifold-") if is_remote(run) else self.folder
+        # The suffix, because the names have no time below a second.
+        options = dict(purge_step=step + 1, filename_suffix=f".{step}")
+        self.writer = SummaryWriter(os.fspath(self.local), **options)
+
+    def send(self, row: dict):
+        for name, x in row_fields(row).items():
+            if isinstance(x, Real):
+                self.writer.add_scalar(name, x, row["step"])
+
+    def upload(self):
+        """Bring the file up to date."""
+        self.writer.flush()
+        if is_remote(self.folder):
+            fs, remote = fsspec.url_to_fs(os.fspath(self.folder))
+            fs.put(f"{self.local}/", f"{remote}/", recursive=True)
+
+
+# ---- Weights & Biases
+
+
+def start_wandb(run: epath.Path, cfg: Config):
+    """The run's session at Weights & Biases, or None where it is off or does not start.
+
+    Raises UserError USAGE where it does not start though log.wandb=required.
+    """
+    mode, required = cfg.log.wandb, cfg.log.wandb == "required"
+    if mode == "off":
+        return None
+    if mode != "offline" and not has_wandb_key():
+        if required:
+            fix = "set WANDB_API_KEY or run `wandb login`, or use --log.wandb online"
+            raise UserError(errors.USAGE, "log.wandb=required but no API key was found", fix)
+        say("wandb: no API key, so this run is logged offline; `wandb sync` uploads it later")
+        mode = "offline"
+    try:
+        return init_wandb(run, cfg, "offline" if mode == "offline" else "online")
+    except Exception as e:  # wandb raises many types; unless it is required, training goes on
+        why = f"{type(e).__name__}: {str(e)[:200]}"
+        if required:
+            what = f"log.wandb=required but it did not start: {why}"
+            fix = "fix the connection, or use --log.wandb online"
+            raise UserError(errors.USAGE, what, fix) from None
+        warn(f"wandb is off ({why}); metrics.jsonl has everything")
+        return None
+
+
+def has_wandb_key() -> bool:
+    try:
+        return bool(os.environ.get("WANDB_API_KEY") or netrc.netrc().authenticators("api.wandb.ai"))
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def init_wandb(run: epath.Path, cfg: Config, mode: str):
+    import wandb
+
+    session = wandb.init(
+        project=cfg.log.wandb_project,
+        name=cfg.run.name,
+        id=json.loads((run / "config.json").read_text())["run_id"],
+        config={section: asdict(getattr(cfg, section)) for section in config.SECTIONS},
+        dir=tempfile.mkdtemp(prefix="trifold-") if is_remote(run) else os.fspath(run),
+        mode=mode,
+        resume="allow",
+        settings=wandb.Settings(init_timeout=30, console="off", save_code=False, disable_git=True),
+    )
+    session.define_metric("*", step_metric="step")
+    return session
+
+
+def send_to_wandb(session, row: dict):
+    """Send a row, its fields named kind/field.  A failure is only a warning."""
+    if session is None:
+        return
+    try:
+        session.log(row_fields(row) | dict(step=row["step"]))
+    except Exception as e:  # wandb raises many types, and none of them may stop the run
+        warn(f"wandb lost a row ({type(e).__name__}: {str(e)[:200]})")
+
+
+def finish_wandb(session):
+    """End the session.  A failure is only a warning, because metrics.jsonl has all rows."""
+    if session is None:
+        return
+    try:
+        session.finish()
+    except Exception as e:  # as in send_to_wandb
+        warn(f"wandb did not finish ({type(e).__name__}: {str(e)[:200]})")
