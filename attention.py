@@ -99,14 +99,17 @@ def full_row_span(token_MBL, m, cfg: Config, first_row=0) -> Span:
 def rope_frequencies(width, m):
     """Radians per token of each rotated pair of a head of that width.
 
-    Pairs that turn seldom within rope_original tokens are slowed down by rope_factor, and those
-    that turn often are not.  In between is a linear ramp: in turns for Llama 3.1 (its reference
-    code), in the index of the pair for YaRN (Peng et al. 2023, section 3.2).
+    Linear scaling slows all pairs down by rope_factor (Chen et al. 2023).  Llama 3.1 and YaRN slow
+    down those that turn seldom within rope_original tokens, and not those that turn often.  In
+    between is a linear ramp: in turns for Llama 3.1 (its reference code), in the index of the pair
+    for YaRN (Peng et al. 2023, section 3.2).
     """
     pair_A = np.arange(width // 2)
     freq_A = m.rope_theta ** (-2 * pair_A / width)
     if m.rope_scaling == "none":
         return freq_A
+    if m.rope_scaling == "linear":
+        return freq_A / m.rope_factor
     if m.rope_scaling == "llama3":
         turns_A = m.rope_original * freq_A / (2 * np.pi)
         unscaled_A = (turns_A - m.rope_low) / (m.rope_high - m.rope_low)
@@ -369,8 +372,8 @@ def gqa_table(cfg: Config) -> dict:
             q_bias_HK=zero_bias(H, K, spec=spec),
             k_bias_GK=zero_bias(G, K, spec=spec),
             v_bias_GK=zero_bias(G, K, spec=spec),
-            o_bias_D=zero_bias(D),
         )
+        table |= dict(o_bias_D=zero_bias(D)) if m.attn_out_bias else {}
     if m.qk_norm:
         table |= dict(q_norm_K=norm_gain(K), k_norm_K=norm_gain(K))
     return table

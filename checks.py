@@ -313,13 +313,16 @@ def unused_fields(m: Model) -> dict[str, str]:
     kinds = all_kinds(m)
     moe, dense, local = (any(word in kind for kind in kinds) for word in ("moe", "dense", "local"))
     groups = "n_groups n_active_groups"
+    ramp = "rope_original rope_low rope_high"
+    scaling = "none" if m.positions == "learned" else m.rope_scaling
     experts = "n_experts n_active n_shared d_expert norm_scores score_scale router router_bias"
-    scaling = "rope_factor rope_original rope_low rope_high"
     table = [  # fields, whether they are unused, why
         ("n_kv_heads qk_norm", m.attention == "mla", "model.attention=mla"),
         ("q_rank kv_rank d_rope d_value", m.attention == "gqa", "model.attention=gqa"),
         ("rope_theta rope_scaling", m.positions == "learned", "model.positions=learned"),
-        (scaling, m.rope_scaling == "none" or m.positions == "learned", "RoPE is not scaled"),
+        ("attn_out_bias", not m.attn_bias or m.attention == "mla", "no projection has biases"),
+        ("rope_factor", scaling == "none", "RoPE is not scaled"),
+        (ramp, scaling in ("none", "linear"), "rope_scaling is neither llama3 nor yarn"),
         ("yarn_mscale yarn_mscale_all_dim", m.rope_scaling != "yarn", "rope_scaling is not yarn"),
         ("max_positions", m.positions == "rope", "model.positions=rope"),
         ("window", not local, "no layer is dense_local or moe_local"),

@@ -151,6 +151,8 @@ class Model:
     attn_bias: bool = False
     """Add biases to attention's projections.
     In mla: only to those that make latents, the shared key and the output."""
+    attn_out_bias: bool = True
+    """gqa: add a bias to the output projection too, if model.attn_bias is set."""
     attn_softcap: float = 0.0
     """Bound c on the attention scores, which become c * tanh(score / c); 0 sets no bound."""
     window: int = 0
@@ -162,11 +164,11 @@ class Model:
     """learned: number of position vectors; at least train.seq_len."""
     rope_theta: float = 10_000.0
     """rope: base of the rotation frequencies."""
-    rope_scaling: Literal["none", "llama3", "yarn"] = "none"
-    """rope: how low frequencies are slowed, for a longer context.
-    llama3: as in Llama 3.1.  yarn: YaRN."""
+    rope_scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
+    """rope: how frequencies are slowed, for a longer context.
+    linear: all of them.  llama3: the low ones, as in Llama 3.1.  yarn: the low ones, as in YaRN."""
     rope_factor: float = 1.0
-    """llama3, yarn: factor by which low frequencies are divided."""
+    """linear, llama3, yarn: factor by which these frequencies are divided."""
     rope_original: int = 8192
     """llama3, yarn: context length, in tokens, that the model was first trained with."""
     rope_low: float = 1.0

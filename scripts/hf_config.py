@@ -28,7 +28,9 @@ IGNORED = """
 ACTIVATIONS = dict(gelu="gelu", gelu_new="gelu_tanh", gelu_pytorch_tanh="gelu_tanh", relu2="relu2")
 # For each model.rope_scaling: its keys for model.rope_low and rope_high, and their usual values.
 SCALINGS = dict(
-    llama3=dict(low_freq_factor=1, high_freq_factor=4), yarn=dict(beta_slow=1, beta_fast=32)
+    linear=dict(),
+    llama3=dict(low_freq_factor=1, high_freq_factor=4),
+    yarn=dict(beta_slow=1, beta_fast=32),
 )
 FULL, SLIDING = "full_attention", "sliding_attention"  # values of layer_types
 
@@ -36,8 +38,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"  # values of layer_types
 
 
 class Keys:
-    """The keys of a config.json, removed as they are read, and the problems found with them.  A key
-    with value null counts as absent."""
+    """The keys of a config.json, removed as they are read, and the problems found with them."""
 
     REQUIRED = object()
 
@@ -45,9 +46,11 @@ class Keys:
         self.unread = {name: x for name, x in hf.items() if x is not None and name not in IGNORED}
         self.all, self.problems = hf, []
 
-    def take(self, name: str, default=REQUIRED):
-        """The value of a key.  One that is absent and has no default is a problem."""
-        value = self.unread.pop(name, default)
+    def take(self, name: str, default=REQUIRED, null=None):
+        """The value of a key; one that is absent and has no default is a problem.  A key with value
+        null counts as absent, unless `null` says what it means."""
+        is_null = null is not None and name in self.all and self.all[name] is None
+        value = self.unread.pop(name, null if is_null else default)
         if value is self.REQUIRED:
             fix = "get the complete file from the model's publisher"
             self.add_problem(f"config.json has no {name}", fix)
@@ -155,10 +158,10 @@ def read_rope(keys: Keys, name: str) -> dict:
         longest = keys.all.get("max_position_embeddings", 2048)
         original = rope.pop("original_max_position_embeddings", longest)
         original = keys.all.get("original_max_position_embeddings") or original
-        low, high = (rope.pop(key, 0) or usual for key, usual in SCALINGS[kind].items())
-        factor = rope.pop("factor", longest / original)
-        fields |= dict(rope_scaling=kind, rope_factor=factor, rope_original=original)
-        fields |= dict(rope_low=low, rope_high=high)
+        fields |= dict(rope_scaling=kind, rope_factor=rope.pop("factor", longest / original))
+        if usual := SCALINGS[kind]:
+            low, high = (rope.pop(key, 0) or x for key, x in usual.items())
+            fields |= dict(rope_original=original, rope_low=low, rope_high=high)
     if kind == "yarn":
         mscales = dict(
             yarn_mscale=rope.pop("mscale", 0), yarn_mscale_all_dim=rope.pop("mscale_all_dim", 0)
@@ -185,9 +188,9 @@ def read_layer_kinds(keys: Keys, name: str, n_layers: int, window: int) -> list[
     if name == "qwen3_moe":
         every, dense = keys.take("decoder_sparse_step", 1), keys.take("mlp_only_layers", [])
         moe = [n for n in range(n_layers) if n not in dense and (n + 1) % every == 0]
-    if name.startswith("qwen3") and not keys.take("use_sliding_window", False):
+    if name.startswith("qwen") and not keys.take("use_sliding_window", False):
         local = [False] * n_layers
-    if name == "qwen3":
+    if name in ("qwen2", "qwen3"):
         first = keys.all.get("max_window_layers", 28)
         types = [SLIDING if x and n >= first else FULL for n, x in enumerate(local)]
         types = keys.take("layer_types", types)
@@ -238,9 +241,9 @@ def write_config(cfg: config.Config, dtype: str, end_id: int | None) -> dict:
         hf |= dict(activation_function=names.get(m.activation, "gelu_new"))
     else:
         hf |= write_rope(m, name, cfg.train.seq_len)
-    if name.startswith("qwen3"):
+    if name.startswith("qwen"):
         hf |= dict(use_sliding_window=any(local))
-    if name == "qwen3":
+    if name in ("qwen2", "qwen3"):
         hf |= dict(layer_types=[SLIDING if x else FULL for x in local])
     if name == "qwen3_moe":
         hf |= dict(mlp_only_layers=dense, decoder_sparse_step=1)
@@ -263,10 +266,10 @@ def write_rope(m: Model, name: str, seq_len: int) -> dict:
     """The keys of rotary positions, for transformers 5 and for 4."""
     rope, longest = dict(rope_type="default", rope_theta=m.rope_theta), seq_len
     if m.rope_scaling != "none":
-        low, high = SCALINGS[m.rope_scaling]
-        rope |= {"rope_type": m.rope_scaling, "factor": m.rope_factor}
-        rope |= {"original_max_position_embeddings": m.rope_original}
-        rope |= {low: m.rope_low, high: m.rope_high}
+        rope |= dict(rope_type=m.rope_scaling, factor=m.rope_factor)
+        rope |= zip(SCALINGS[m.rope_scaling], (m.rope_low, m.rope_high), strict=False)
+    if m.rope_scaling in ("llama3", "yarn"):
+        rope |= dict(original_max_position_embeddings=m.rope_original)
         longest = max(longest, int(m.rope_original * m.rope_factor))
     if m.rope_scaling == "yarn" and name == "deepseek_v3":
         rope |= dict(mscale=m.yarn_mscale, mscale_all_dim=m.yarn_mscale_all_dim)
@@ -282,7 +285,11 @@ def likely_family(m: Model) -> str:
         return "gpt2"
     if config.moe_layers(m):
         return "qwen3_moe" if m.qk_norm else "mixtral"
-    return "qwen3" if m.qk_norm else "llama"
+    if m.qk_norm:
+        return "qwen3"
+    if m.attn_bias and not m.attn_out_bias:
+        return "qwen2"
+    return "mistral" if all("local" in kind for kind in config.all_kinds(m)) else "llama"
 
 
 def effective_fields(m: Model) -> dict:

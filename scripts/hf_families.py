@@ -138,7 +138,8 @@ class Family(NamedTuple):
     """The start of the names of layer {}'s tensors."""
     layer_lines: Callable[[Model], list]
     keys: list
-    """Keys of config.json: (key, field of Model, the value if the key is absent)."""
+    """Keys of config.json: (key, field of Model, the value if the key is absent, and if it is null,
+    where that is another one)."""
     supported: dict
     """Keys of config.json of which one value can be converted: {key: value}."""
     fixed: dict
@@ -151,6 +152,7 @@ KEYS = [
     ("num_attention_heads", "n_heads"), ("rms_norm_eps", "norm_eps", 1e-6),
     ("tie_word_embeddings", "tie_embeddings", False),
 ]
+WINDOW_4096 = ("sliding_window", "window", 4096, 0)
 GQA_KEYS = [*KEYS, ("num_key_value_heads", "n_kv_heads", None), ("head_dim", "d_head", None)]
 BIAS, WINDOW = ("attention_bias", "attn_bias", False), ("sliding_window", "window", 0)
 D_FF, ACTIVE = ("intermediate_size", "d_ff"), ("num_experts_per_tok", "n_active")
@@ -169,6 +171,13 @@ FAMILIES = dict(
     llama=Family(
         "LlamaForCausalLM", *LLAMA, llama_lines,
         [*GQA_KEYS, BIAS, D_FF, ("mlp_bias", "mlp_bias", False)], SILU, dict(),
+    ),
+    mistral=Family(
+        "MistralForCausalLM", *LLAMA, llama_lines, [*GQA_KEYS, D_FF, WINDOW_4096], SILU, dict(),
+    ),
+    qwen2=Family(
+        "Qwen2ForCausalLM", *LLAMA, llama_lines, [*GQA_KEYS, D_FF, WINDOW_4096], SILU,
+        dict(attn_bias=True, attn_out_bias=False),
     ),
     qwen3=Family(
         "Qwen3ForCausalLM", *LLAMA, llama_lines,

@@ -59,7 +59,15 @@ FAMILIES = dict(
     )),
     llama=("llama", GQA | dict(attention_bias=True, mlp_bias=True)),
     llama_31=("llama", STRETCHED | dict(rope_parameters=LLAMA3)),
+    llama_linear=("llama", STRETCHED | dict(
+        rope_parameters=dict(rope_type="linear", rope_theta=500.0, factor=4.0),
+    )),
     llama_yarn=("llama", STRETCHED | dict(rope_parameters=YARN)),
+    mistral=("mistral", GQA | dict(sliding_window=8)),
+    qwen2=("qwen2", GQA | dict(
+        num_hidden_layers=4, use_sliding_window=True, sliding_window=8,
+        layer_types=["full_attention", "sliding_attention"] * 2,
+    )),
     qwen3=("qwen3", GQA | dict(
         num_hidden_layers=4, tie_word_embeddings=True, use_sliding_window=True, sliding_window=8,
         layer_types=["full_attention", "sliding_attention"] * 2,

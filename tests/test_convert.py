@@ -63,6 +63,11 @@ CONFIGS = dict(
         attention_bias=True, mlp_bias=True, rope_theta=5e5, rope_scaling=LLAMA3,
         tie_word_embeddings=False, bos_token_id=1,
     ),
+    mistral=GQA | dict(sliding_window=None, rope_theta=1e6, head_dim=None),
+    qwen2=GQA | dict(
+        head_dim=None, use_sliding_window=True, sliding_window=8, max_window_layers=1,
+        rope_scaling=dict(type="linear", factor=2.0),
+    ),
     qwen3=GQA | dict(
         num_hidden_layers=4, tie_word_embeddings=True, sliding_window=8, use_sliding_window=True,
         layer_types=["full_attention", "sliding_attention"] * 2, rope_scaling=None,
@@ -104,7 +109,7 @@ def layer_shapes(family: str, n: int) -> dict:
             "mlp.c_proj.weight": (4 * D, D), "mlp.c_proj.bias": (D,),
         }  # fmt: skip
     shapes = {"input_layernorm.weight": (D,), "post_attention_layernorm.weight": (D,)}
-    a = "self_attn."
+    a, K = "self_attn.", CONFIGS[family].get("head_dim") or D // H
     if family == "deepseek_v3":
         shapes |= {
             a + "q_a_proj.weight": (12, D), a + "q_a_proj.bias": (12,),
@@ -120,14 +125,15 @@ def layer_shapes(family: str, n: int) -> dict:
     else:
         shapes |= {a + "q_proj.weight": (H * K, D), a + "o_proj.weight": (D, H * K)}
         shapes |= {a + f"{x}_proj.weight": (G * K, D) for x in "kv"}
+    if family in ("llama", "qwen2"):
+        shapes |= {a + "q_proj.bias": (H * K,)} | {a + f"{x}_proj.bias": (G * K,) for x in "kv"}
     if family == "llama":
-        shapes |= {a + "q_proj.bias": (H * K,), a + "o_proj.bias": (D,)}
-        shapes |= {a + f"{x}_proj.bias": (G * K,) for x in "kv"}
+        shapes |= {a + "o_proj.bias": (D,)}
         biases = {"gate": F, "up": F, "down": D}
         shapes |= {f"mlp.{name}_proj.bias": (size,) for name, size in biases.items()}
     if family.startswith("qwen3"):
         shapes |= {a + "q_norm.weight": (K,), a + "k_norm.weight": (K,)}
-    if family in ("llama", "qwen3") or (family == "qwen3_moe" and n == 0):
+    if family in ("llama", "mistral", "qwen2", "qwen3") or (family == "qwen3_moe" and n == 0):
         return shapes | mlp("mlp", F)
     if family == "mixtral":
         shapes |= {"block_sparse_moe.gate.weight": (E, D)}
@@ -194,7 +200,7 @@ def weight(run: Path, name: str):
 
 
 # Their tensors are handled as those of llama and deepseek_v3.
-SLOW = ("mixtral", "qwen3", "qwen3_moe")
+SLOW = ("mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 
 
 @pytest.mark.parametrize("family", [
@@ -432,7 +438,7 @@ def test_all_tensors_that_do_not_fit_are_reported_at_once(tmp_path):
     "family,keys,words",
     [
         ("llama", dict(hidden_act="gelu"), "hidden_act='gelu', but only 'silu'"),
-        ("llama", dict(rope_scaling=dict(type="linear", factor=2.0)), "rope_type='linear'"),
+        ("llama", dict(rope_scaling=dict(type="dynamic", factor=2.0)), "rope_type='dynamic'"),
         ("llama", dict(rope_scaling=dict(type="yarn", factor=2.0, attention_factor=3.0)), "3.0"),
         ("llama", dict(rope_scaling=YARN), "mscale_all_dim=0.8, but only 0"),
         ("llama", dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5, but only 1"),
@@ -456,6 +462,13 @@ def test_a_config_that_changes_the_maths_is_refused(family, keys, words, tmp_pat
     if family == "qwen3":
         tensors["lm_head.weight"] = np.ones((V, D), np.float32)
     assert words in problems(tmp_path, family, tensors, **keys)
+
+
+def test_a_window_that_is_null_is_none_and_one_that_is_absent_is_the_familys():
+    hf = CONFIGS["mistral"] | dict(model_type="mistral")
+    assert hf_config.read_model(hf).window == 0
+    del hf["sliding_window"]
+    assert hf_config.read_model(hf).window == 4096
 
 
 def test_weights_that_are_no_floats_or_not_finite_are_refused(tmp_path):
