@@ -15,6 +15,7 @@ Inside shard_map a letter that the array's PartitionSpec maps to a mesh axis is 
 import functools
 import math
 import re
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -147,6 +148,8 @@ def rope(x_BLHK, at: Span, cfg):
     m = cfg.model
     if m.positions == "learned":
         return x_BLHK
+    if at.window and m.rope_local_theta:
+        m = replace(m, rope_theta=m.rope_local_theta, rope_scaling="none")
     freq_A = rope_frequencies(x_BLHK.shape[-1], m).astype(np.float32)
     angle_BLA = at.position_BL[..., None] * freq_A
     scale = yarn_magnitudes(m)[0]
@@ -163,7 +166,8 @@ def rope(x_BLHK, at: Span, cfg):
 def score_scale(cfg, width: int) -> float:
     """The factor on the scores of heads of that width; with muP it falls as 1 / width (Yang et al.
     2022, definition 4.1)."""
-    m, scale = cfg.model, width**-0.5 * yarn_magnitudes(cfg.model)[1]
+    m = cfg.model
+    scale = (m.attn_width or width) ** -0.5 * yarn_magnitudes(cfg.model)[1]
     return scale * (m.mup_base_head / m.d_head) ** 0.5 if m.mup_base_head else scale
 
 
@@ -356,6 +360,10 @@ def to_latent(D: int, I: int) -> Param:
     return Param((D, I), P("dp", None), normal(D), rows=(0,), columns=(1,))
 
 
+QK_GAINS = dict(head=("q_norm_K", "k_norm_K"), all=("q_norm_HK", "k_norm_GK"))
+"""model.qk_norm_width: the weights of the norms of queries and keys."""
+
+
 def gqa_table(cfg: Config) -> dict:
     """The weights of `gqa`."""
     m = cfg.model
@@ -375,7 +383,11 @@ def gqa_table(cfg: Config) -> dict:
         )
         table |= dict(o_bias_D=zero_bias(D)) if m.attn_out_bias else {}
     if m.qk_norm:
-        table |= dict(q_norm_K=norm_gain(K), k_norm_K=norm_gain(K))
+        gain, spec = partial(norm_gain, adds_one=m.norm_offset), P("tp", None)
+        gains = (gain(K), gain(K))
+        if m.qk_norm_width == "all":
+            gains = (gain(H, K, spec=spec), gain(G, K, spec=spec))
+        table |= zip(QK_GAINS[m.qk_norm_width], gains, strict=True)
     return table
 
 
@@ -390,8 +402,9 @@ def gqa(x_BLD, w, cfg, at: Span, cache):
     k_BLGK = add_bias(einsum("BLD,DGK->BLGK", x_BLD, w["k_DGK"]), w.get("k_bias_GK"))
     v_BLGK = add_bias(einsum("BLD,DGK->BLGK", x_BLD, w["v_DGK"]), w.get("v_bias_GK"))
     if cfg.model.qk_norm:
-        q_BLHK = rms_norm(q_BLHK, w["q_norm_K"], cfg.model.norm_eps)
-        k_BLGK = rms_norm(k_BLGK, w["k_norm_K"], cfg.model.norm_eps)
+        q_gain, k_gain = (w[name] for name in QK_GAINS[cfg.model.qk_norm_width])
+        q_BLHK = rms_norm(q_BLHK, q_gain, cfg.model.norm_eps)
+        k_BLGK = rms_norm(k_BLGK, k_gain, cfg.model.norm_eps)
     q_BLHK = rope(q_BLHK, at, cfg)
     kv = update_cache(cache, dict(k_BSGK=rope(k_BLGK, at, cfg), v_BSGK=v_BLGK), at)
     y_BLHK = attend(q_BLHK, kv["k_BSGK"], kv["v_BSGK"], at, cfg, cfg.model.d_head)
@@ -405,19 +418,19 @@ def mla_table(cfg: Config) -> dict:
     """The weights of `mla`."""
     m = cfg.model
     D, H, K, J, I = m.d_model, m.n_heads, m.d_head, m.q_rank or m.d_model, m.kv_rank
-    T, W = m.d_rope, m.d_value
+    T, W, gain = m.d_rope, m.d_value, partial(norm_gain, adds_one=m.norm_offset)
     table = dict(
         q_JHK=to_heads(J, H, K),
         q_rope_JHT=to_heads(J, H, T),
         kv_down_DI=to_latent(D, I),
-        kv_norm_I=norm_gain(I),
+        kv_norm_I=gain(I),
         k_rope_DT=to_latent(D, T),
         k_IHK=to_heads(I, H, K),
         v_IHW=to_heads(I, H, W),
         o_HWD=from_heads(H, W, m),
     )
     if m.q_rank:
-        table |= dict(q_down_DJ=to_latent(D, J), q_norm_J=norm_gain(J))
+        table |= dict(q_down_DJ=to_latent(D, J), q_norm_J=gain(J))
     if m.attn_bias:
         table |= dict(
             kv_down_bias_I=zero_bias(I), k_rope_bias_T=zero_bias(T), o_bias_D=zero_bias(D)

@@ -117,7 +117,7 @@ RANGES = {  # field: (lowest, highest) allowed value
         "n_active", "n_groups", "n_active_groups", "rope_original")},
     **{f"model.{name}": (0, BIG) for name in (
         "mup_base_width", "mup_base_depth", "mup_base_head",
-        "q_rank", "kv_rank", "d_rope", "d_value", "window", "max_positions",
+        "q_rank", "kv_rank", "d_rope", "d_value", "attn_width", "window", "max_positions",
         "n_experts", "n_shared", "d_expert")},
     **{f"model.{name}": (0.0, 1e6) for name in (
         "logit_softcap", "attn_softcap", "yarn_mscale", "yarn_mscale_all_dim", "score_scale")},
@@ -134,6 +134,7 @@ RANGES = {  # field: (lowest, highest) allowed value
     "run.restarts": (0, BIG),
     "run.hang_timeout": (0, BIG),
     "model.rope_theta": (1.0, 1e12),
+    "model.rope_local_theta": (0.0, 1e12),
     "model.norm_eps": (1e-12, 0.1),
     "train.dropout": (0.0, 0.99),
     "train.spike_sigma": (0.0, 1e6),
@@ -313,19 +314,20 @@ def unused_fields(m: Model) -> dict[str, str]:
     kinds = all_kinds(m)
     moe, dense, local = (any(word in kind for kind in kinds) for word in ("moe", "dense", "local"))
     groups = "n_groups n_active_groups"
-    ramp = "rope_original rope_low rope_high"
+    thetas, ramp = "rope_theta rope_local_theta", "rope_original rope_low rope_high"
     scaling = "none" if m.positions == "learned" else m.rope_scaling
     experts = "n_experts n_active n_shared d_expert norm_scores score_scale router router_bias"
     table = [  # fields, whether they are unused, why
-        ("n_kv_heads qk_norm", m.attention == "mla", "model.attention=mla"),
+        ("n_kv_heads qk_norm qk_norm_width", m.attention == "mla", "model.attention=mla"),
+        ("qk_norm_width", not m.qk_norm, "model.qk_norm=False"),
         ("q_rank kv_rank d_rope d_value", m.attention == "gqa", "model.attention=gqa"),
-        ("rope_theta rope_scaling", m.positions == "learned", "model.positions=learned"),
+        (f"{thetas} rope_scaling", m.positions == "learned", "model.positions=learned"),
         ("attn_out_bias", not m.attn_bias or m.attention == "mla", "no projection has biases"),
         ("rope_factor", scaling == "none", "RoPE is not scaled"),
         (ramp, scaling in ("none", "linear"), "rope_scaling is neither llama3 nor yarn"),
         ("yarn_mscale yarn_mscale_all_dim", m.rope_scaling != "yarn", "rope_scaling is not yarn"),
         ("max_positions", m.positions == "rope", "model.positions=rope"),
-        ("window", not local, "no layer is dense_local or moe_local"),
+        ("window rope_local_theta", not local, "no layer is dense_local or moe_local"),
         ("d_ff mlp_bias", not dense, "no layer is dense"),
         (f"{experts} {groups}", not moe, "no layer is moe"),
         ("n_active_groups", m.n_groups == 1, "model.n_groups=1"),

@@ -118,6 +118,8 @@ class Model:
     In training the first stage runs them, in addition to its share of the blocks."""
     tie_embeddings: bool = False
     """Use the embedding matrix as the output projection too."""
+    scale_embedding: bool = False
+    """Multiply the embedding by the root of model.d_model, or of model.mup_base_width if set."""
     mup_base_width: int = 0
     """model.d_model of the model whose learning rate this one is to share (muP); 0 uses no muP.
     Rates of the layers' matrices, the logits and first values are scaled by the ratio of widths."""
@@ -147,7 +149,9 @@ class Model:
     d_value: int = 0
     """mla: width of a value head."""
     qk_norm: bool = False
-    """gqa: apply RMSNorm to each query and key head before RoPE."""
+    """gqa: apply RMSNorm to queries and keys before RoPE."""
+    qk_norm_width: Literal["head", "all"] = "head"
+    """What model.qk_norm norms.  head: each head by itself.  all: all heads of a token together."""
     attn_bias: bool = False
     """Add biases to attention's projections.
     In mla: only to those that make latents, the shared key and the output."""
@@ -155,6 +159,8 @@ class Model:
     """gqa: add a bias to the output projection too, if model.attn_bias is set."""
     attn_softcap: float = 0.0
     """Bound c on the attention scores, which become c * tanh(score / c); 0 sets no bound."""
+    attn_width: int = 0
+    """Attention scores are divided by the root of this; 0 takes the width of a key head."""
     window: int = 0
     """Number of tokens that a local layer attends to, including the current one."""
 
@@ -164,6 +170,9 @@ class Model:
     """learned: number of position vectors; at least train.seq_len."""
     rope_theta: float = 10_000.0
     """rope: base of the rotation frequencies."""
+    rope_local_theta: float = 0.0
+    """rope: base of the frequencies of local layers, which are then not scaled.
+    0: local layers have the frequencies of all."""
     rope_scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
     """rope: how frequencies are slowed, for a longer context.
     linear: all of them.  llama3: the low ones, as in Llama 3.1.  yarn: the low ones, as in YaRN."""
@@ -186,14 +195,19 @@ class Model:
 
     norm: Literal["rms", "layer"] = "rms"
     """RMSNorm or LayerNorm."""
+    norm_place: Literal["before", "after", "both"] = "before"
+    """before: norm what an attention or feed-forward reads.
+    after: norm what it adds to the residual stream.  both: norm both."""
     norm_bias: bool = False
     """Add a bias to each norm."""
+    norm_offset: bool = False
+    """Store the gain of each norm as what it adds to 1."""
     norm_eps: float = 1e-6
     """Added to the mean square or variance inside a norm."""
     d_ff: int = 128
     """Hidden width of a dense feed-forward."""
-    activation: Literal["swiglu", "gelu", "gelu_tanh", "relu2"] = "swiglu"
-    """Activation of every feed-forward.  swiglu has a gate, a third matrix.
+    activation: Literal["swiglu", "geglu_tanh", "gelu", "gelu_tanh", "relu2"] = "swiglu"
+    """Activation of every feed-forward.  swiglu and geglu_tanh have a gate, a third matrix.
     gelu is exact, gelu_tanh approximates it, relu2 is ReLU squared."""
     mlp_bias: bool = False
     """Add biases to the dense feed-forwards."""
@@ -225,6 +239,16 @@ class Model:
     def vocab_rows(self) -> int:
         """Rows of the embedding: vocab_size rounded up to a multiple of 128."""
         return -(-self.vocab_size // 128) * 128
+
+    @property
+    def in_matrices(self) -> int:
+        """Matrices with which a feed-forward reads its input: gate and up, or only up."""
+        return 1 + ("glu" in self.activation)
+
+    @property
+    def embedding_scale(self) -> float:
+        """The factor on the embedding."""
+        return (self.mup_base_width or self.d_model) ** 0.5 if self.scale_embedding else 1.0
 
 
 @dataclass(frozen=True)

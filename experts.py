@@ -41,7 +41,7 @@ from weights import Param, normal, zero_bias
 def moe_table(cfg: Config) -> dict:
     """The weights of `moe`."""
     m = cfg.model
-    D, E, F, C = m.d_model, m.n_experts, m.d_expert, 1 + (m.activation == "swiglu")
+    D, E, F, C = m.d_model, m.n_experts, m.d_expert, m.in_matrices
     where = dict(stays_sharded=cfg.mesh.experts == "alltoall")
     if where["stays_sharded"]:
         in_spec, out_spec = P("dp", None, None, "tp"), P("dp", "tp", None)

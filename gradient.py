@@ -27,6 +27,7 @@ from model import (
     cross_entropy,
     prepare_weights,
     split_chunks,
+    stacked_shape,
 )
 from pipeline import branch_policy, layers_to_parts, make_schedule, run_schedule
 from utils import AXES
@@ -60,7 +61,7 @@ def zero_total(w, cfg: Config) -> Total:
     """The Total before the first microbatch; w: weights from `prepare_parts`."""
 
     def stats(kind, weights):
-        n, E = weights["attn_norm_D"].shape[:-1], cfg.model.n_experts
+        n, E = stacked_shape(weights), cfg.model.n_experts
         found = dict(logit=jnp.zeros(n)) if cfg.log.norms_every else {}
         if "moe" in kind:
             found |= dict(load_E=jnp.zeros((*n, E)), **{name: jnp.zeros(n) for name in MOE_STATS})

@@ -32,7 +32,7 @@ STAGE = ("dp", "tp")
 def norm_table(cfg: Config, name: str = "norm") -> dict:
     """The weights of a norm of that name."""
     D = cfg.model.d_model
-    table = {f"{name}_D": norm_gain(D)}
+    table = {f"{name}_D": norm_gain(D, adds_one=cfg.model.norm_offset)}
     return table | {f"{name}_bias_D": zero_bias(D)} if cfg.model.norm_bias else table
 
 
@@ -50,7 +50,7 @@ def mlp_table(cfg: Config, F: int, name: str = "") -> dict:
     """The weights of a feed-forward with F hidden units.  One with a name, which the shared experts
     have, gets no biases."""
     m = cfg.model
-    D, C = m.d_model, 1 + (m.activation == "swiglu")
+    D, C = m.d_model, m.in_matrices
     table = {
         f"{name}in_CDF": Param((C, D, F), P(None, "dp", "tp"), normal(D), rows=(1,), columns=(2,)),
         f"{name}out_FD": Param((F, D), P("tp", "dp"), to_residual(m, F), rows=(0,), columns=(1,)),
@@ -240,10 +240,14 @@ def softcap(x, cap: float):
 
 
 def rms_norm(x_BLD, gain_D, eps):
-    """x / rms(x) * gain over the last dim, in float32 (Zhang and Sennrich 2019)."""
+    """x / rms(x) * gain over the gain's dims, in float32 (Zhang and Sennrich 2019).  A gain of
+    [heads, width] is that of all heads, of which each tp shard has a part."""
     x32_BLD = x_BLD.astype(jnp.float32)
-    scale = lax.rsqrt(jnp.mean(x32_BLD**2, -1, keepdims=True) + eps)
-    return (x32_BLD * scale * gain_D).astype(x_BLD.dtype)
+    square = jnp.mean(x32_BLD**2, tuple(range(-gain_D.ndim, 0)), keepdims=True)
+    if gain_D.ndim > 1:
+        # Not pmean: jax (0.10.2) fails to transpose its division.
+        square = mark_varying(lax.psum(square, "tp")) / lax.axis_size("tp")
+    return (x32_BLD * lax.rsqrt(square + eps) * gain_D).astype(x_BLD.dtype)
 
 
 def norm(x_BLD, w, name, cfg):
@@ -272,6 +276,8 @@ def hidden_units(gate, up, activation: str):
     match activation:
         case "swiglu":  # Shazeer 2020
             return jax.nn.silu(gate) * up
+        case "geglu_tanh":
+            return jax.nn.gelu(gate, approximate=True) * up
         case "relu2":  # So et al. 2021
             return jax.nn.relu(up) ** 2
         case kind:  # Hendrycks and Gimpel 2016

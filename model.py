@@ -60,8 +60,15 @@ def layer_table(cfg: Config, kind: str) -> dict:
     """The weights of one layer of a kind."""
     mlp_or_moe = moe_table(cfg) if "moe" in kind else mlp_table(cfg, cfg.model.d_ff)
     attention_table, _ = attention_of(cfg)
-    table = norm_table(cfg, "attn_norm") | attention_table(cfg)
-    return table | norm_table(cfg, "mlp_norm") | mlp_or_moe
+    table = attention_table(cfg) | mlp_or_moe
+    for name in NORMS[cfg.model.norm_place]:
+        table |= norm_table(cfg, name)
+    return table
+
+
+BEFORE, AFTER = ("attn_norm", "mlp_norm"), ("attn_post_norm", "mlp_post_norm")
+NORMS = dict(before=BEFORE, after=AFTER, both=BEFORE + AFTER)
+"""model.norm_place: the norms of a layer."""
 
 
 HEAD_STD = 0.25
@@ -74,7 +81,7 @@ def ends_table(cfg: Config) -> dict:
     m = cfg.model
     D, V, L = m.d_model, m.vocab_rows, m.max_positions
     head = Normal(HEAD_STD * (m.mup_base_width or D) ** -0.5)
-    embedding = head if m.tie_embeddings else Normal(1.0)
+    embedding = head if m.tie_embeddings else Normal(1 / m.embedding_scale)
     table = dict(embed_VD=Param((V, D), P("tp", "dp"), embedding), **norm_table(cfg))
     if m.positions == "learned":
         table |= dict(position_LD=Param((L, D), P(None, "dp"), embedding))
@@ -169,6 +176,7 @@ def prepare_weights(params, cfg: Config, dtype) -> dict:
     """
 
     def cast(x, p: Param):
+        x = x + 1 if p.adds_one else x
         return x.astype(dtype) if p.is_matrix and not p.keep_float32 else x
 
     table = param_table(cfg)
@@ -256,6 +264,11 @@ def residual_scale(cfg: Config) -> float:
     return m.mup_base_depth / m.n_layers if m.mup_base_depth else 1.0
 
 
+def norm_if_there(x_BLD, w, name: str, cfg: Config):
+    """`norm` where the layer has one of that name, elsewhere x."""
+    return norm(x_BLD, w, name, cfg) if f"{name}_D" in w else x_BLD
+
+
 def decoder_layer(kind, x_BLD, w, cfg, key, at: Span, cache):
     """(x_BLD, kv, statistics): attention and feed-forward, each added to the residual stream.
 
@@ -265,14 +278,17 @@ def decoder_layer(kind, x_BLD, w, cfg, key, at: Span, cache):
     attn_key, mlp_key = (None, None) if key is None else jax.random.split(key)
     at = at._replace(window=cfg.model.window if "local" in kind else 0)
     _, attention = attention_of(cfg)
-    y_BLD, kv, stats = attention(norm(x_BLD, w, "attn_norm", cfg), w, cfg, at, cache)
+    y_BLD = norm_if_there(x_BLD, w, "attn_norm", cfg)
+    y_BLD, kv, stats = attention(y_BLD, w, cfg, at, cache)
+    y_BLD = norm_if_there(y_BLD, w, "attn_post_norm", cfg)
     x_BLD = x_BLD + residual_scale(cfg) * dropout(y_BLD, attn_key, at.row_B, cfg)
-    y_BLD = norm(x_BLD, w, "mlp_norm", cfg)
+    y_BLD = norm_if_there(x_BLD, w, "mlp_norm", cfg)
     if "moe" in kind:
         y_BLD, moe_stats = moe(y_BLD, w, cfg, training=key is not None)
         stats |= moe_stats
     else:
         y_BLD = mlp(y_BLD, w, cfg)
+    y_BLD = norm_if_there(y_BLD, w, "mlp_post_norm", cfg)
     x_BLD = x_BLD + residual_scale(cfg) * dropout(y_BLD, mlp_key, at.row_B, cfg)
     return x_BLD, kv, stats
 
@@ -378,9 +394,14 @@ def scan_layers(layer: Callable, x, kinds: list[str], inputs: dict, first_layer,
     return x, {kind: join(kind, tree) for kind, tree in outputs.items()}
 
 
+def stacked_shape(w) -> tuple[int, ...]:
+    """How many layers a kind's stacked weights are of, or parts and layers in each."""
+    return next(x.shape[:-1] for name, x in w.items() if name.endswith("_norm_D"))
+
+
 def count_layers(params) -> int:
     """Layers in {kind: weights}."""
-    return sum(w["attn_norm_D"].shape[0] for w in params.values())
+    return sum(stacked_shape(w)[0] for w in params.values())
 
 
 def fold_key(key, n):
@@ -459,6 +480,8 @@ def apply_embedding(params, token_BL, at: Span, cfg: Config, key=None, grads=Non
         positions = grads.get("position_LD"), params["position_LD"], position_BL
         grads["position_LD"], position_BLD = lookup(*positions)
         x_BLD += position_BLD
+    if cfg.model.scale_embedding:
+        x_BLD *= cfg.model.embedding_scale
     x_BLD = dropout(x_BLD, fold_key(key, cfg.model.n_layers), at.row_B, cfg)
     return mark_varying(x_BLD), grads
 

@@ -38,6 +38,8 @@ class Param:
     """A matrix that is used in float32 all the same."""
     stays_sharded: bool = False
     """Each dp rank uses only its own part (expert parallelism), so it is never gathered."""
+    adds_one: bool = False
+    """It is used as 1 + weight."""
     is_stacked: bool = False
     """The first dim counts layers."""
     rows: tuple[int, ...] = ()
@@ -66,9 +68,11 @@ def normal(fan_in) -> Normal:
     return Normal(fan_in**-0.5)
 
 
-def norm_gain(dim) -> Param:
-    """The gain of a norm: ones at first."""
-    return Param((dim,), P(None), lambda key, shape: jnp.ones(shape), is_matrix=False)
+def norm_gain(*shape, adds_one: bool, spec=None) -> Param:
+    """The gain of a norm, used as ones at first, by default the same on every device."""
+    spec, first = spec or P(*[None] * len(shape)), 0.0 if adds_one else 1.0
+    init = lambda key, shape: jnp.full(shape, first)  # noqa: E731
+    return Param(shape, spec, init, is_matrix=False, adds_one=adds_one)
 
 
 def zero_bias(*shape, spec=None) -> Param:

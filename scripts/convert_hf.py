@@ -1,6 +1,6 @@
 """Convert the weights of a Hugging Face transformers model to a run, and a run's weights to a model
-that transformers loads.  Families: gpt2, llama, mistral, qwen2, qwen3, qwen3_moe, mixtral,
-deepseek_v3.
+that transformers loads.  Families: gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, olmo2,
+gemma2, gemma3_text, deepseek_v3.
 
     python scripts/convert_hf.py import --hf Qwen3-0.6B --run runs/qwen3
     python scripts/convert_hf.py export --run runs/qwen3 --hf exported --dtype bfloat16

@@ -23,6 +23,7 @@ IGNORED = """
     router_jitter_noise auto_map ep_size aux_loss_alpha seq_aux max_window_layers
     max_position_embeddings gradient_checkpointing return_dict output_attentions id2label label2id
     output_hidden_states num_nextn_predict_layers num_mtp_layers rope_interleave qk_head_dim
+    cache_implementation sliding_window_size _sliding_window_pattern
     _attn_implementation _attn_implementation_autoset _commit_hash original_max_position_embeddings
     """.split()  # noqa: SIM905
 ACTIVATIONS = dict(gelu="gelu", gelu_new="gelu_tanh", gelu_pytorch_tanh="gelu_tanh", relu2="relu2")
@@ -33,6 +34,7 @@ SCALINGS = dict(
     yarn=dict(beta_slow=1, beta_fast=32),
 )
 FULL, SLIDING = "full_attention", "sliding_attention"  # values of layer_types
+WITH_LAYER_TYPES = ("qwen2", "qwen3", "gemma2", "gemma3_text")
 
 # ---- from config.json
 
@@ -117,6 +119,8 @@ def read_fields(keys: Keys, name: str) -> dict:
     else:
         fields["n_kv_heads"] = fields["n_kv_heads"] or H
         fields["d_head"] = fields["d_head"] or (128 if name == "qwen3" else D // H)
+        if fields.get("attn_width") == fields["d_head"]:
+            fields["attn_width"] = 0
     kinds = read_layer_kinds(keys, name, fields["n_layers"], fields.get("window", 0))
     fields |= read_rope(keys, name) | shortest_pattern(kinds)
     usual = vars(Model())
@@ -143,12 +147,21 @@ def check_type(field: str, x, keys: Keys):
 
 def read_rope(keys: Keys, name: str) -> dict:
     """The fields rope_* and yarn_*, from rope_parameters of transformers 5 or the older keys."""
-    theta = keys.take("rope_theta", 1e6 if name == "mixtral" else 1e4)
+    theta = keys.take("rope_theta", 1e6 if name in ("mixtral", "gemma3_text") else 1e4)
     new, old = keys.take("rope_parameters", {}), keys.take("rope_scaling", {})
+    fields = {}
+    if name == "gemma3_text":
+        local = dict(rope_theta=keys.take("rope_local_base_freq", 1e4))
+        if FULL in new:
+            local, new = new.get(SLIDING), new[FULL]
+        if local != new:
+            fields |= dict(rope_local_theta=local.get("rope_theta"))
+            kind = local.get("rope_type", "default")
+            keys.require("rope_parameters.sliding_attention.rope_type", kind, "default")
     rope = {key: x for key, x in (old or new).items() if x is not None}
     kinds = [rope.pop(key, None) for key in ("rope_type", "type")]
     kind = kinds[0] or kinds[1] or "default"
-    fields = dict(rope_theta=rope.pop("rope_theta", theta))
+    fields |= dict(rope_theta=rope.pop("rope_theta", theta))
     rotated = keys.take("partial_rotary_factor", 1)
     keys.require("partial_rotary_factor", rope.pop("partial_rotary_factor", rotated), 1)
     if kind not in ("default", *SCALINGS):
@@ -190,13 +203,16 @@ def read_layer_kinds(keys: Keys, name: str, n_layers: int, window: int) -> list[
         moe = [n for n in range(n_layers) if n not in dense and (n + 1) % every == 0]
     if name.startswith("qwen") and not keys.take("use_sliding_window", False):
         local = [False] * n_layers
-    if name in ("qwen2", "qwen3"):
+    if name in WITH_LAYER_TYPES:
         first = keys.all.get("max_window_layers", 28)
-        types = [SLIDING if x and n >= first else FULL for n, x in enumerate(local)]
-        types = keys.take("layer_types", types)
+        local = [x and n >= first for n, x in enumerate(local)]
+        if name.startswith("gemma"):  # each second or sixth layer is not local
+            period = 2 if name == "gemma2" else keys.take("sliding_window_pattern", 6)
+            local = [(n + 1) % period > 0 for n in range(n_layers)]
+        types = keys.take("layer_types", [SLIDING if x else FULL for x in local])
         if len(types) != n_layers or set(types) - {FULL, SLIDING}:
             keys.require("layer_types", types, f"{n_layers} of {FULL} and {SLIDING}")
-        elif SLIDING in types and not any(local):
+        elif SLIDING in types and not window:
             what = f"config.json: layer_types has {SLIDING}, but no window"
             keys.add_problem(what, "correct config.json")
         local = [x == SLIDING for x in types]
@@ -233,7 +249,7 @@ def write_config(cfg: config.Config, dtype: str, end_id: int | None) -> dict:
     hf |= dict(bos_token_id=None, eos_token_id=end_id) | family.supported
     for key, field, *_ in family.keys:
         x = getattr(m, field)
-        hf[key] = None if x == 0 and type(x) is int else x
+        hf[key] = None if x == 0 and x is not False else x
     dense = [n for n, kind in enumerate(kinds) if "dense" in kind]
     local = ["local" in kind for kind in kinds]
     if name == "gpt2":
@@ -243,8 +259,10 @@ def write_config(cfg: config.Config, dtype: str, end_id: int | None) -> dict:
         hf |= write_rope(m, name, cfg.train.seq_len)
     if name.startswith("qwen"):
         hf |= dict(use_sliding_window=any(local))
-    if name in ("qwen2", "qwen3"):
+    if name in WITH_LAYER_TYPES:
         hf |= dict(layer_types=[SLIDING if x else FULL for x in local])
+    if name.startswith("gemma"):
+        hf |= dict(query_pre_attn_scalar=m.attn_width or m.d_head)
     if name == "qwen3_moe":
         hf |= dict(mlp_only_layers=dense, decoder_sparse_step=1)
     if name == "deepseek_v3":
@@ -274,7 +292,14 @@ def write_rope(m: Model, name: str, seq_len: int) -> dict:
     if m.rope_scaling == "yarn" and name == "deepseek_v3":
         rope |= dict(mscale=m.yarn_mscale, mscale_all_dim=m.yarn_mscale_all_dim)
     keys = dict(rope_parameters=rope, rope_theta=m.rope_theta, max_position_embeddings=longest)
-    return keys if m.rope_scaling == "none" else keys | dict(rope_scaling=rope)
+    if m.rope_scaling != "none":
+        keys |= dict(rope_scaling=rope)
+    if name == "gemma3_text":
+        theta = m.rope_local_theta
+        local = dict(rope_type="default", rope_theta=theta) if theta else rope
+        keys |= dict(rope_parameters={FULL: rope, SLIDING: local})
+        keys |= dict(rope_local_base_freq=local["rope_theta"])
+    return keys
 
 
 def likely_family(m: Model) -> str:
@@ -285,6 +310,10 @@ def likely_family(m: Model) -> str:
         return "gpt2"
     if config.moe_layers(m):
         return "qwen3_moe" if m.qk_norm else "mixtral"
+    if m.norm_offset:
+        return "gemma3_text" if m.qk_norm else "gemma2"
+    if m.norm_place == "after":
+        return "olmo2"
     if m.qk_norm:
         return "qwen3"
     if m.attn_bias and not m.attn_out_bias:

@@ -33,10 +33,23 @@ LLAMA_ENDS = [
     ("model.norm.weight", "D", "norm_D"),
     ("lm_head.weight", "V D", "unembed_DV"),
 ]
-LLAMA_LAYER = [
-    ("input_layernorm.weight", "D", "attn_norm_D"),
-    ("post_attention_layernorm.weight", "D", "mlp_norm_D"),
+# The norms of a layer, by model.norm_place; a name means another norm in another family.
+NORMS_AFTER = [
+    ("post_attention_layernorm.weight", "D", "attn_post_norm_D"),
+    ("post_feedforward_layernorm.weight", "D", "mlp_post_norm_D"),
 ]
+NORMS = dict(
+    before=[
+        ("input_layernorm.weight", "D", "attn_norm_D"),
+        ("post_attention_layernorm.weight", "D", "mlp_norm_D"),
+    ],
+    after=NORMS_AFTER,
+    both=[
+        ("input_layernorm.weight", "D", "attn_norm_D"),
+        ("pre_feedforward_layernorm.weight", "D", "mlp_norm_D"),
+        *NORMS_AFTER,
+    ],
+)
 GQA = [
     ("self_attn.q_proj.weight", "HK D", "q_DHK"),
     ("self_attn.k_proj.weight", "GK D", "k_DGK"),
@@ -48,6 +61,8 @@ GQA = [
     ("self_attn.o_proj.bias", "D", "o_bias_D"),
     ("self_attn.q_norm.weight", "K", "q_norm_K"),
     ("self_attn.k_norm.weight", "K", "k_norm_K"),
+    ("self_attn.q_norm.weight", "HK", "q_norm_HK"),
+    ("self_attn.k_norm.weight", "GK", "k_norm_GK"),
 ]
 MLA = [
     ("self_attn.q_a_proj.weight", "J D", "q_down_DJ"),
@@ -101,7 +116,7 @@ def llama_lines(m: Model) -> list:
     if m.attention == "mla":
         query = "self_attn.q_b_proj.weight" if m.q_rank else "self_attn.q_proj.weight"
         attention = [*MLA, (query, "HK J|HT J", "q_JHK q_rope_JHT")]
-    return [*LLAMA_LAYER, *attention, *dense]
+    return [*NORMS[m.norm_place], *attention, *dense]
 
 
 def qwen_lines(m: Model) -> list:
@@ -147,16 +162,32 @@ class Family(NamedTuple):
 
 
 # fmt: off
-KEYS = [
-    ("vocab_size", "vocab_size"), ("hidden_size", "d_model"), ("num_hidden_layers", "n_layers"),
-    ("num_attention_heads", "n_heads"), ("rms_norm_eps", "norm_eps", 1e-6),
-    ("tie_word_embeddings", "tie_embeddings", False),
-]
-WINDOW_4096 = ("sliding_window", "window", 4096, 0)
-GQA_KEYS = [*KEYS, ("num_key_value_heads", "n_kv_heads", None), ("head_dim", "d_head", None)]
+def keys(eps: float, tied: bool) -> list:
+    return [
+        ("vocab_size", "vocab_size"), ("hidden_size", "d_model"), ("num_hidden_layers", "n_layers"),
+        ("num_attention_heads", "n_heads"), ("rms_norm_eps", "norm_eps", eps),
+        ("tie_word_embeddings", "tie_embeddings", tied),
+    ]
+
+
+def gqa_keys(eps: float = 1e-6, tied: bool = False) -> list:
+    """Keys that most families have; the two arguments are values of absent ones."""
+    heads = [("num_key_value_heads", "n_kv_heads", None), ("head_dim", "d_head", None)]
+    return keys(eps, tied) + heads
+
+
 BIAS, WINDOW = ("attention_bias", "attn_bias", False), ("sliding_window", "window", 0)
+WINDOW_4096 = ("sliding_window", "window", 4096, 0)
 D_FF, ACTIVE = ("intermediate_size", "d_ff"), ("num_experts_per_tok", "n_active")
 LLAMA, SILU = (LLAMA_ENDS, "model.layers.{}."), dict(hidden_act="silu")
+# hidden_act is in old files, and not read there.
+GEGLU = dict.fromkeys(("hidden_activation", "hidden_act"), "gelu_pytorch_tanh")
+GEMMA_KEYS = [
+    *gqa_keys(tied=True), BIAS, D_FF, WINDOW_4096, ("query_pre_attn_scalar", "attn_width", 256),
+]
+GEMMA = dict(
+    activation="geglu_tanh", norm_place="both", norm_offset=True, scale_embedding=True,
+)
 FAMILIES = dict(
     gpt2=Family(
         "GPT2LMHeadModel", GPT2_ENDS, "transformer.h.{}.", lambda m: GPT2_LAYER,
@@ -170,34 +201,49 @@ FAMILIES = dict(
     ),
     llama=Family(
         "LlamaForCausalLM", *LLAMA, llama_lines,
-        [*GQA_KEYS, BIAS, D_FF, ("mlp_bias", "mlp_bias", False)], SILU, dict(),
+        [*gqa_keys(), BIAS, D_FF, ("mlp_bias", "mlp_bias", False)], SILU, dict(),
     ),
     mistral=Family(
-        "MistralForCausalLM", *LLAMA, llama_lines, [*GQA_KEYS, D_FF, WINDOW_4096], SILU, dict(),
+        "MistralForCausalLM", *LLAMA, llama_lines, [*gqa_keys(), D_FF, WINDOW_4096], SILU, dict(),
     ),
     qwen2=Family(
-        "Qwen2ForCausalLM", *LLAMA, llama_lines, [*GQA_KEYS, D_FF, WINDOW_4096], SILU,
+        "Qwen2ForCausalLM", *LLAMA, llama_lines, [*gqa_keys(), D_FF, WINDOW_4096], SILU,
         dict(attn_bias=True, attn_out_bias=False),
+    ),
+    olmo2=Family(
+        "Olmo2ForCausalLM", *LLAMA, llama_lines, [*gqa_keys(1e-5), BIAS, D_FF], SILU,
+        dict(norm_place="after", qk_norm=True, qk_norm_width="all"),
+    ),
+    gemma2=Family(
+        "Gemma2ForCausalLM", *LLAMA, llama_lines,
+        [*GEMMA_KEYS, ("attn_logit_softcapping", "attn_softcap", 50.0, 0.0),
+         ("final_logit_softcapping", "logit_softcap", 30.0, 0.0)],
+        GEGLU, GEMMA,
+    ),
+    gemma3_text=Family(
+        "Gemma3ForCausalLM", *LLAMA, llama_lines,
+        [*GEMMA_KEYS, ("final_logit_softcapping", "logit_softcap", 0.0)],
+        GEGLU | dict(attn_logit_softcapping=None), GEMMA | dict(qk_norm=True),
     ),
     qwen3=Family(
         "Qwen3ForCausalLM", *LLAMA, llama_lines,
-        [*GQA_KEYS, BIAS, D_FF, WINDOW], SILU, dict(qk_norm=True),
+        [*gqa_keys(), BIAS, D_FF, WINDOW], SILU, dict(qk_norm=True),
     ),
     qwen3_moe=Family(
         "Qwen3MoeForCausalLM", *LLAMA, qwen_lines,
-        [*GQA_KEYS, BIAS, D_FF, WINDOW, ACTIVE, ("num_experts", "n_experts"),
+        [*gqa_keys(), BIAS, D_FF, WINDOW, ACTIVE, ("num_experts", "n_experts"),
          ("moe_intermediate_size", "d_expert"), ("norm_topk_prob", "norm_scores", False)],
         SILU, dict(qk_norm=True),
     ),
     mixtral=Family(
         "MixtralForCausalLM", *LLAMA, mixtral_lines,
-        [*GQA_KEYS, WINDOW, ACTIVE, ("num_local_experts", "n_experts"),
+        [*gqa_keys(), WINDOW, ACTIVE, ("num_local_experts", "n_experts"),
          ("intermediate_size", "d_expert")],
         SILU, dict(norm_scores=True),
     ),
     deepseek_v3=Family(
         "DeepseekV3ForCausalLM", *LLAMA, qwen_lines,
-        [*KEYS, BIAS, D_FF, ACTIVE, ("num_key_value_heads", "n_kv_heads"),
+        [*keys(1e-6, False), BIAS, D_FF, ACTIVE, ("num_key_value_heads", "n_kv_heads"),
          ("q_lora_rank", "q_rank", 0), ("kv_lora_rank", "kv_rank"),
          ("qk_nope_head_dim", "d_head"), ("qk_rope_head_dim", "d_rope"), ("v_head_dim", "d_value"),
          ("n_routed_experts", "n_experts"), ("n_shared_experts", "n_shared", 1),

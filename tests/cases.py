@@ -1,13 +1,14 @@
 """What the tests of the model share: configs, batches and weights, the gradient on a mesh and on
 one device, and the same decoder in plain numpy.  There are no tests here."""
 
+import json
 import re
 from dataclasses import replace
 from functools import cache, partial
 
 import jax
 import numpy as np
-from conftest import on_mesh
+from conftest import ROOT, on_mesh
 from jax.sharding import PartitionSpec as P
 
 import config
@@ -15,6 +16,7 @@ import generate
 import model
 import train
 import utils
+from scripts import hf_config
 
 # ---- configs
 
@@ -56,6 +58,12 @@ MIXED = replace(
     data=replace(PLAIN.data, document_mask=True, end_id=7),
     train=replace(PLAIN.train, capacity_factor=1.0, balance_loss=0.01, grad_accum=2, dropout=0.1),
 )  # fmt: skip
+
+
+def golden(family: str) -> config.Config:
+    """PLAIN with the model of a folder of goldens/, of random weights."""
+    path = ROOT / "tests" / "goldens" / family / "config.json"
+    return replace(PLAIN, model=hf_config.read_model(json.loads(path.read_text())))
 
 
 # ---- batches and weights

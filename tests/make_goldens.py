@@ -35,6 +35,9 @@ GQA = COMMON | dict(num_key_value_heads=2, head_dim=8, intermediate_size=32)
 # With theta 500, the first of 8 pairs make 2.5, 1.2, 0.5, 0.2.. turns in 16 tokens: some
 # frequencies are kept, some interpolated.
 STRETCHED = GQA | dict(head_dim=16, tie_word_embeddings=True)
+GEMMA = GQA | dict(
+    num_hidden_layers=4, sliding_window=8, query_pre_attn_scalar=5, tie_word_embeddings=True,
+)  # fmt: skip
 LLAMA3 = dict(
     rope_type="llama3", rope_theta=500.0, factor=4.0, original_max_position_embeddings=16,
     low_freq_factor=0.4, high_freq_factor=2.0,
@@ -72,6 +75,19 @@ FAMILIES = dict(
         num_hidden_layers=4, tie_word_embeddings=True, use_sliding_window=True, sliding_window=8,
         layer_types=["full_attention", "sliding_attention"] * 2,
     )),
+    olmo2=("olmo2", GQA | dict(attention_bias=True)),
+    gemma2=("gemma2", GEMMA | dict(
+        attn_logit_softcapping=4.0, final_logit_softcapping=5.0, attention_bias=True,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )),
+    gemma3_text=("gemma3_text", GEMMA | dict(
+        num_hidden_layers=6,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        rope_parameters=dict(
+            full_attention=dict(rope_type="linear", rope_theta=500.0, factor=4.0),
+            sliding_attention=dict(rope_type="default", rope_theta=20.0),
+        ),
+    )),
     qwen3_moe=("qwen3_moe", GQA | dict(
         num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True,
     )),
@@ -97,7 +113,8 @@ def randomize(model, generator):
             # At 1.5, transformers' float32 differs by 8e-5 from its float64; at 1.25, by 1e-5.
             noise *= 1.25 * x.shape[-1] ** -0.5
         else:
-            noise = 0.3 * noise + (name.endswith("weight"))
+            adds_one = "gemma" in model.config.model_type  # its gains are 1 + weight
+            noise = 0.3 * noise + (name.endswith("weight") and not adds_one)
         x.copy_(noise.bfloat16())
 
 

@@ -68,6 +68,17 @@ CONFIGS = dict(
         head_dim=None, use_sliding_window=True, sliding_window=8, max_window_layers=1,
         rope_scaling=dict(type="linear", factor=2.0),
     ),
+    olmo2=GQA | dict(head_dim=None, rope_theta=5e5, attention_bias=False, rms_norm_eps=1e-6),
+    gemma2=GQA | dict(
+        num_hidden_layers=4, hidden_activation="gelu_pytorch_tanh", hidden_act="gelu_pytorch_tanh",
+        query_pre_attn_scalar=6, sliding_window=16, sliding_window_size=16,
+        attn_logit_softcapping=50.0, final_logit_softcapping=None, cache_implementation="hybrid",
+    ),
+    gemma3_text=GQA | dict(
+        num_hidden_layers=6, hidden_activation="gelu_pytorch_tanh", hidden_act=None,
+        query_pre_attn_scalar=K, sliding_window=16, sliding_window_pattern=3, rope_theta=1e6,
+        rope_local_base_freq=1e4, rope_scaling=dict(rope_type="linear", factor=8.0),
+    ),
     qwen3=GQA | dict(
         num_hidden_layers=4, tie_word_embeddings=True, sliding_window=8, use_sliding_window=True,
         layer_types=["full_attention", "sliding_attention"] * 2, rope_scaling=None,
@@ -108,7 +119,10 @@ def layer_shapes(family: str, n: int) -> dict:
             "mlp.c_fc.weight": (D, 4 * D), "mlp.c_fc.bias": (4 * D,),
             "mlp.c_proj.weight": (4 * D, D), "mlp.c_proj.bias": (D,),
         }  # fmt: skip
-    shapes = {"input_layernorm.weight": (D,), "post_attention_layernorm.weight": (D,)}
+    norms = ["post_attention"] + ["input"] * (family != "olmo2")
+    norms += ["post_feedforward"] * (family == "olmo2" or "gemma" in family)
+    norms += ["pre_feedforward"] * ("gemma" in family)
+    shapes = {f"{name}_layernorm.weight": (D,) for name in norms}
     a, K = "self_attn.", CONFIGS[family].get("head_dim") or D // H
     if family == "deepseek_v3":
         shapes |= {
@@ -131,9 +145,11 @@ def layer_shapes(family: str, n: int) -> dict:
         shapes |= {a + "o_proj.bias": (D,)}
         biases = {"gate": F, "up": F, "down": D}
         shapes |= {f"mlp.{name}_proj.bias": (size,) for name, size in biases.items()}
-    if family.startswith("qwen3"):
+    if family == "olmo2":
+        shapes |= {a + "q_norm.weight": (H * K,), a + "k_norm.weight": (G * K,)}
+    if family.startswith(("qwen3", "gemma3")):
         shapes |= {a + "q_norm.weight": (K,), a + "k_norm.weight": (K,)}
-    if family in ("llama", "mistral", "qwen2", "qwen3") or (family == "qwen3_moe" and n == 0):
+    if not any("expert" in key for key in CONFIGS[family]) or (family == "qwen3_moe" and n == 0):
         return shapes | mlp("mlp", F)
     if family == "mixtral":
         shapes |= {"block_sparse_moe.gate.weight": (E, D)}
@@ -155,7 +171,8 @@ def hf_tensors(family: str) -> dict:
         layers = "h.{}."
     else:
         shapes = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,)}
-        shapes |= {} if family == "qwen3" else {"lm_head.weight": (V, D)}
+        tied = family in ("qwen3", "gemma2", "gemma3_text")
+        shapes |= {} if tied else {"lm_head.weight": (V, D)}
         layers = "model.layers.{}."
     for n in range(hf.get("n_layer", hf.get("num_hidden_layers"))):
         shapes |= {layers.format(n) + x: shape for x, shape in layer_shapes(family, n).items()}
@@ -200,7 +217,7 @@ def weight(run: Path, name: str):
 
 
 # Their tensors are handled as those of llama and deepseek_v3.
-SLOW = ("mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+SLOW = ("mistral", "mixtral", "olmo2", "gemma2", "qwen2", "qwen3", "qwen3_moe")
 
 
 @pytest.mark.parametrize("family", [

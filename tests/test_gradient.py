@@ -18,6 +18,7 @@ from cases import (
     as_float64,
     assert_same_gradient,
     batch,
+    golden,
     gradient_on,
     one_device_gradient,
     one_device_params,
@@ -58,6 +59,19 @@ NAMES |= {MOE_ALLTOALL: "mla+moe+alltoall", GPT2: "gpt2"}
 def test_every_mesh_has_the_gradient_of_one_device(cfg, mesh):
     gather = replace(cfg, mesh=config.Mesh())
     assert_same_gradient(gradient_on(mesh, cfg), one_device_gradient(gather))
+
+
+QUICK = ("gemma3_text", "olmo2")  # they have what the other families have, and more
+
+
+@pytest.mark.parametrize("mesh", [(2, 2, 2), (2, 1, 1), (1, 2, 1), (1, 1, 2)], ids=str)
+@pytest.mark.parametrize("family", [
+    pytest.param(name, marks=() if name in QUICK else SLOW)
+    for name in (*QUICK, "gemma2", "mistral", "qwen2")
+])  # fmt: skip
+def test_models_of_other_families_have_the_gradient_of_one_device(family, mesh):
+    cfg = golden(family)
+    assert_same_gradient(gradient_on(mesh, cfg), one_device_gradient(cfg))
 
 
 @pytest.mark.slow

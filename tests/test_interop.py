@@ -220,7 +220,11 @@ def test_a_config_from_before_transformers_5_is_the_same_model(family):
     """Most published models have the older keys rope_theta, rope_scaling and torch_dtype."""
     new = read_config(GOLDENS / family)
     old = {name: x for name, x in new.items() if name not in ("rope_parameters", "dtype")}
-    if rope := dict(new.get("rope_parameters", {})):
+    rope = dict(new.get("rope_parameters", {}))
+    if "full_attention" in rope:
+        old |= dict(rope_local_base_freq=rope["sliding_attention"]["rope_theta"])
+        rope = dict(rope["full_attention"])
+    if rope:
         old |= dict(rope_theta=rope.pop("rope_theta"), rope_scaling=rope)
         if rope["rope_type"] == "default":
             old |= dict(rope_scaling=None)

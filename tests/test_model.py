@@ -6,7 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import GPT2, MIXED, MOE, PLAIN, RICH, as_float64, batch, params_of, plain_logits
+from cases import (
+    GPT2,
+    MIXED,
+    MOE,
+    PLAIN,
+    RICH,
+    as_float64,
+    batch,
+    golden,
+    params_of,
+    plain_logits,
+)
 from conftest import on_mesh
 
 import config
@@ -38,7 +49,10 @@ WIDE = replace(
 )
 
 
-@pytest.mark.parametrize("cfg", [PLAIN, RICH, MOE, GPT2, MIXED, WIDE])
+FIRST = [PLAIN, RICH, MOE, GPT2, MIXED, WIDE, golden("olmo2"), golden("gemma3_text")]
+
+
+@pytest.mark.parametrize("cfg", FIRST)
 def test_the_first_loss_is_that_of_even_chances(cfg):
     cfg = on_mesh(cfg)
     params = train.init_state(cfg).params
