@@ -120,8 +120,10 @@ def rope_frequencies(width, m):
             log_ratio = np.log(m.rope_original / (turns * 2 * np.pi)) / np.log(m.rope_theta)
             return width / 2 * log_ratio
 
-        ramp_start = max(np.floor(pair_with(m.rope_high)), 0)
-        ramp_end = min(np.ceil(pair_with(m.rope_low)), width - 1)
+        ramp_start, ramp_end = pair_with(m.rope_high), pair_with(m.rope_low)
+        if m.yarn_truncate:
+            ramp_start, ramp_end = np.floor(ramp_start), np.ceil(ramp_end)
+        ramp_start, ramp_end = max(ramp_start, 0), min(ramp_end, width - 1)
         unscaled_A = 1 - (pair_A - ramp_start) / max(ramp_end - ramp_start, 0.001)
     unscaled_A = np.clip(unscaled_A, 0, 1)
     return freq_A * unscaled_A + freq_A / m.rope_factor * (1 - unscaled_A)
@@ -171,7 +173,7 @@ def score_scale(cfg, width: int) -> float:
     return scale * (m.mup_base_head / m.d_head) ** 0.5 if m.mup_base_head else scale
 
 
-def decoding_attention(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int):
+def decoding_attention(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int, sink_H=None):
     """Attention of new tokens, which begin at another place in each row, to the keys of a cache.
     All scores are in memory."""
     B, L, H, K = q_BLHK.shape
@@ -185,15 +187,20 @@ def decoding_attention(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int):
     seen_BLS = (distance_BLS >= 0) & (distance_BLS < (at.window or S))
     if at.document_BL is not None:
         seen_BLS &= at.document_BL[..., None] == at.document_BS[:, None]
-    prob_BGRLS = jax.nn.softmax(jnp.where(seen_BLS[:, None, None], score_BGRLS, -1e30), -1)
+    score_BGRLS = jnp.where(seen_BLS[:, None, None], score_BGRLS, -1e30)
+    if sink_H is None:
+        prob_BGRLS = jax.nn.softmax(score_BGRLS, -1)
+    else:
+        sink_BGRL1 = jnp.broadcast_to(sink_H.reshape(G, -1, 1, 1), (B, G, H // G, L, 1))
+        prob_BGRLS = jax.nn.softmax(jnp.append(score_BGRLS, sink_BGRL1, -1), -1)[..., :S]
     y_BGRLW = einsum("BGRLS,BGSW->BGRLW", prob_BGRLS.astype(q_BLHK.dtype), v_BGSW)
     return y_BGRLW.transpose(0, 3, 1, 2, 4).reshape(B, L, H, -1)
 
 
-def xla_attention(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int):
+def xla_attention(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int, sink_H=None):
     """Plain JAX in blocks: supports every option on every platform."""
     options = dict(scale=score_scale(cfg, width), cap=cfg.model.attn_softcap, window=at.window)
-    return block_attention(q_BLHK, k_BSGK, v_BSGW, at.document_BL, **options)
+    return block_attention(q_BLHK, k_BSGK, v_BSGW, at.document_BL, sink_H, **options)
 
 
 def cudnn_attention(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int):
@@ -270,6 +277,7 @@ def why_unsupported(kernel: str, q_BLHK, v_BSGW, at: Span, cfg: Config) -> str:
     L, K = q_BLHK.shape[1], q_BLHK.shape[3]
     platforms = dict(cudnn=("gpu", "cuda"), splash=("tpu",))[kernel]
     limits = {f"runs on {platforms[0]}, and this is {platform()}": platform() not in platforms}
+    limits |= {"has no attention sinks (model.attn_sinks)": cfg.model.attn_sinks}
     if kernel == "cudnn":
         found = str(getattr(jax.devices()[0], "compute_capability", "9.0"))  # a plan's is Hopper
         capability = float(found) if re.fullmatch(r"\d+\.\d+", found) else 0.0  # AMD's is a name
@@ -292,15 +300,16 @@ def warn_once(text: str):
     warn(text)
 
 
-def attend(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int):
+def attend(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int, sink_H=None):
     """Causal softmax attention: of whole rows by the kernel that train.attention and the platform
     choose, of new tokens by `decoding_attention`.
 
-    width: of a key head, for `score_scale`.  H / G query heads share a key head.  Returns y_BLHW.
+    width: of a key head, for `score_scale`.  sink_H: of each query head, a score that no key has;
+    None adds none.  H / G query heads share a key head.  Returns y_BLHW.
     Raises UserError USAGE where train.attention names a kernel that cannot do it.
     """
     if at.decoding:
-        return decoding_attention(q_BLHK, k_BSGK, v_BSGW, at, cfg, width)
+        return decoding_attention(q_BLHK, k_BSGK, v_BSGW, at, cfg, width, sink_H)
     best = dict(gpu="cudnn", cuda="cudnn", tpu="splash").get(platform(), "xla")
     kernel = best if cfg.train.attention == "auto" else cfg.train.attention
     why = why_unsupported(kernel, q_BLHK, v_BSGW, at, cfg)
@@ -308,7 +317,9 @@ def attend(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int):
         if kernel == cfg.train.attention:
             raise UserError(USAGE, f"train.attention={kernel} {why}", "set --train.attention auto")
         warn_once(f"attention is plain JAX, since {kernel} {why}")
-    attention = partial(KERNELS["xla" if why else kernel], at=at, cfg=cfg, width=width)
+    options = dict(at=at, cfg=cfg, width=width)
+    options |= {} if sink_H is None else dict(sink_H=sink_H)
+    attention = partial(KERNELS["xla" if why else kernel], **options)
     if cfg.train.remat == "attention":
         attention = jax.checkpoint(attention, prevent_cse=False)
     return attention(q_BLHK, k_BSGK, v_BSGW)
@@ -382,6 +393,8 @@ def gqa_table(cfg: Config) -> dict:
             v_bias_GK=zero_bias(G, K, spec=spec),
         )
         table |= dict(o_bias_D=zero_bias(D)) if m.attn_out_bias else {}
+    if m.attn_sinks:
+        table |= dict(sink_H=zero_bias(H, spec=P("tp")))
     if m.qk_norm:
         gain, spec = partial(norm_gain, adds_one=m.norm_offset), P("tp", None)
         gains = (gain(K), gain(K))
@@ -407,7 +420,8 @@ def gqa(x_BLD, w, cfg, at: Span, cache):
         k_BLGK = rms_norm(k_BLGK, k_gain, cfg.model.norm_eps)
     q_BLHK = rope(q_BLHK, at, cfg)
     kv = update_cache(cache, dict(k_BSGK=rope(k_BLGK, at, cfg), v_BSGK=v_BLGK), at)
-    y_BLHK = attend(q_BLHK, kv["k_BSGK"], kv["v_BSGK"], at, cfg, cfg.model.d_head)
+    keys_and_values = kv["k_BSGK"], kv["v_BSGK"]
+    y_BLHK = attend(q_BLHK, *keys_and_values, at, cfg, cfg.model.d_head, w.get("sink_H"))
     y_BLD = einsum("BLHK,HKD->BLD", y_BLHK, w["o_HKD"])
     y_BLD = scatter_over_tp(y_BLD, at.tp_dim)
     stats = logit_stats(q_BLHK, kv["k_BSGK"], at, cfg, cfg.model.d_head)

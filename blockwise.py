@@ -107,7 +107,7 @@ def block_scores(q_PRQK, k_PSK, document_PL, i, j, how: Options):
     return softcap(score_PRQS, how.cap), seen_P1QS
 
 
-def forward(q_PRLK, k_PLK, v_PLW, document_PL, how: Options):
+def forward(q_PRLK, k_PLK, v_PLW, document_PL, sink_PR, how: Options):
     """(y_PRLW, z_PRL1): the output, and the logarithm of the sum of the scores' exponentials."""
 
     def add_keys(sums, i, j, n):
@@ -130,13 +130,16 @@ def forward(q_PRLK, k_PLK, v_PLW, document_PL, how: Options):
     *PRL, _ = q_PRLK.shape
     zeros = partial(jnp.zeros_like, q_PRLK, jnp.float32)  # of the type of q in shard_map
     y_PRLW, zero_PRL1 = zeros(shape=(*PRL, v_PLW.shape[-1])), zeros(shape=(*PRL, 1))
-    sums = visit_blocks(add_keys, (y_PRLW, zero_PRL1, zero_PRL1 - 1e30), PRL[-1], how)
+    total_PRL1, max_PRL1 = zero_PRL1, zero_PRL1 - 1e30
+    if sink_PR is not None:  # as if each query had seen a key of this score, and of value 0
+        total_PRL1, max_PRL1 = zero_PRL1 + 1, zero_PRL1 + sink_PR[..., None, None]
+    sums = visit_blocks(add_keys, (y_PRLW, total_PRL1, max_PRL1), PRL[-1], how)
     y_PRLW, total_PRL1, max_PRL1 = sums
     return (y_PRLW / total_PRL1).astype(q_PRLK.dtype), max_PRL1 + jnp.log(total_PRL1)
 
 
-def backward(q_PRLK, k_PLK, v_PLW, document_PL, y_PRLW, z_PRL1, g_PRLW, how: Options):
-    """The gradients of q, k and v, from g, the gradient of y."""
+def backward(q_PRLK, k_PLK, v_PLW, document_PL, sink_PR, y_PRLW, z_PRL1, g_PRLW, how: Options):
+    """The gradients of q, k, v and sink, from g, the gradient of y."""
     dtype = q_PRLK.dtype
     y_dot_g_PRL1 = (y_PRLW.astype(jnp.float32) * g_PRLW).sum(-1, keepdims=True)
 
@@ -165,7 +168,11 @@ def backward(q_PRLK, k_PLK, v_PLW, document_PL, y_PRLW, z_PRL1, g_PRLW, how: Opt
 
     zeros = tuple(jnp.zeros_like(x, jnp.float32) for x in (q_PRLK, k_PLK, v_PLW))
     grads = visit_blocks(add_gradients, zeros, q_PRLK.shape[2], how)
-    return tuple(x.astype(dtype) for x in grads)
+    sink_grad_PR = None
+    if sink_PR is not None:
+        sink_prob_PRL1 = jnp.exp(sink_PR[..., None, None] - z_PRL1)
+        sink_grad_PR = -(sink_prob_PRL1 * y_dot_g_PRL1).sum((2, 3))
+    return *(x.astype(dtype) for x in grads), sink_grad_PR
 
 
 def map_pairs(f: Callable, arrays: tuple, pairs_at_once: int):
@@ -177,31 +184,34 @@ def map_pairs(f: Callable, arrays: tuple, pairs_at_once: int):
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), results)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def attend_in_blocks(q_PRLK, k_PLK, v_PLW, document_PL, how: Options):
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def attend_in_blocks(q_PRLK, k_PLK, v_PLW, document_PL, sink_PR, how: Options):
     """y_PRLW.  Its own backward pass, because JAX's would keep the scores."""
-    return attend_forward(q_PRLK, k_PLK, v_PLW, document_PL, how)[0]
+    return attend_forward(q_PRLK, k_PLK, v_PLW, document_PL, sink_PR, how)[0]
 
 
-def attend_forward(q_PRLK, k_PLK, v_PLW, document_PL, how):
-    args = q_PRLK, k_PLK, v_PLW, document_PL
+def attend_forward(q_PRLK, k_PLK, v_PLW, document_PL, sink_PR, how):
+    args = q_PRLK, k_PLK, v_PLW, document_PL, sink_PR
     y_PRLW, z_PRL1 = map_pairs(partial(forward, how=how), args, how.pairs_at_once)
     return y_PRLW, (*args, y_PRLW, z_PRL1)
 
 
 def attend_backward(how, saved, g_PRLW):
-    grads = map_pairs(partial(backward, how=how), (*saved, g_PRLW), how.pairs_at_once)
-    return *grads, None
+    *grads, sink_grad = map_pairs(partial(backward, how=how), (*saved, g_PRLW), how.pairs_at_once)
+    return *grads, None, sink_grad
 
 
 attend_in_blocks.defvjp(attend_forward, attend_backward)
 
 
-def block_attention(q_BLHK, k_BLGK, v_BLGW, document_BL, scale: float, cap: float, window: int):
+def block_attention(
+    q_BLHK, k_BLGK, v_BLGW, document_BL, sink_H, scale: float, cap: float, window: int
+):
     """y_BLHW, the causal softmax attention of whole rows; see Options for scale, cap and window.
     H / G query heads share a key head.
 
     document_BL: the document of each token, the only one that it sees; None where a row is one.
+    sink_H: a score of each head, float32, that no key has; None adds none.
     """
     (B, L, H, K), (G, W) = q_BLHK.shape, v_BLGW.shape[2:]
     R, P = H // G, B * G
@@ -216,6 +226,7 @@ def block_attention(q_BLHK, k_BLGK, v_BLGW, document_BL, scale: float, cap: floa
     k_PLK = pad(k_BLGK).swapaxes(1, 2).reshape(P, -1, K)
     v_PLW = pad(v_BLGW).swapaxes(1, 2).reshape(P, -1, W)
     document_PL = None if document_BL is None else jnp.repeat(pad(document_BL), G, 0)
-    y_PRLW = attend_in_blocks(q_PRLK, k_PLK, v_PLW, document_PL, how)
+    sink_PR = None if sink_H is None else jnp.tile(sink_H.reshape(G, R), (B, 1))
+    y_PRLW = attend_in_blocks(q_PRLK, k_PLK, v_PLW, document_PL, sink_PR, how)
     y_BLGRW = y_PRLW.reshape(B, G, R, -1, W).transpose(0, 3, 1, 2, 4)
     return y_BLGRW.reshape(B, -1, H, W)[:, :L]

@@ -315,17 +315,20 @@ def unused_fields(m: Model) -> dict[str, str]:
     moe, dense, local = (any(word in kind for kind in kinds) for word in ("moe", "dense", "local"))
     groups = "n_groups n_active_groups"
     thetas, ramp = "rope_theta rope_local_theta", "rope_original rope_low rope_high"
+    gqa = "n_kv_heads qk_norm qk_norm_width attn_sinks"
+    yarn = "yarn_mscale yarn_mscale_all_dim yarn_truncate"
     scaling = "none" if m.positions == "learned" else m.rope_scaling
     experts = "n_experts n_active n_shared d_expert norm_scores score_scale router router_bias"
+    experts += " router_logit_bias expert_bias"
     table = [  # fields, whether they are unused, why
-        ("n_kv_heads qk_norm qk_norm_width", m.attention == "mla", "model.attention=mla"),
+        (gqa, m.attention == "mla", "model.attention=mla"),
         ("qk_norm_width", not m.qk_norm, "model.qk_norm=False"),
         ("q_rank kv_rank d_rope d_value", m.attention == "gqa", "model.attention=gqa"),
         (f"{thetas} rope_scaling", m.positions == "learned", "model.positions=learned"),
         ("attn_out_bias", not m.attn_bias or m.attention == "mla", "no projection has biases"),
         ("rope_factor", scaling == "none", "RoPE is not scaled"),
         (ramp, scaling in ("none", "linear"), "rope_scaling is neither llama3 nor yarn"),
-        ("yarn_mscale yarn_mscale_all_dim", m.rope_scaling != "yarn", "rope_scaling is not yarn"),
+        (yarn, scaling != "yarn", "rope_scaling is not yarn"),
         ("max_positions", m.positions == "rope", "model.positions=rope"),
         ("window rope_local_theta", not local, "no layer is dense_local or moe_local"),
         ("d_ff mlp_bias", not dense, "no layer is dense"),

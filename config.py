@@ -161,6 +161,8 @@ class Model:
     """Bound c on the attention scores, which become c * tanh(score / c); 0 sets no bound."""
     attn_width: int = 0
     """Attention scores are divided by the root of this; 0 takes the width of a key head."""
+    attn_sinks: bool = False
+    """gqa: give each head a learned score that no key has, so that it can attend to nothing."""
     window: int = 0
     """Number of tokens that a local layer attends to, including the current one."""
 
@@ -192,6 +194,8 @@ class Model:
     It counts only if model.yarn_mscale_all_dim is set; 0 is unset."""
     yarn_mscale_all_dim: float = 0.0
     """yarn: DeepSeek's mscale_all_dim, which scales all attention scores; 0 is unset."""
+    yarn_truncate: bool = True
+    """yarn: let the ramp between kept and divided frequencies begin and end at whole pairs."""
 
     norm: Literal["rms", "layer"] = "rms"
     """RMSNorm or LayerNorm."""
@@ -206,8 +210,11 @@ class Model:
     """Added to the mean square or variance inside a norm."""
     d_ff: int = 128
     """Hidden width of a dense feed-forward."""
-    activation: Literal["swiglu", "geglu_tanh", "gelu", "gelu_tanh", "relu2"] = "swiglu"
-    """Activation of every feed-forward.  swiglu and geglu_tanh have a gate, a third matrix.
+    activation: Literal["swiglu", "swiglu_clamped", "geglu_tanh", "gelu", "gelu_tanh", "relu2"] = (
+        "swiglu"
+    )
+    """Activation of every feed-forward.  Those with glu have a gate, a third matrix.
+    swiglu_clamped is that of gpt-oss, whose gate and up are bounded by 7.
     gelu is exact, gelu_tanh approximates it, relu2 is ReLU squared."""
     mlp_bias: bool = False
     """Add biases to the dense feed-forwards."""
@@ -231,6 +238,10 @@ class Model:
     n_active_groups: int = 1
     """moe: number of groups that a token's experts come from.
     They are the groups with the largest sum of their two best scores."""
+    router_logit_bias: bool = False
+    """moe: add a learned bias to each output of the router."""
+    expert_bias: bool = False
+    """moe: add biases to the routed experts."""
     router_bias: bool = False
     """moe: when experts are chosen, add a bias for each expert to its score.
     Each update moves the biases by train.bias_rate, to balance the load."""

@@ -54,6 +54,12 @@ def moe_table(cfg: Config) -> dict:
         in_EDCF=Param((E, D, C, F), in_spec, normal(D), rows=(1,), columns=(3,), **where),
         out_EFD=Param((E, F, D), out_spec, to_residual(m, F), rows=(1,), columns=(2,), **where),
     )
+    if m.expert_bias:
+        spec = P(in_spec[0], None, "tp")
+        table |= dict(in_bias_ECF=zero_bias(E, C, F, spec=spec, **where))
+        table |= dict(out_bias_ED=zero_bias(E, D))
+    if m.router_logit_bias:
+        table |= dict(router_logit_bias_E=zero_bias(E))
     if m.router_bias:
         table |= dict(router_bias_E=zero_bias(E))
     if m.n_shared:
@@ -74,6 +80,7 @@ def route(x_BLD, w, cfg):
     logit_BLE = jnp.einsum(
         "BLD,DE->BLE", x_BLD.astype(jnp.float32), w["router_DE"], precision=lax.Precision.HIGHEST
     )
+    logit_BLE = add_bias(logit_BLE, w.get("router_logit_bias_E"))
     softmax = m.router == "softmax"
     score_BLE = jax.nn.softmax(logit_BLE, -1) if softmax else jax.nn.sigmoid(logit_BLE)
     choice_BLE = add_bias(lax.stop_gradient(score_BLE), w.get("router_bias_E"))
@@ -178,45 +185,49 @@ def gates_to_slots(gate_U, pair_O, slot_U):
 # ---- experts on sorted rows: for dropless routing
 
 
-def hidden_rows(x_OD, in_EDCF, size_E, Z, cfg):
-    """(h_OF, backward): the hidden units of each row, and the function from their gradient to that
-    of h_OJ, gate beside up."""
+def hidden_rows(x_OD, in_EDCF, bias_ECF, size_E, Z, cfg):
+    """(h_OF, backward): the hidden units of each row, and the function from their gradient to those
+    of h_OJ, gate beside up before the biases, and of the biases, which may be None."""
     E, D, C, F = in_EDCF.shape
     h_OJ = grouped(x_OD, in_EDCF.reshape(E, D, C * F), size_E, Z)
 
-    def activation(h_OJ):
+    def activation(h_OJ, bias_ECF):
+        if bias_ECF is not None:
+            expert_O = jnp.searchsorted(jnp.cumsum(size_E), jnp.arange(len(h_OJ)), side="right")
+            bias_EJ = bias_ECF.reshape(E, C * F)
+            h_OJ = add_bias(h_OJ, bias_EJ.at[expert_O].get(mode="fill", fill_value=0))
         parts = jnp.split(h_OJ, C, axis=1)
         return activate(parts[0], parts[-1], cfg)
 
-    return jax.vjp(activation, h_OJ)
+    return jax.vjp(activation, h_OJ, bias_ECF)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def experts_of_rows(x_OD, gate_O, in_EDCF, out_EFD, size_E, Z, cfg):
+@partial(jax.custom_vjp, nondiff_argnums=(6, 7))
+def experts_of_rows(x_OD, gate_O, in_EDCF, bias_ECF, out_EFD, size_E, Z, cfg):
     """y_OD: the output of each row's expert times the row's gate; see grouped.py for size_E and Z.
 
     The gates multiply hidden units, which are narrower than outputs.  The backward pass recomputes
     hidden units.  It does not recompute y: a gate's gradient, g . (h W) with g the gradient of y,
     is computed as (g W') . h.
     """
-    h_OF, _ = hidden_rows(x_OD, in_EDCF, size_E, Z, cfg)
+    h_OF, _ = hidden_rows(x_OD, in_EDCF, bias_ECF, size_E, Z, cfg)
     return grouped(gate_O[:, None] * h_OF, out_EFD, size_E, Z)
 
 
 def experts_of_rows_backward(Z, cfg, saved, grad_OD):
-    x_OD, gate_O, in_EDCF, out_EFD, size_E = saved
+    x_OD, gate_O, in_EDCF, bias_ECF, out_EFD, size_E = saved
     in_EDJ = in_EDCF.reshape(*in_EDCF.shape[:2], -1)
-    h_OF, activation_backward = hidden_rows(x_OD, in_EDCF, size_E, Z, cfg)
+    h_OF, activation_backward = hidden_rows(x_OD, in_EDCF, bias_ECF, size_E, Z, cfg)
     grad_OF = grouped(grad_OD, out_EFD, size_E, Z, transposed=True)
     gate_grad_O = (grad_OF.astype(jnp.float32) * h_OF).sum(-1).astype(gate_O.dtype)
-    (grad_OJ,) = activation_backward(gate_O[:, None] * grad_OF)
+    grad_OJ, bias_grad_ECF = activation_backward(gate_O[:, None] * grad_OF)
     in_grad_EDCF = outer(x_OD, grad_OJ, size_E, Z).reshape(in_EDCF.shape)
     out_grad_EFD = outer(gate_O[:, None] * h_OF, grad_OD, size_E, Z)
     x_grad_OD = grouped(grad_OJ, in_EDJ, size_E, Z, transposed=True)
-    return x_grad_OD, gate_grad_O, in_grad_EDCF, out_grad_EFD, None
+    return x_grad_OD, gate_grad_O, in_grad_EDCF, bias_grad_ECF, out_grad_EFD, None
 
 
-experts_of_rows.defvjp(lambda *args: (experts_of_rows(*args), args[:5]), experts_of_rows_backward)
+experts_of_rows.defvjp(lambda *args: (experts_of_rows(*args), args[:6]), experts_of_rows_backward)
 
 
 def run_experts(x_QD, gate_U, expert_U, w, cfg):
@@ -233,7 +244,8 @@ def run_experts(x_QD, gate_U, expert_U, w, cfg):
     pair_O = pairs_of_slots(slot_U, O)
     x_OD = to_slots(x_QD, pair_O, slot_U, U // len(x_QD))
     gate_O = gates_to_slots(gate_U, pair_O, slot_U)
-    y_OD = experts_of_rows(x_OD, gate_O, w["in_EDCF"], w["out_EFD"], size_E, Z, cfg)
+    weights = w["in_EDCF"], w.get("in_bias_ECF"), w["out_EFD"]
+    y_OD = experts_of_rows(x_OD, gate_O, *weights, size_E, Z, cfg)
     return from_slots(y_OD, pair_O, slot_U, U // len(x_QD))
 
 
@@ -292,12 +304,22 @@ def dispatch_with_capacity(x_BLD, gate_BLX, expert_BLX, w, cfg):
         x_BEZD = lax.all_to_all(x_BEZD, "dp", split_axis=1, concat_axis=0, tiled=True)
         gate_BEZ = lax.all_to_all(gate_BEZ, "dp", split_axis=1, concat_axis=0, tiled=True)
     h_BEZCF = einsum("BEZD,EDCF->BEZCF", x_BEZD, w["in_EDCF"])
+    if "in_bias_ECF" in w:
+        h_BEZCF = add_bias(h_BEZCF, w["in_bias_ECF"][:, None])
     h_BEZF = gate_BEZ[..., None] * activate(h_BEZCF[:, :, :, 0], h_BEZCF[:, :, :, -1], cfg)
     y_BEZD = einsum("BEZF,EFD->BEZD", h_BEZF, w["out_EFD"])
     if cfg.mesh.experts == "alltoall":
         y_BEZD = lax.all_to_all(y_BEZD, "dp", split_axis=0, concat_axis=1, tiled=True)
     y_QD = from_slots(y_BEZD.reshape(-1, D), pair_O, slot_U, X)
     return y_QD.reshape(x_BLD.shape), slot_BLX < B * E * Z
+
+
+def output_biases(gate_BLX, expert_BLX, kept_BLX, bias_ED):
+    """The sum over each token's kept experts of their output biases times the gates, float32.  It
+    needs no dispatch: these biases depend on the expert alone."""
+    gate_BLX = jnp.where(kept_BLX, gate_BLX, 0)
+    gate_BLE = (gate_BLX[..., None] * jax.nn.one_hot(expert_BLX, len(bias_ED))).sum(-2)
+    return jnp.einsum("BLE,ED->BLD", gate_BLE, bias_ED)
 
 
 def moe(x_BLD, w, cfg, training: bool):
@@ -307,6 +329,7 @@ def moe(x_BLD, w, cfg, training: bool):
     Tokens are routed where they are, then gathered over tp: each tp shard has a part of d_expert.
     """
     score_BLE, gate_BLX, expert_BLX = route(x_BLD, w, cfg)
+    own = gate_BLX, expert_BLX
     stats = routing_stats(score_BLE, expert_BLX) if training else {}
     x_BLD = gather_rows(x_BLD)
     gate_BLX = gather_rows(gate_BLX).astype(x_BLD.dtype)
@@ -318,7 +341,11 @@ def moe(x_BLD, w, cfg, training: bool):
         y_BLD += feed_forward(x_BLD, w, cfg, "shared_")
     if training:
         stats["dropped"] = (~tp_part(kept_BLX, 0)).sum(dtype=jnp.float32)
-    return scatter_rows(y_BLD), stats
+    y_BLD = scatter_rows(y_BLD)
+    if "out_bias_ED" in w:
+        bias_BLD = output_biases(*own, tp_part(kept_BLX, 0), w["out_bias_ED"])
+        y_BLD += bias_BLD.astype(y_BLD.dtype)
+    return y_BLD, stats
 
 
 # ---- after an update: statistics of the batch, and the router's bias

@@ -276,6 +276,9 @@ def hidden_units(gate, up, activation: str):
     match activation:
         case "swiglu":  # Shazeer 2020
             return jax.nn.silu(gate) * up
+        case "swiglu_clamped":  # OpenAI 2025, gpt-oss
+            gate, up = jnp.minimum(gate, 7), jnp.clip(up, -7, 7)
+            return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
         case "geglu_tanh":
             return jax.nn.gelu(gate, approximate=True) * up
         case "relu2":  # So et al. 2021

@@ -138,7 +138,7 @@ def param_sizes(cfg: Config, active: bool = False) -> dict:
         n = math.prod(p.shape)
         if name in ("embed_VD", "unembed_DV"):
             n = m.vocab_size * m.d_model
-        if active and name.endswith(("in_EDCF", "out_EFD")):
+        if active and name.endswith(("in_EDCF", "out_EFD", "in_bias_ECF", "out_bias_ED")):
             n = n // m.n_experts * m.n_active
         sizes[name] = n
     return sizes

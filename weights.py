@@ -75,10 +75,11 @@ def norm_gain(*shape, adds_one: bool, spec=None) -> Param:
     return Param(shape, spec, init, is_matrix=False, adds_one=adds_one)
 
 
-def zero_bias(*shape, spec=None) -> Param:
+def zero_bias(*shape, spec=None, stays_sharded=False) -> Param:
     """A bias: zeros at first, by default the same on every device."""
     spec = spec or P(*[None] * len(shape))
-    return Param(shape, spec, lambda key, shape: jnp.zeros(shape), is_matrix=False)
+    init = lambda key, shape: jnp.zeros(shape)  # noqa: E731
+    return Param(shape, spec, init, is_matrix=False, stays_sharded=stays_sharded)
 
 
 # ---- initial values

@@ -1,6 +1,6 @@
 """Convert the weights of a Hugging Face transformers model to a run, and a run's weights to a model
 that transformers loads.  Families: gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, olmo2,
-gemma2, gemma3_text, deepseek_v3.
+gemma2, gemma3_text, gpt_oss, deepseek_v3.
 
     python scripts/convert_hf.py import --hf Qwen3-0.6B --run runs/qwen3
     python scripts/convert_hf.py export --run runs/qwen3 --hf exported --dtype bfloat16
@@ -216,7 +216,8 @@ def check_tensors(
     that matter."""
     shapes = {tensor.name: tensor.shape for tensor in tensors}
     unknown = unknown_tensors(found, shapes, hf, cfg)
-    scales = [name for name in unknown if name.endswith(("_scale_inv", ".scales", ".qweight"))]
+    ends = ("_scale_inv", ".scales", ".qweight", "_proj_scales", "_proj_blocks")
+    scales = [name for name in unknown if name.endswith(ends)]
     problems = []
 
     def note(names, what, fix):
@@ -225,7 +226,7 @@ def check_tensors(
             problems.append(Problem(f"{len(names)} {what}: {', '.join(names[:10])}{more}", fix))
 
     fix = "convert the model to bfloat16 first, with its publisher's script"
-    note(scales, "tensors are scales of quantized weights", fix)
+    note(scales, "tensors are of quantized weights", fix)
     stored = [(name, x.dtype) for name, x in found.items() if name in shapes]
     others = [f"{name} ({dtype})" for name, dtype in stored if dtype not in DTYPES]
     note(others, f"tensors have a dtype other than {errors.or_list(DTYPES)}", fix)

@@ -23,8 +23,9 @@ IGNORED = """
     router_jitter_noise auto_map ep_size aux_loss_alpha seq_aux max_window_layers
     max_position_embeddings gradient_checkpointing return_dict output_attentions id2label label2id
     output_hidden_states num_nextn_predict_layers num_mtp_layers rope_interleave qk_head_dim
-    cache_implementation sliding_window_size _sliding_window_pattern
-    _attn_implementation _attn_implementation_autoset _commit_hash original_max_position_embeddings
+    cache_implementation initial_context_length experts_per_token sliding_window_size
+    _sliding_window_pattern _attn_implementation _attn_implementation_autoset _commit_hash
+    original_max_position_embeddings
     """.split()  # noqa: SIM905
 ACTIVATIONS = dict(gelu="gelu", gelu_new="gelu_tanh", gelu_pytorch_tanh="gelu_tanh", relu2="relu2")
 # For each model.rope_scaling: its keys for model.rope_low and rope_high, and their usual values.
@@ -34,7 +35,16 @@ SCALINGS = dict(
     yarn=dict(beta_slow=1, beta_fast=32),
 )
 FULL, SLIDING = "full_attention", "sliding_attention"  # values of layer_types
-WITH_LAYER_TYPES = ("qwen2", "qwen3", "gemma2", "gemma3_text")
+WITH_LAYER_TYPES = ("qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_oss")
+# What a family has where config.json says nothing about positions.
+ROPE = dict(
+    mixtral=dict(rope_theta=1e6),
+    gemma3_text=dict(rope_theta=1e6),
+    gpt_oss=dict(
+        rope_theta=1.5e5, rope_type="yarn", factor=32.0, original_max_position_embeddings=4096,
+        truncate=False,
+    ),
+)  # fmt: skip
 
 # ---- from config.json
 
@@ -74,10 +84,16 @@ def read_model(hf: dict) -> Model:
     name = hf.get("model_type")
     if name not in hf_families.FAMILIES:
         what = f"config.json: model_type={name!r} is none of {errors.or_list(hf_families.FAMILIES)}"
-        raise UserError(DATA, what, "convert a model of one of these families")
-    if hf.get("quantization_config"):
-        what = f"config.json: quantization_config={hf['quantization_config']!r:.200} is not read"
-        raise UserError(DATA, what, "convert the weights to bfloat16 first, and delete this key")
+        fix = "convert a model of one of these families"
+        if name == "gemma3":
+            fix = "save its language model alone, with its text_config as config.json (gemma3_text)"
+        raise UserError(DATA, what, fix)
+    if quantized := hf.get("quantization_config"):
+        what = f"config.json: quantization_config={quantized!r:.200} is not read"
+        fix = "convert the weights to bfloat16 first, and delete this key"
+        if "mxfp4" in str(quantized):
+            fix += ": transformers loads them so with Mxfp4Config(dequantize=True), and saves them"
+        raise UserError(DATA, what, fix)
     keys = Keys(hf)
     if name == "qwen3_moe" and "num_local_experts" in keys.unread:  # transformers 5's name for it
         keys.unread["num_experts"] = keys.unread.pop("num_local_experts")
@@ -147,7 +163,8 @@ def check_type(field: str, x, keys: Keys):
 
 def read_rope(keys: Keys, name: str) -> dict:
     """The fields rope_* and yarn_*, from rope_parameters of transformers 5 or the older keys."""
-    theta = keys.take("rope_theta", 1e6 if name in ("mixtral", "gemma3_text") else 1e4)
+    default = dict(rope_theta=1e4) | ROPE.get(name, {})
+    theta = keys.take("rope_theta", default["rope_theta"])
     new, old = keys.take("rope_parameters", {}), keys.take("rope_scaling", {})
     fields = {}
     if name == "gemma3_text":
@@ -158,7 +175,7 @@ def read_rope(keys: Keys, name: str) -> dict:
             fields |= dict(rope_local_theta=local.get("rope_theta"))
             kind = local.get("rope_type", "default")
             keys.require("rope_parameters.sliding_attention.rope_type", kind, "default")
-    rope = {key: x for key, x in (old or new).items() if x is not None}
+    rope = {key: x for key, x in (old or new or default).items() if x is not None}
     kinds = [rope.pop(key, None) for key in ("rope_type", "type")]
     kind = kinds[0] or kinds[1] or "default"
     fields |= dict(rope_theta=rope.pop("rope_theta", theta))
@@ -186,7 +203,7 @@ def read_rope(keys: Keys, name: str) -> dict:
         usual = attention.yarn_magnitudes(replace(Model(), **fields))[0]
         factor = rope.pop("attention_factor", usual)
         keys.require("attention_factor", factor if abs(factor - usual) > 1e-6 else usual, usual)
-        keys.require("truncate", rope.pop("truncate", True), True)
+        fields |= dict(yarn_truncate=rope.pop("truncate", True))
     for key, x in rope.items():
         keys.require(f"rope_parameters.{key}", x, None)
     return fields
@@ -194,7 +211,7 @@ def read_rope(keys: Keys, name: str) -> dict:
 
 def read_layer_kinds(keys: Keys, name: str, n_layers: int, window: int) -> list[str]:
     """The kind of every layer."""
-    moe = range(n_layers) if name == "mixtral" else []
+    moe = range(n_layers) if name in ("mixtral", "gpt_oss") else []
     local = [bool(window)] * n_layers
     if name == "deepseek_v3":
         moe = range(keys.take("first_k_dense_replace"), n_layers)
@@ -206,8 +223,8 @@ def read_layer_kinds(keys: Keys, name: str, n_layers: int, window: int) -> list[
     if name in WITH_LAYER_TYPES:
         first = keys.all.get("max_window_layers", 28)
         local = [x and n >= first for n, x in enumerate(local)]
-        if name.startswith("gemma"):  # each second or sixth layer is not local
-            period = 2 if name == "gemma2" else keys.take("sliding_window_pattern", 6)
+        if not name.startswith("qwen"):  # each second or sixth layer is not local
+            period = keys.take("sliding_window_pattern", 6) if name == "gemma3_text" else 2
             local = [(n + 1) % period > 0 for n in range(n_layers)]
         types = keys.take("layer_types", [SLIDING if x else FULL for x in local])
         if len(types) != n_layers or set(types) - {FULL, SLIDING}:
@@ -289,6 +306,8 @@ def write_rope(m: Model, name: str, seq_len: int) -> dict:
     if m.rope_scaling in ("llama3", "yarn"):
         rope |= dict(original_max_position_embeddings=m.rope_original)
         longest = max(longest, int(m.rope_original * m.rope_factor))
+    if m.rope_scaling == "yarn":
+        rope |= dict(truncate=m.yarn_truncate)
     if m.rope_scaling == "yarn" and name == "deepseek_v3":
         rope |= dict(mscale=m.yarn_mscale, mscale_all_dim=m.yarn_mscale_all_dim)
     keys = dict(rope_parameters=rope, rope_theta=m.rope_theta, max_position_embeddings=longest)
@@ -309,7 +328,8 @@ def likely_family(m: Model) -> str:
     if m.norm == "layer" or m.positions == "learned":
         return "gpt2"
     if config.moe_layers(m):
-        return "qwen3_moe" if m.qk_norm else "mixtral"
+        other = "gpt_oss" if m.attn_sinks else "mixtral"
+        return "qwen3_moe" if m.qk_norm else other
     if m.norm_offset:
         return "gemma3_text" if m.qk_norm else "gemma2"
     if m.norm_place == "after":

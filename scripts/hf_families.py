@@ -63,6 +63,7 @@ GQA = [
     ("self_attn.k_norm.weight", "K", "k_norm_K"),
     ("self_attn.q_norm.weight", "HK", "q_norm_HK"),
     ("self_attn.k_norm.weight", "GK", "k_norm_GK"),
+    ("self_attn.sinks", "H", "sink_H"),
 ]
 MLA = [
     ("self_attn.q_a_proj.weight", "J D", "q_down_DJ"),
@@ -140,6 +141,18 @@ def mixtral_lines(m: Model) -> list:
     return llama_lines(m) + moe
 
 
+def gpt_oss_lines(m: Model) -> list:
+    moe = [
+        ("mlp.router.weight", "E D", "router_DE"),
+        ("mlp.router.bias", "E", "router_logit_bias_E"),
+        ("mlp.experts.gate_up_proj", "E D FC", "in_EDCF"),
+        ("mlp.experts.gate_up_proj_bias", "E FC", "in_bias_ECF"),
+        ("mlp.experts.down_proj", "E F D", "out_EFD"),
+        ("mlp.experts.down_proj_bias", "E D", "out_bias_ED"),
+    ]
+    return llama_lines(m) + moe
+
+
 # ---- families
 
 
@@ -182,6 +195,7 @@ D_FF, ACTIVE = ("intermediate_size", "d_ff"), ("num_experts_per_tok", "n_active"
 LLAMA, SILU = (LLAMA_ENDS, "model.layers.{}."), dict(hidden_act="silu")
 # hidden_act is in old files, and not read there.
 GEGLU = dict.fromkeys(("hidden_activation", "hidden_act"), "gelu_pytorch_tanh")
+GEGLU |= dict(use_bidirectional_attention=False)
 GEMMA_KEYS = [
     *gqa_keys(tied=True), BIAS, D_FF, WINDOW_4096, ("query_pre_attn_scalar", "attn_width", 256),
 ]
@@ -240,6 +254,15 @@ FAMILIES = dict(
         [*gqa_keys(), WINDOW, ACTIVE, ("num_local_experts", "n_experts"),
          ("intermediate_size", "d_expert")],
         SILU, dict(norm_scores=True),
+    ),
+    gpt_oss=Family(
+        "GptOssForCausalLM", *LLAMA, gpt_oss_lines,
+        [*gqa_keys(1e-5), ("sliding_window", "window", 128, 0), ACTIVE,
+         ("attention_bias", "attn_bias", True), ("num_local_experts", "n_experts"),
+         ("intermediate_size", "d_expert")],
+        SILU | dict(swiglu_alpha=1.702, swiglu_limit=7.0),
+        dict(activation="swiglu_clamped", attn_sinks=True, norm_scores=True,
+             router_logit_bias=True, expert_bias=True),
     ),
     deepseek_v3=Family(
         "DeepseekV3ForCausalLM", *LLAMA, qwen_lines,

@@ -87,7 +87,7 @@ def batch(cfg, seed=0):
 
 
 def params_of(cfg):
-    """Initial weights, with noise on the norms' gains and on the biases, and with layers that add
+    """Initial weights, with noise on norms' gains, biases and sinks, and with layers that add
     as much to the residual stream as the embedding gives.
 
     They start as ones, zeros and small numbers, and then a test would not notice a gain or bias
@@ -101,7 +101,7 @@ def params_of(cfg):
             return x * (cfg.model.d_model**-0.5 / table[name].init.std)
         if re.match("o_H|out_|shared_out", name):
             return x * 10
-        if "norm" not in name and "bias" not in name:
+        if not re.search("norm|bias|sink", name):
             return x
         return x + 0.3 * np.random.default_rng(x.size).normal(size=x.shape).astype(np.float32)
 

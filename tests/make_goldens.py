@@ -94,6 +94,11 @@ FAMILIES = dict(
     mixtral=("mixtral", GQA | dict(
         num_local_experts=4, num_experts_per_tok=2, intermediate_size=16, sliding_window=8,
     )),
+    gpt_oss=("gpt_oss", GQA | dict(
+        num_hidden_layers=4, num_local_experts=4, num_experts_per_tok=2, intermediate_size=12,
+        sliding_window=8, rope_parameters=YARN | dict(truncate=False),
+        layer_types=["sliding_attention", "full_attention"] * 2, swiglu_limit=7.0,
+    )),
     deepseek_v3=("deepseek_v3", MLA | dict(
         q_lora_rank=12, n_routed_experts=8, n_group=2, topk_group=1, rope_parameters=YARN_MLA,
         attention_bias=True,
@@ -112,6 +117,8 @@ def randomize(model, generator):
         if x.ndim > 1:
             # At 1.5, transformers' float32 differs by 8e-5 from its float64; at 1.25, by 1e-5.
             noise *= 1.25 * x.shape[-1] ** -0.5
+            if "gate_up_proj" in name:  # gpt_oss bounds hidden units: let some be beyond
+                noise *= 3
         else:
             adds_one = "gemma" in model.config.model_type  # its gains are 1 + weight
             noise = 0.3 * noise + (name.endswith("weight") and not adds_one)

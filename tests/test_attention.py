@@ -39,13 +39,17 @@ def random_attention(B, L, H, G, K, W, dtype=jnp.float32):
     return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
 
 
-def value_and_gradients(kernel, q, k, v, g, at, cfg):
-    """(y, gradients of q, k and v, where g is that of y)."""
-    y, backward = jax.vjp(lambda q, k, v: kernel(q, k, v, at, cfg, q.shape[-1]), q, k, v)
+def value_and_gradients(kernel, q, k, v, g, at, cfg, *sink_H):
+    """(y, gradients of q, k, v and sink_H, where g is that of y)."""
+
+    def attend(q, k, v, *sink_H):
+        return kernel(q, k, v, at, cfg, q.shape[-1], *sink_H)
+
+    y, backward = jax.vjp(attend, q, k, v, *sink_H)
     return y, *backward(g)
 
 
-ALL_FIELDS = dict(window=50, documents=True, softcap=3.0)
+ALL_FIELDS = dict(window=50, documents=True, softcap=3.0, sinks=True)
 
 
 @pytest.mark.parametrize("unrolled, shape, fields", [
@@ -53,6 +57,7 @@ ALL_FIELDS = dict(window=50, documents=True, softcap=3.0)
     (True, (3, 200, 8, 4, 16, 16), {}),
     (True, (2, 128, 4, 4, 16, 24), dict(softcap=2.0)),
     (True, (1, 150, 4, 1, 16, 8), dict(documents=True)),
+    (True, (3, 100, 8, 4, 16, 16), dict(sinks=True)),
     (True, (2, 150, 4, 2, 16, 16), ALL_FIELDS),
     (True, (2, 200, 4, 2, 16, 16), dict(dtype=jnp.bfloat16)),
     (False, (2, 300, 4, 2, 16, 24), {}),
@@ -78,8 +83,9 @@ def test_attention_in_blocks_is_the_plain_one(unrolled, shape, fields, monkeypat
     document_BL = shifted_BL // 37 if fields.get("documents") else None
     window = fields.get("window", 0)
     at = attention.Span(index_BL, index_BL, document_BL, document_BL, window=window)
-    got = value_and_gradients(attention.xla_attention, q, k, v, g, at, cfg)
-    want = value_and_gradients(attention.decoding_attention, q, k, v, g, at, cfg)
+    sinks = [jnp.linspace(-2.0, 2.0, shape[2])] if fields.get("sinks") else []
+    got = value_and_gradients(attention.xla_attention, q, k, v, g, at, cfg, *sinks)
+    want = value_and_gradients(attention.decoding_attention, q, k, v, g, at, cfg, *sinks)
     for x, y in zip(got, want, strict=True):
         assert x.dtype == y.dtype == dtype
         x, y = np.asarray(x, np.float32), np.asarray(y, np.float32)
@@ -227,6 +233,26 @@ def test_a_kernel_declares_outputs_of_the_given_type():
 
     run(jnp.ones(2))
     assert found == [True, True]
+
+
+def test_a_sink_is_a_key_without_a_value_that_all_queries_see():
+    """It is the first key of the row, without positions: its score is q . k = sink."""
+    cfg, (B, L, H) = on_mesh(PLAIN), (2, 20, 4)
+    q, k, v, _ = random_attention(B, L, H, 2, 8, 8)
+    sink_H = jnp.array([-1.0, 0.0, 2.0, 30.0])
+    index_BL = jnp.broadcast_to(jnp.arange(L), (B, L))
+    at = attention.Span(index_BL, index_BL)
+    got = attention.xla_attention(q, k, v, at, cfg, 8, sink_H)
+    # One more dim, in which queries hold the sink's score, the sink 1 and the other keys 0.
+    scores_BLH1 = jnp.broadcast_to(sink_H[:, None] * 8**0.5, (B, L, H, 1))
+    q = jnp.concatenate([q, scores_BLH1], -1)
+    keys = jnp.concatenate([k, jnp.zeros((B, L, 2, 1))], -1)
+    sink = jnp.concatenate([jnp.zeros((B, 1, 2, 8)), jnp.ones((B, 1, 2, 1))], -1)
+    k, v = jnp.concatenate([sink, keys], 1), jnp.pad(v, ((0, 0), (1, 0), (0, 0), (0, 0)))
+    at = attention.Span(index_BL + 1, index_BL)
+    want = attention.decoding_attention(q, k, v, at, cfg, 8)
+    np.testing.assert_allclose(got, want, atol=1e-6)
+    assert np.abs(got[:, :, 3]).max() < 1e-5 < np.abs(got[:, :, 0]).max()
 
 
 def test_a_kernel_that_cannot_do_it_is_refused_by_name():

@@ -79,6 +79,15 @@ CONFIGS = dict(
         query_pre_attn_scalar=K, sliding_window=16, sliding_window_pattern=3, rope_theta=1e6,
         rope_local_base_freq=1e4, rope_scaling=dict(rope_type="linear", factor=8.0),
     ),
+    gpt_oss=GQA | dict(
+        num_local_experts=E, num_experts_per_tok=2, experts_per_token=2, intermediate_size=8,
+        sliding_window=16, attention_bias=True, swiglu_limit=7.0, rope_theta=150000,
+        layer_types=["sliding_attention", "full_attention"], initial_context_length=4096,
+        rope_scaling=dict(
+            rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False,
+            original_max_position_embeddings=4096,
+        ),
+    ),
     qwen3=GQA | dict(
         num_hidden_layers=4, tie_word_embeddings=True, sliding_window=8, use_sliding_window=True,
         layer_types=["full_attention", "sliding_attention"] * 2, rope_scaling=None,
@@ -139,7 +148,7 @@ def layer_shapes(family: str, n: int) -> dict:
     else:
         shapes |= {a + "q_proj.weight": (H * K, D), a + "o_proj.weight": (D, H * K)}
         shapes |= {a + f"{x}_proj.weight": (G * K, D) for x in "kv"}
-    if family in ("llama", "qwen2"):
+    if family in ("llama", "qwen2", "gpt_oss"):
         shapes |= {a + "q_proj.bias": (H * K,)} | {a + f"{x}_proj.bias": (G * K,) for x in "kv"}
     if family == "llama":
         shapes |= {a + "o_proj.bias": (D,)}
@@ -151,6 +160,13 @@ def layer_shapes(family: str, n: int) -> dict:
         shapes |= {a + "q_norm.weight": (K,), a + "k_norm.weight": (K,)}
     if not any("expert" in key for key in CONFIGS[family]) or (family == "qwen3_moe" and n == 0):
         return shapes | mlp("mlp", F)
+    if family == "gpt_oss":
+        m, moe = "mlp.router.", "mlp.experts."
+        return shapes | {
+            a + "o_proj.bias": (D,), a + "sinks": (H,), m + "weight": (E, D), m + "bias": (E,),
+            moe + "gate_up_proj": (E, D, 16), moe + "gate_up_proj_bias": (E, 16),
+            moe + "down_proj": (E, 8, D), moe + "down_proj_bias": (E, D),
+        }  # fmt: skip
     if family == "mixtral":
         shapes |= {"block_sparse_moe.gate.weight": (E, D)}
         for e in range(E):
@@ -217,7 +233,7 @@ def weight(run: Path, name: str):
 
 
 # Their tensors are handled as those of llama and deepseek_v3.
-SLOW = ("mistral", "mixtral", "olmo2", "gemma2", "qwen2", "qwen3", "qwen3_moe")
+SLOW = ("mistral", "mixtral", "olmo2", "gemma2", "gpt_oss", "qwen2", "qwen3", "qwen3_moe")
 
 
 @pytest.mark.parametrize("family", [
@@ -288,7 +304,7 @@ def test_rotary_pairs_that_are_not_interleaved_keep_their_order(tmp_path):
     np.testing.assert_array_equal(plain[0], k_TD.T)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["gpt2", "mixtral", "gpt_oss", "deepseek_v3"])
 def test_fused_and_split_tensors_become_the_right_weights(family, tmp_path):
     x, run = hf_tensors(family), tmp_path / "runs" / "x"
     convert_hf.import_hf(hf_dir(tmp_path / "hf", family), run)
@@ -303,6 +319,10 @@ def test_fused_and_split_tensors_become_the_right_weights(family, tmp_path):
         in_DCF = weight(run, "layers/moe_local/in_EDCF")[1, 2]
         np.testing.assert_array_equal(in_DCF, np.stack([w1, w3], 1))
         np.testing.assert_array_equal(weight(run, "layers/moe_local/out_EFD")[1, 2], w2)
+    if family == "gpt_oss":  # gate and up take turns
+        gate_up = x["model.layers.1.mlp.experts.gate_up_proj"][2]
+        in_DCF = weight(run, "layers/moe/in_EDCF")[0, 2]
+        np.testing.assert_array_equal(in_DCF, np.stack([gate_up[:, ::2], gate_up[:, 1::2]], 1))
     if family == "deepseek_v3":
         up = x["model.layers.2.self_attn.kv_b_proj.weight"].reshape(H, 10, 10).transpose(2, 0, 1)
         np.testing.assert_array_equal(weight(run, "layers/moe/k_IHK")[1], up[..., :6])
@@ -469,6 +489,12 @@ def test_all_tensors_that_do_not_fit_are_reported_at_once(tmp_path):
         ("deepseek_v3", dict(scoring_func="softmax"), "scoring_func='softmax'"),
         ("deepseek_v3", dict(num_nextn_predict_layers=0), "model.layers.3.eh_proj.weight"),
         ("deepseek_v3", dict(quantization_config=dict(quant_method="fp8")), "bfloat16 first"),
+        ("gpt_oss", dict(quantization_config=dict(quant_method="mxfp4")), "dequantize=True"),
+        ("gpt_oss", dict(swiglu_limit=10.0), "swiglu_limit=10.0, but only 7.0"),
+        ("gemma3_text", dict(model_type="gemma3"), "save its language model alone"),
+        ("gemma3_text", dict(use_bidirectional_attention=True), "use_bidirectional_attention=True"),
+        ("gemma3_text", dict(attn_logit_softcapping=50.0), "attn_logit_softcapping=50.0"),
+        ("gemma2", dict(hidden_activation="gelu"), "hidden_activation='gelu', but only"),
         ("qwen3", dict(tie_word_embeddings=True), "lm_head.weight (tie_word_embeddings"),
     ],
 )  # fmt: skip
@@ -494,7 +520,7 @@ def test_weights_that_are_no_floats_or_not_finite_are_refused(tmp_path):
     tensors["model.layers.0.mlp.up_proj.weight_scale_inv"] = np.ones(1, np.float32)
     (tmp_path / "a").mkdir()
     text = problems(tmp_path / "a", "llama", tensors)
-    assert "model.norm.weight (I8)" in text and "scales of quantized weights" in text
+    assert "model.norm.weight (I8)" in text and "of quantized weights" in text
     tensors = hf_tensors("llama")
     tensors["model.norm.weight"][3] = np.nan
     (tmp_path / "b").mkdir()
@@ -575,6 +601,8 @@ MLA = dict(attention="mla", q_rank=8, kv_rank=8, d_rope=8, d_value=8)
             "model.activation is gelu, but a llama of transformers has swiglu",
         ),
         (dict(norm="layer"), "model.positions is rope, but a gpt2 of transformers has learned"),
+        (dict(norm_place="both"), "model.norm_place is both, but a llama of"),
+        (dict(attn_sinks=True), "model.attn_sinks is True, but a llama of"),
         (dict(qk_norm=True, mlp_bias=True), "model.mlp_bias is True, but a qwen3 of"),
         (MLA | dict(pattern="dense,moe", n_experts=4, d_expert=8), "model.router is softmax"),
         (dict(pattern="dense,dense_local", window=4), "model.layers is {'prefix': '', 'pattern'"),

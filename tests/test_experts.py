@@ -30,9 +30,12 @@ def plain_moe(x_LD, w, m, capacity_factor=0.0):
     """(y_LD, statistics) of one moe layer for one sequence, by a loop over tokens and their
     experts."""
 
-    def expert(x, weights_in, weights_out):
-        gate, up = x @ weights_in[0], x @ weights_in[1]
-        return (gate / (1 + np.exp(-gate)) * up) @ weights_out
+    def expert(x, weights_in, weights_out, in_bias=(0, 0), out_bias=0):
+        gate, up = x @ weights_in[0] + in_bias[0], x @ weights_in[1] + in_bias[1]
+        if m.activation == "swiglu_clamped":
+            gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
+            return (gate / (1 + np.exp(-1.702 * gate)) * (up + 1)) @ weights_out + out_bias
+        return (gate / (1 + np.exp(-gate)) * up) @ weights_out + out_bias
 
     L, E = len(x_LD), m.n_experts
     room = int(np.ceil(capacity_factor * L * m.n_active / E)) if capacity_factor else L
@@ -40,7 +43,7 @@ def plain_moe(x_LD, w, m, capacity_factor=0.0):
     entropy, mean_prob = 0, np.zeros(E)
     taken = np.zeros(E, int)
     for n, x in enumerate(x_LD):
-        logit = x @ w["router_DE"]
+        logit = x @ w["router_DE"] + w.get("router_logit_bias_E", 0)
         score = 1 / (1 + np.exp(-logit))
         if m.router == "softmax":
             score = np.exp(logit) / np.exp(logit).sum()
@@ -61,7 +64,8 @@ def plain_moe(x_LD, w, m, capacity_factor=0.0):
             taken[e] += 1
             weights_in = w["in_EDCF"][e].transpose(1, 0, 2)
             gate = score[e] / total * m.score_scale
-            y_LD[n] += gate * expert(x, weights_in, w["out_EFD"][e])
+            biases = [w[name][e] for name in ("in_bias_ECF", "out_bias_ED") if name in w]
+            y_LD[n] += gate * expert(x, weights_in, w["out_EFD"][e], *biases)
         if m.n_shared:
             y_LD[n] += expert(x, w["shared_in_CDF"], w["shared_out_FD"])
     stats = dict(load_E=load, dropped=dropped, entropy=entropy)
@@ -69,17 +73,23 @@ def plain_moe(x_LD, w, m, capacity_factor=0.0):
 
 
 SOFTMAX = dict(router="softmax", router_bias=False, n_groups=1, n_active_groups=1, n_shared=0)
+BIASES = dict(expert_bias=True, router_logit_bias=True)
+OSS = dict(SOFTMAX, **BIASES, activation="swiglu_clamped")
 
 
 @pytest.mark.parametrize("dispatch", ["gather", "alltoall"])
 @pytest.mark.parametrize("capacity_factor", [0.0, 0.75])
-@pytest.mark.parametrize("fields", [{}, dict(SOFTMAX, norm_scores=False, n_active=3)], ids=str)
+@pytest.mark.parametrize("fields", [
+    {}, dict(SOFTMAX, norm_scores=False, n_active=3), pytest.param(OSS, id="gpt_oss"),
+], ids=str)  # fmt: skip
 def test_a_moe_layer_is_a_loop_over_tokens_and_their_experts(fields, capacity_factor, dispatch):
     cfg = replace(MOE, model=replace(MOE.model, **fields), mesh=config.Mesh(experts=dispatch))
     cfg = on_mesh(cfg, (4, 1, 2), train=dict(capacity_factor=capacity_factor))
     table = experts.moe_table(cfg)
     rng = np.random.default_rng(0)
     w = {n: rng.normal(size=p.shape, scale=p.shape[-1] ** -0.5) for n, p in table.items()}
+    if "in_bias_ECF" in w:
+        w["in_bias_ECF"] *= 20  # beyond the bounds of swiglu_clamped
     x_BLD = rng.normal(size=(8, 16, cfg.model.d_model))
 
     specs = {name: p.spec for name, p in table.items()}
@@ -124,7 +134,7 @@ def test_a_moe_layer_is_a_loop_over_tokens_and_their_experts(fields, capacity_fa
 def test_kernels_compute_the_same_as_tiles(monkeypatch, dispatch):
     """Outputs and all gradients, interpreted on a CPU, where rows that no kernel has written are
     NaN.  Two experts get no tokens, and another two, of one rank, get most of them."""
-    fields = dict(SOFTMAX, d_model=256, d_expert=384, router_bias=True, n_active=3)
+    fields = dict(SOFTMAX, **BIASES, d_model=256, d_expert=384, n_active=3) | dict(router_bias=True)
     cfg = replace(MOE, model=replace(MOE.model, **fields), mesh=config.Mesh(experts=dispatch))
     cfg = on_mesh(cfg, (4, 1, 2))
     table, rng = experts.moe_table(cfg), np.random.default_rng(0)

@@ -61,7 +61,7 @@ def test_every_mesh_has_the_gradient_of_one_device(cfg, mesh):
     assert_same_gradient(gradient_on(mesh, cfg), one_device_gradient(gather))
 
 
-QUICK = ("gemma3_text", "olmo2")  # they have what the other families have, and more
+QUICK = ("gemma3_text", "gpt_oss", "olmo2")  # they have what the other families have, and more
 
 
 @pytest.mark.parametrize("mesh", [(2, 2, 2), (2, 1, 1), (1, 2, 1), (1, 1, 2)], ids=str)
@@ -72,6 +72,15 @@ QUICK = ("gemma3_text", "olmo2")  # they have what the other families have, and 
 def test_models_of_other_families_have_the_gradient_of_one_device(family, mesh):
     cfg = golden(family)
     assert_same_gradient(gradient_on(mesh, cfg), one_device_gradient(cfg))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capacity_factor", [0.0, 1.0])
+def test_experts_with_biases_may_be_elsewhere(capacity_factor):
+    cfg = golden("gpt_oss")
+    cfg = replace(cfg, train=replace(cfg.train, capacity_factor=capacity_factor))
+    alltoall = replace(cfg, mesh=config.Mesh(experts="alltoall"))
+    assert_same_gradient(gradient_on((4, 1, 2), alltoall), one_device_gradient(cfg))
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ Dimension key: B  sequences   L  sequence length   S  sequence length of the key
 """
 
 import json
+import re
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -280,7 +281,7 @@ def add_noise(params):
 
     def add(path, x):
         name = jax.tree_util.keystr(path)
-        if "norm" not in name and "bias" not in name:
+        if not re.search("norm|bias|sink", name):
             return x
         noise = np.random.default_rng(len(name) + x.size).normal(size=x.shape)
         return x + 0.3 * noise.astype(np.float32)
