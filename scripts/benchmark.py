@@ -106,6 +106,7 @@ import processes
 import rundir
 import train
 import utils
+from layers import hidden_units
 from model import TOKEN_SPEC
 
 # ---- the plain model: what training on one device takes, and no more.  m is cfg.model.
@@ -114,6 +115,8 @@ from model import TOKEN_SPEC
 PLAIN = {
     "model.attention": "gqa", "model.prefix": "", "model.n_experts": 0, "model.window": 0,
     "model.attn_softcap": 0, "model.logit_softcap": 0, "model.rope_scaling": "none",
+    "model.attn_width": 0, "model.attn_sinks": False, "model.qk_norm_width": "head",
+    "model.norm_place": "before", "model.norm_offset": False, "model.scale_embedding": False,
     "train.dropout": 0, "train.z_loss": 0, "data.document_mask": False,
 }  # fmt: skip
 # The policies of jax.checkpoint for train.remat; without one, everything is kept.
@@ -151,12 +154,7 @@ def plain_layer(x_BLD, w, m):
     x_BLD += jnp.einsum("BLHK,HKD->BLD", y_BLHK, w["o_HKD"]) + w.get("o_bias_D", 0)
     h_BLD, bias = plain_norm(x_BLD, w, "mlp_norm", m), w.get("in_bias_CF", [0, 0])
     gate_BLF, up_BLF = h_BLD @ w["in_CDF"][0] + bias[0], h_BLD @ w["in_CDF"][-1] + bias[-1]
-    if m.activation == "swiglu":
-        h_BLF = jax.nn.silu(gate_BLF) * up_BLF
-    elif m.activation == "relu2":
-        h_BLF = jax.nn.relu(up_BLF) ** 2
-    else:
-        h_BLF = jax.nn.gelu(up_BLF, approximate=m.activation == "gelu_tanh")
+    h_BLF = hidden_units(gate_BLF, up_BLF, m.activation)
     return x_BLD + h_BLF @ w["out_FD"] + w.get("out_bias_D", 0), None
 
 

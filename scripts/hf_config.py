@@ -164,7 +164,7 @@ def check_type(field: str, x, keys: Keys):
 def read_rope(keys: Keys, name: str) -> dict:
     """The fields rope_* and yarn_*, from rope_parameters of transformers 5 or the older keys."""
     default = dict(rope_theta=1e4) | ROPE.get(name, {})
-    theta = keys.take("rope_theta", default["rope_theta"])
+    theta = keys.take("rope_theta", default.pop("rope_theta"))
     new, old = keys.take("rope_parameters", {}), keys.take("rope_scaling", {})
     fields = {}
     if name == "gemma3_text":
@@ -323,22 +323,21 @@ def write_rope(m: Model, name: str, seq_len: int) -> dict:
 
 def likely_family(m: Model) -> str:
     """The only family that may have this model; write_config checks whether it does."""
-    if m.attention == "mla":
-        return "deepseek_v3"
-    if m.norm == "layer" or m.positions == "learned":
-        return "gpt2"
-    if config.moe_layers(m):
-        other = "gpt_oss" if m.attn_sinks else "mixtral"
-        return "qwen3_moe" if m.qk_norm else other
-    if m.norm_offset:
-        return "gemma3_text" if m.qk_norm else "gemma2"
-    if m.norm_place == "after":
-        return "olmo2"
-    if m.qk_norm:
-        return "qwen3"
-    if m.attn_bias and not m.attn_out_bias:
-        return "qwen2"
-    return "mistral" if all("local" in kind for kind in config.all_kinds(m)) else "llama"
+    moe, kinds = config.moe_layers(m), config.all_kinds(m)
+    signs = dict(  # of a family, unless one before has its own
+        deepseek_v3=m.attention == "mla",
+        gpt2=m.norm == "layer" or m.positions == "learned",
+        gpt_oss=moe and m.attn_sinks,
+        qwen3_moe=moe and m.qk_norm,
+        mixtral=moe,
+        gemma3_text=m.norm_offset and m.qk_norm,
+        gemma2=m.norm_offset,
+        olmo2=m.norm_place == "after",
+        qwen3=m.qk_norm,
+        qwen2=m.attn_bias and not m.attn_out_bias,
+        mistral=all("local" in kind for kind in kinds),
+    )
+    return next((name for name, has_it in signs.items() if has_it), "llama")
 
 
 def effective_fields(m: Model) -> dict:

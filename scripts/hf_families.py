@@ -33,22 +33,17 @@ LLAMA_ENDS = [
     ("model.norm.weight", "D", "norm_D"),
     ("lm_head.weight", "V D", "unembed_DV"),
 ]
-# The norms of a layer, by model.norm_place; a name means another norm in another family.
-NORMS_AFTER = [
-    ("post_attention_layernorm.weight", "D", "attn_post_norm_D"),
-    ("post_feedforward_layernorm.weight", "D", "mlp_post_norm_D"),
-]
+
+
+def norm_lines(**weights) -> list:
+    return [(f"{name}_layernorm.weight", "D", weight) for name, weight in weights.items()]
+
+
+BEFORE = norm_lines(input="attn_norm_D", post_attention="mlp_norm_D")
+AFTER = norm_lines(post_attention="attn_post_norm_D", post_feedforward="mlp_post_norm_D")
+# By model.norm_place: a name means another norm in another family.
 NORMS = dict(
-    before=[
-        ("input_layernorm.weight", "D", "attn_norm_D"),
-        ("post_attention_layernorm.weight", "D", "mlp_norm_D"),
-    ],
-    after=NORMS_AFTER,
-    both=[
-        ("input_layernorm.weight", "D", "attn_norm_D"),
-        ("pre_feedforward_layernorm.weight", "D", "mlp_norm_D"),
-        *NORMS_AFTER,
-    ],
+    before=BEFORE, after=AFTER, both=[BEFORE[0], *norm_lines(pre_feedforward="mlp_norm_D"), *AFTER]
 )
 GQA = [
     ("self_attn.q_proj.weight", "HK D", "q_DHK"),
@@ -175,7 +170,8 @@ class Family(NamedTuple):
 
 
 # fmt: off
-def keys(eps: float, tied: bool) -> list:
+def keys(eps: float = 1e-6, tied: bool = False) -> list:
+    """Keys of most families; eps and tied: what absent ones mean."""
     return [
         ("vocab_size", "vocab_size"), ("hidden_size", "d_model"), ("num_hidden_layers", "n_layers"),
         ("num_attention_heads", "n_heads"), ("rms_norm_eps", "norm_eps", eps),
@@ -183,12 +179,7 @@ def keys(eps: float, tied: bool) -> list:
     ]
 
 
-def gqa_keys(eps: float = 1e-6, tied: bool = False) -> list:
-    """Keys that most families have; the two arguments are values of absent ones."""
-    heads = [("num_key_value_heads", "n_kv_heads", None), ("head_dim", "d_head", None)]
-    return keys(eps, tied) + heads
-
-
+HEADS = [("num_key_value_heads", "n_kv_heads", None), ("head_dim", "d_head", None)]
 BIAS, WINDOW = ("attention_bias", "attn_bias", False), ("sliding_window", "window", 0)
 WINDOW_4096 = ("sliding_window", "window", 4096, 0)
 D_FF, ACTIVE = ("intermediate_size", "d_ff"), ("num_experts_per_tok", "n_active")
@@ -197,7 +188,8 @@ LLAMA, SILU = (LLAMA_ENDS, "model.layers.{}."), dict(hidden_act="silu")
 GEGLU = dict.fromkeys(("hidden_activation", "hidden_act"), "gelu_pytorch_tanh")
 GEGLU |= dict(use_bidirectional_attention=False)
 GEMMA_KEYS = [
-    *gqa_keys(tied=True), BIAS, D_FF, WINDOW_4096, ("query_pre_attn_scalar", "attn_width", 256),
+    *keys(tied=True), *HEADS, BIAS, D_FF, WINDOW_4096,
+    ("query_pre_attn_scalar", "attn_width", 256),
 ]
 GEMMA = dict(
     activation="geglu_tanh", norm_place="both", norm_offset=True, scale_embedding=True,
@@ -215,17 +207,18 @@ FAMILIES = dict(
     ),
     llama=Family(
         "LlamaForCausalLM", *LLAMA, llama_lines,
-        [*gqa_keys(), BIAS, D_FF, ("mlp_bias", "mlp_bias", False)], SILU, dict(),
+        [*keys(), *HEADS, BIAS, D_FF, ("mlp_bias", "mlp_bias", False)], SILU, dict(),
     ),
     mistral=Family(
-        "MistralForCausalLM", *LLAMA, llama_lines, [*gqa_keys(), D_FF, WINDOW_4096], SILU, dict(),
+        "MistralForCausalLM", *LLAMA, llama_lines, [*keys(), *HEADS, D_FF, WINDOW_4096], SILU,
+        dict(),
     ),
     qwen2=Family(
-        "Qwen2ForCausalLM", *LLAMA, llama_lines, [*gqa_keys(), D_FF, WINDOW_4096], SILU,
+        "Qwen2ForCausalLM", *LLAMA, llama_lines, [*keys(), *HEADS, D_FF, WINDOW_4096], SILU,
         dict(attn_bias=True, attn_out_bias=False),
     ),
     olmo2=Family(
-        "Olmo2ForCausalLM", *LLAMA, llama_lines, [*gqa_keys(1e-5), BIAS, D_FF], SILU,
+        "Olmo2ForCausalLM", *LLAMA, llama_lines, [*keys(1e-5), *HEADS, BIAS, D_FF], SILU,
         dict(norm_place="after", qk_norm=True, qk_norm_width="all"),
     ),
     gemma2=Family(
@@ -241,23 +234,23 @@ FAMILIES = dict(
     ),
     qwen3=Family(
         "Qwen3ForCausalLM", *LLAMA, llama_lines,
-        [*gqa_keys(), BIAS, D_FF, WINDOW], SILU, dict(qk_norm=True),
+        [*keys(), *HEADS, BIAS, D_FF, WINDOW], SILU, dict(qk_norm=True),
     ),
     qwen3_moe=Family(
         "Qwen3MoeForCausalLM", *LLAMA, qwen_lines,
-        [*gqa_keys(), BIAS, D_FF, WINDOW, ACTIVE, ("num_experts", "n_experts"),
+        [*keys(), *HEADS, BIAS, D_FF, WINDOW, ACTIVE, ("num_experts", "n_experts"),
          ("moe_intermediate_size", "d_expert"), ("norm_topk_prob", "norm_scores", False)],
         SILU, dict(qk_norm=True),
     ),
     mixtral=Family(
         "MixtralForCausalLM", *LLAMA, mixtral_lines,
-        [*gqa_keys(), WINDOW, ACTIVE, ("num_local_experts", "n_experts"),
+        [*keys(), *HEADS, WINDOW, ACTIVE, ("num_local_experts", "n_experts"),
          ("intermediate_size", "d_expert")],
         SILU, dict(norm_scores=True),
     ),
     gpt_oss=Family(
         "GptOssForCausalLM", *LLAMA, gpt_oss_lines,
-        [*gqa_keys(1e-5), ("sliding_window", "window", 128, 0), ACTIVE,
+        [*keys(1e-5), *HEADS, ("sliding_window", "window", 128, 0), ACTIVE,
          ("attention_bias", "attn_bias", True), ("num_local_experts", "n_experts"),
          ("intermediate_size", "d_expert")],
         SILU | dict(swiglu_alpha=1.702, swiglu_limit=7.0),
@@ -266,7 +259,7 @@ FAMILIES = dict(
     ),
     deepseek_v3=Family(
         "DeepseekV3ForCausalLM", *LLAMA, qwen_lines,
-        [*keys(1e-6, False), BIAS, D_FF, ACTIVE, ("num_key_value_heads", "n_kv_heads"),
+        [*keys(), BIAS, D_FF, ACTIVE, ("num_key_value_heads", "n_kv_heads"),
          ("q_lora_rank", "q_rank", 0), ("kv_lora_rank", "kv_rank"),
          ("qk_nope_head_dim", "d_head"), ("qk_rope_head_dim", "d_rope"), ("v_head_dim", "d_value"),
          ("n_routed_experts", "n_experts"), ("n_shared_experts", "n_shared", 1),

@@ -514,6 +514,16 @@ def test_a_window_that_is_null_is_none_and_one_that_is_absent_is_the_familys():
     assert hf_config.read_model(hf).window == 4096
 
 
+def test_what_config_json_says_about_positions_is_read_before_what_its_family_has():
+    for family in ("mixtral", "gpt_oss", "gemma3_text"):
+        hf = CONFIGS[family] | dict(model_type=family, rope_theta=5e5)
+        assert hf_config.read_model(hf).rope_theta == 5e5
+        assert hf_config.read_model(hf | dict(rope_theta=None)).rope_theta != 5e5
+    m = hf_config.read_model(CONFIGS["gpt_oss"] | dict(model_type="gpt_oss", rope_scaling=None))
+    assert (m.rope_theta, m.rope_scaling, m.rope_factor) == (1.5e5, "yarn", 32)
+    assert (m.rope_low, m.rope_high, m.rope_original, m.yarn_truncate) == (1, 32, 4096, False)
+
+
 def test_weights_that_are_no_floats_or_not_finite_are_refused(tmp_path):
     tensors = hf_tensors("llama")
     tensors["model.norm.weight"] = np.ones(D, np.int8)
