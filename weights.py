@@ -68,10 +68,10 @@ def normal(fan_in) -> Normal:
     return Normal(fan_in**-0.5)
 
 
-def norm_gain(*shape, adds_one: bool, spec=None) -> Param:
-    """The gain of a norm, used as ones at first, by default the same on every device."""
-    spec, first = spec or P(*[None] * len(shape)), 0.0 if adds_one else 1.0
-    init = lambda key, shape: jnp.full(shape, first)  # noqa: E731
+def norm_gain(*shape, adds_one: bool, spec=None, first: float = 1.0) -> Param:
+    """The gain of a norm, `first` at first, by default the same on every device."""
+    spec, stored = spec or P(*[None] * len(shape)), first - adds_one
+    init = lambda key, shape: jnp.full(shape, stored)  # noqa: E731
     return Param(shape, spec, init, is_matrix=False, adds_one=adds_one)
 
 

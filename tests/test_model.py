@@ -60,6 +60,17 @@ def test_the_first_loss_is_that_of_even_chances(cfg):
     assert abs(nll / n - np.log(cfg.model.vocab_size)) < 0.05
 
 
+@pytest.mark.parametrize("family", ["olmo2", "gemma2"])
+def test_a_norm_after_attention_begins_with_a_gain_as_small_as_what_other_layers_add(family):
+    cfg = on_mesh(golden(family))
+    params = train.init_state(cfg).params
+    small = 0.1 * (2 * cfg.model.n_layers) ** -0.5
+    for w in params["layers"].values():
+        for name in ("attn_post_norm_D", "mlp_post_norm_D"):
+            np.testing.assert_allclose(w[name] + cfg.model.norm_offset, small, rtol=1e-6)
+    np.testing.assert_array_equal(params["norm_D"] + cfg.model.norm_offset, 1)
+
+
 PUBLISHED = {  # total, as counted from the models that transformers 5.23 builds
     "gpt2_124m": 124_439_808,
     "gpt2_355m": 354_823_168,
