@@ -13,6 +13,7 @@ from cases import (
     as_float64,
     cached_errors,
     check_cached_logits,
+    golden,
     params_of,
     plain_logits,
 )
@@ -24,6 +25,8 @@ import utils
 SLOW = pytest.mark.slow
 
 # ---- logits
+
+OSS_ALLTOALL = replace(golden("gpt_oss"), mesh=config.Mesh(experts="alltoall"))
 
 
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2), (1, 4, 1)], ids=str)
@@ -47,6 +50,8 @@ def test_greedy_text_is_the_argmax_of_a_plain_decoder(mesh):
     pytest.param(MOE_ALLTOALL, id="mla+moe"),
     pytest.param(GPT2, id="gpt2"),
     pytest.param(MIXED, id="mixed", marks=SLOW),
+    pytest.param(golden("gemma3_text"), id="gemma3", marks=SLOW),
+    pytest.param(OSS_ALLTOALL, id="gpt_oss", marks=SLOW),
     pytest.param(replace(GPT2, mesh=config.Mesh(fsdp="step")), id="step", marks=SLOW),
     pytest.param(replace(GPT2, mesh=config.Mesh(fsdp="none")), id="none", marks=SLOW),
 ])  # fmt: skip

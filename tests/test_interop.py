@@ -31,7 +31,7 @@ import layers
 import model
 import train
 import utils
-from scripts import convert_hf, hf_config
+from scripts import convert_hf, hf_config, hf_families
 
 GOLDENS = ROOT / "tests" / "goldens"
 FAMILIES = sorted(p.name for p in GOLDENS.iterdir())
@@ -267,6 +267,24 @@ def test_transformers_computes_the_same_from_an_export(family, imported, tmp_pat
     tokens = golden(family)["tokens"]
     want = transformers_logits(tmp_path, tokens)
     record("exported", family, scores(params, tokens, cfg)[0], want, 1e-4)
+
+
+@live
+@pytest.mark.parametrize("name", ["mistral", "qwen2", "olmo2", "gemma2", "gemma3_text", "gpt_oss"])
+def test_a_familys_usual_model_has_the_tensors_that_transformers_gives_it(name):
+    """Of the published size, without any numbers: what transformers builds where config.json says
+    nothing."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    hf = AutoConfig.for_model(name)
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(hf)
+    want = {name: tuple(x.shape) for name, x in network.named_parameters()}
+    cfg = config.Config(model=hf_config.read_model(json.loads(hf.to_json_string())))
+    tensors = hf_families.tensor_maps(name, cfg)
+    assert {tensor.name: tensor.shape for tensor in tensors} == want
+    assert model.param_count(cfg) == sum(x.numel() for x in network.parameters())
 
 
 def add_noise(params):
