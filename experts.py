@@ -329,7 +329,7 @@ def moe(x_BLD, w, cfg, training: bool):
     Tokens are routed where they are, then gathered over tp: each tp shard has a part of d_expert.
     """
     score_BLE, gate_BLX, expert_BLX = route(x_BLD, w, cfg)
-    own = gate_BLX, expert_BLX
+    own = gate_BLX, expert_BLX  # of this tp shard's tokens
     stats = routing_stats(score_BLE, expert_BLX) if training else {}
     x_BLD = gather_rows(x_BLD)
     gate_BLX = gather_rows(gate_BLX).astype(x_BLD.dtype)
