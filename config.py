@@ -355,8 +355,8 @@ class Train:
     """First update to trace, and number of updates; 0 0 traces none.
     Writes profile/ in the run directory, with a ledger of the time."""
     pgle: bool = False
-    """NVIDIA GPUs: trace three early updates, or those of train.profile, and compile again with the
-    times that operations took (profile-guided latency estimation).
+    """NVIDIA GPUs: compile again with the times that operations took in a trace (PGLE).
+    The trace is of three early updates, or of those of train.profile.
     Elsewhere it has no effect, and the run says so."""
     z_loss: float = 0.0
     """Weight of the z-loss, the mean of (log of the softmax's denominator)^2 over the tokens.

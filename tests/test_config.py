@@ -23,7 +23,7 @@ from errors import USAGE, UserError
 MODULES = """
     errors config mixture checks files cli lock restart utils processes weights layers blockwise
     attention grouped experts pipeline model gradient generate muon optim norms panels order shards
-    pages dataset rundir metrics digests checkpoint branch profiling train
+    pages dataset rundir boards metrics digests checkpoint branch profiling train
 """.split()  # noqa: SIM905
 
 

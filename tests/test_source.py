@@ -132,7 +132,7 @@ def test_every_dimension_letter_is_in_its_files_key(name):
 def pins(file: str) -> set[str]:
     """The lines `name==version` of a file of requirements, without extras and conditions."""
     found = re.findall(r"^([\w.-]+)(?:\[.*\])?==([^\s;]+)", (ROOT / file).read_text(), re.MULTILINE)
-    return {f"{name}=={version}" for name, version in found}
+    return {f"{name.lower()}=={version}" for name, version in found}  # pip ignores case
 
 
 def test_requirements_txt_has_all_of_requirements_in_with_hashes():
