@@ -1,0 +1,338 @@
+"""Whether the machines, the storage and the data are fit for a run, before it starts.
+
+    python scripts/doctor.py --config demo --report doctor.json
+
+Start it like train.py, with the same flags, in every process of the run.  Without --config, the run
+is that of a small model on random tokens.  What it writes to run.dir, it removes.
+
+Dimension key: D rows and columns of a matrix, N elements.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import cli
+from config import Config
+
+
+@dataclass(frozen=True)
+class Args:
+    report: str = ""
+    """A file to write for a bug report: the table, settings, versions, environment; no secrets."""
+    seconds: float = 3.0
+    """How long a check may take; those that compile may take three times as long."""
+
+
+# Powers of two, and three times those, divide these sizes, as the mesh has to.
+SMALL = "--config=tiny --data.train=synthetic --data.val=synthetic --train.batch_size=1536"
+SMALL += " --model.d_model=1536"
+
+
+def parse() -> tuple[Args, Config]:
+    args, rest = tyro.cli(Args, return_unknown_args=True, use_underscores=True, description=__doc__)
+    cfg = cli.parse(rest if "--config" in " ".join(rest) else [*SMALL.split(), *rest])
+    cli.simulate_devices(cfg.mesh, cfg.run.num_processes)
+    return args, cfg
+
+
+if __name__ == "__main__":  # before jax is imported, see train.py
+    ARGS, CFG = cli.quit_on_error(parse)
+
+import json
+import os
+import re
+import resource
+import shutil
+import time
+from collections import namedtuple
+from functools import partial
+from importlib import metadata
+from timeit import repeat, timeit
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import files
+import processes
+import rundir
+import train
+import utils
+from boards import has_wandb_key
+from dataset import Dataset, Mixture, check_tokenizers
+from errors import USAGE, UserError
+from mixture import read_sets
+from scripts.chips import CHIPS, GIB
+
+STATUSES = FAIL, WARN, OK = "FAIL", "warn", "ok"
+
+
+# A line of the table.  Of lines that say the same, the one of the lowest score is the worst.
+Row = namedtuple("Row", "status what fix score check", defaults=("", 0.0, ""))
+
+
+def grade(value: float, least: float, enough: float, what: str) -> Row:
+    """FAIL below the least value, a warning below one that is enough."""
+    return Row(FAIL if value < least else WARN if value < enough else OK, what, score=value)
+
+
+# ---- checks of one process.  A check yields rows and leaves in `found` what later ones need; its
+# docstring says what to do where its rows do not.
+
+RELEASES = dict(python=("3.11.", "3.12.", "3.13."), jax=("0.10.", "0.11.", "0.12."))
+
+
+def versions(cfg: Config, found: dict):
+    """take Python 3.11 to 3.13, and pip install --require-hashes -r requirements.txt"""
+    has = json.loads(rundir.run_record(cfg, "", {}))["versions"]
+    has |= dict(optax=metadata.version("optax"))
+    found["facts"] |= has
+    pins = (ROOT / "requirements.in").read_text().replace("-", ".")  # of orbax-checkpoint
+    for name, version in has.items():
+        pinned = re.findall(rf"^{name}==([\w.]+)", pins, re.M)
+        releases = RELEASES.get(name.removesuffix("lib"), ("",))
+        if not version.startswith(releases):
+            yield Row(FAIL, f"{name} is {version}, and the tests run on {'x, '.join(releases)}x")
+        elif pinned and version not in pinned:
+            yield Row(WARN, f"{name} is {version}, and the tests run on {' and '.join(pinned)}")
+    yield Row(OK, ", ".join(f"{name} {version}" for name, version in has.items()))
+
+
+def devices(cfg: Config, found: dict):
+    """end other programs that use the devices, and see the driver's log"""
+    here = jax.local_devices()
+    found["facts"]["devices"] = what = f"{len(here)} x {here[0].device_kind}"
+    yield Row(OK, f"{what}; {jax.device_count()} in all processes")
+    for device in here:
+        if memory := device.memory_stats():  # None on a CPU
+            limit, free = memory["bytes_limit"], memory["bytes_limit"] - memory["bytes_in_use"]
+            what = f"device {device.id} has {free / GIB:.2f} of {limit / GIB:.2f} GiB free"
+            yield grade(free / limit, 0.5, 0.9, what)
+
+
+def mesh(cfg: Config, found: dict):
+    """choose --mesh.dp, --mesh.pp and --mesh.tp for these devices"""
+    utils.start_mesh(cfg)
+    found["mesh"] = jax.sharding.get_mesh()
+    found["facts"]["mesh"] = what = str(dict(found["mesh"].shape))
+    yield Row(OK, what)
+
+
+def limits(cfg: Config, found: dict):
+    """ulimit -n 65536; in a container, docker run --shm-size 8g"""
+    n, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # -1 where there is none
+    yield grade(n % 2**63, 256, 1024, f"a process may open {n} files; 1024 are enough")
+    free, least = shutil.disk_usage("/dev/shm").free / GIB, Path("/dev/nvidia0").exists()
+    yield grade(free, least, least, f"{free:.2f} GiB of /dev/shm are free; GPUs need 1.00")
+
+
+def run_folder(cfg: Config):
+    """run.dir, or the first folder above it that exists."""
+    folder = files.absolute_path(cfg.run.dir)
+    return next(x for x in (folder, *folder.parents) if files.is_remote(x) or x.exists())
+
+
+def room(cfg: Config, found: dict):
+    """free some, use a larger disk or more hosts, or set a lower --checkpoint.keep"""
+    shapes, keep = jax.tree.leaves(train.state_shapes(cfg)), cfg.checkpoint.keep + 1
+    size = sum(x.size * x.dtype.itemsize for x in shapes) / GIB
+    memory, part = Path("/proc/meminfo").read_text(), size / len(utils.process_ids())
+    free = int(re.search(r"MemAvailable: +(\d+)", memory)[1]) / 2**20
+    what = f"{free:.2f} GiB of memory are free; a checkpoint's part is {part:.2f}"
+    yield grade(free, part, part, what)
+    if not files.is_remote(cfg.run.dir):
+        free = shutil.disk_usage(run_folder(cfg)).free / GIB
+        what = f"{free:.2f} GiB are free in run.dir; {keep} checkpoints are {keep * size:.2f}"
+        yield grade(free, size, keep * size, what)
+
+
+def storage(cfg: Config, found: dict):
+    """let this user write to --run.dir, or name another folder; test its network"""
+    folder = run_folder(cfg)
+    probe = folder / f"doctor-{os.urandom(16).hex()}"
+    steps = dict(write=partial(probe.write_bytes, os.urandom(2**20)), read=probe.read_bytes)
+    steps |= dict(list=lambda: [*folder.iterdir()], delete=probe.unlink)
+    try:
+        ms = {name: 1000 * timeit(step, number=1) for name, step in steps.items()}
+    finally:
+        probe.unlink(missing_ok=True)
+    what = ", ".join(f"{name} {x:.1f} ms" for name, x in ms.items())
+    yield grade(-max(ms.values()), -np.inf, -1000, f"1 MiB in {folder}: {what}")
+
+
+def wandb(cfg: Config, found: dict):
+    """set WANDB_API_KEY, or use --log.wandb offline"""
+    if utils.is_lead():  # no other process needs it
+        key = "yes" if has_wandb_key() else "no"
+        status = OK if key == "yes" else dict(online=WARN, required=FAIL).get(cfg.log.wandb, OK)
+        yield Row(status, f"log.wandb={cfg.log.wandb}; key: {key}")
+
+
+def data(cfg: Config, found: dict):
+    """let this user read --data.train and --data.val, or name others; --seconds 20 waits longer"""
+    sources, one = {}, Mesh(np.array(jax.local_devices()[:1]).reshape(1, 1, 1), utils.AXES)
+    for split, name in [("train", ""), *(("val", name) for name in read_sets(cfg.data.val))]:
+        label = f"data.{split} {name}".strip()
+        try:
+            with jax.set_mesh(one):
+                source = sources[label] = Dataset(cfg, split, name).source
+            for part in source.parts.values() if isinstance(source, Mixture) else [source]:
+                ends = np.array(getattr(part, "ends", part.n_tokens)).ravel()  # of its shards
+                rows = np.unique(np.maximum(ends - 2, 0) // cfg.train.seq_len)
+                part.windows(rows[:: 1 + len(rows) // 64])  # which verifies what it reads
+            yield Row(OK, f"{label}: {source}")
+        except UserError as e:
+            yield from (Row(FAIL, *problem) for problem in e.problems)
+    found["facts"] |= {name: source.fingerprint for name, source in sources.items()}
+    check_tokenizers(sources)
+
+
+def seconds(f, *args) -> float:
+    """The least that f(*args) takes; the first time it is compiled."""
+    return min(repeat(lambda: f(*args).block_until_ready(), number=1, repeat=4))
+
+
+def sheet(peak: float) -> str:
+    return f"; data sheet: {peak:g}" if peak else ""
+
+
+def matmul(cfg: Config, found: dict):
+    """see that device's clock, heat and errors (nvidia-smi -q), or leave its host out"""
+    here = jax.local_devices()
+    D, dtype = (1024, "float32") if here[0].platform == "cpu" else (8192, "bfloat16")
+    x_DD = jax.random.normal(jax.random.key(0), (D, D), dtype)
+    multiply = jax.jit(partial(jnp.matmul, precision="default"))
+    for device in here:
+        y_DD, peak = jax.device_put(x_DD, device), utils.PEAK_TFLOPS.get(device.device_kind, 0)
+        speed = 2 * D**3 / seconds(multiply, y_DD, y_DD) / 1e12
+        what = f"device {device.id}: {speed:.3g} TFLOP/s in {dtype}{sheet(peak)}"
+        yield grade(speed, 0.3 * peak, 0.6 * peak, what)
+
+
+# ---- checks of all processes together
+
+
+def clocks(cfg: Config, found: dict):
+    """let all hosts take the time from one server (chrony, ntpd)"""
+    for _ in range(2):  # the first brings them together
+        begin = time.time()
+        utils.exchange("")  # all leave it at one moment, between the two times of each
+        span = begin, time.time()
+    spans = np.array([json.loads(x) for x in utils.exchange(json.dumps(span))])
+    ours, first = spans[[utils.process_id(), 0]]
+    ahead, error = ours.mean() - first.mean(), (np.ptp(ours) + np.ptp(first)) / 2
+    what = f"{1000 * ahead:+.1f} ms from process 0, give or take {1000 * error:.1f}"
+    yield grade(error - abs(ahead), -60, -1, what)
+
+
+def same(cfg: Config, found: dict):
+    """install the same on every host, and let each path hold the same data there"""
+    differ = processes.differences(found["facts"])
+    found["is_same"] = "mesh" in found and not {"mesh", "devices", "jax", "jaxlib"} & set(differ)
+    yield from (Row(FAIL, f"{name} is {values}") for name, values in differ.items())
+    processes.compare_settings(cfg)
+    if not differ:
+        yield Row(OK, "versions, devices, mesh, data and settings")
+
+
+def links(cfg: Config, found: dict):
+    """see NCCL_DEBUG=INFO or the TPU's log, and measure the network; --seconds 20 waits longer"""
+    mesh, kind = found["mesh"], jax.local_devices()[0].device_kind
+    size = 2**20 if kind == "cpu" else 2**26  # numbers of 4 bytes on each device
+    # The two tables have other names for a TPU, and the same peaks.
+    rates = {utils.PEAK_TFLOPS[chip.kind]: chip.link for chip in CHIPS.values()}
+    for i, (axis, n) in enumerate(mesh.shape.items()):
+        if n == 1:
+            continue
+        line = np.moveaxis(mesh.devices, i, 0)[:, 0, 0]
+        is_near = len({getattr(x, "slice_index", x.process_index) for x in line}) == 1
+        rate = rates.get(utils.PEAK_TFLOPS.get(kind), 0) if is_near else 0
+        x_N = jnp.ones(n * size, device=NamedSharding(mesh, P(axis)))
+        add = partial(jax.lax.psum, axis_name=axis)
+        add = jax.jit(jax.shard_map(add, mesh=mesh, in_specs=P(axis), out_specs=P()))
+        speed = 2 * (n - 1) / n * 4 * size / seconds(add, x_N)
+        what = f"{axis}={n}: a device receives {speed / 1e9:.3g} GB/s in a sum{sheet(rate / 1e9)}"
+        yield grade(speed, 0.05 * rate, 0.25 * rate, what)
+
+
+# ---- the table
+
+
+def run_check(check, cfg: Config, found: dict, limit: float | None = None) -> list[Row]:
+    """The rows of a check.  An error, or no answer after so many seconds, is a red one."""
+    rows = []
+    try:
+        cli.call_within(limit, lambda: rows.extend(check(cfg, found)))
+    except UserError as e:
+        rows += [Row(FAIL, *problem) for problem in e.problems]
+    except Exception as e:  # whatever it is, the other checks go on
+        rows.append(Row(FAIL, f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"))
+    return [row._replace(fix=row.fix or check.__doc__, check=check.__name__) for row in rows]
+
+
+def run_checks(args: Args, cfg: Config) -> dict:
+    """What this process finds; every process calls this."""
+    found, rows = dict(facts={}), []
+    alone = (devices, mesh, versions, limits, room, storage, wandb, data, matmul)
+    waits = {devices: cfg.run.start_timeout, matmul: 3 * args.seconds, clocks: None, same: None}
+    for check in (*alone, clocks, same):
+        rows += run_check(check, cfg, found, waits.get(check, args.seconds))
+    if utils.all_agree(found.get("is_same", False)):  # otherwise one would wait for others in vain
+        rows += run_check(links, cfg, found, 3 * args.seconds)
+    return dict(host=os.uname().nodename, facts=found["facts"], rows=rows)
+
+
+def merge(answers: list[dict]) -> list[Row]:
+    """The rows of all processes, red ones first.  Of those that differ only in numbers the worst is
+    kept, with the processes that have one."""
+    groups = {}
+    for n, answer in enumerate(answers):
+        for row in [Row(*fields) for fields in answer["rows"]]:
+            words = row.status, row.check, re.sub(r"[-+\d.]+", "", row.what)
+            groups.setdefault(words, []).append((row.score, n, row))
+    table = []
+    for found in sorted(groups.values(), key=lambda found: STATUSES.index(found[0][2].status)):
+        (_, n, row), ids = min(found), {n for _, n, _ in found}
+        where = f" ({processes.name_ids(ids)}; shown: {n} on {answers[n]['host']})"
+        table.append(row._replace(what=row.what + where * (len(answers) > 1)))
+    return table
+
+
+SHOWN = r"(JAX|XLA|NCCL|TPU|SLURM|OMPI|PMI)_\w+|LIBTPU_INIT_ARGS|CUDA_VISIBLE_DEVICES|NPROC"
+
+
+def scrub(text: str) -> str:
+    """The text without passwords in addresses, and values of variables named like secrets."""
+    for name, value in os.environ.items():
+        if re.search("KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|JWT", name, re.I) and len(value) > 5:
+            text = text.replace(value, "***").replace(json.dumps(value)[1:-1], "***")
+    return re.sub(r"(://)[^/@\s]+@", r"\1***@", text)
+
+
+def main(args: Args, cfg: Config):
+    answers = [json.loads(x) for x in utils.exchange(scrub(json.dumps(run_checks(args, cfg))))]
+    table = merge(answers)
+    red, plain = ("\033[31m", "\033[0m") if sys.stdout.isatty() else ("", "")
+    for status, what, fix, _, check in table:
+        utils.say(f"{red * (status == FAIL)}{status:5} {check:9} {what}{plain}")
+        if status != OK:
+            utils.say(f"{'':15} fix: {fix}")
+    if args.report and utils.is_lead():
+        shown = {name: x for name, x in os.environ.items() if re.fullmatch(SHOWN, name)}
+        facts = json.loads(rundir.run_record(cfg, "", {}))
+        facts |= dict(table=table, processes=answers, environment=shown)
+        files.write_whole(files.absolute_path(args.report), scrub(json.dumps(facts, indent=1)))
+    processes.leave_last(5)
+    os._exit(USAGE if table[0].status == FAIL else 0)  # at once, because a check may still hang
+
+
+if __name__ == "__main__":
+    processes.run_main(partial(main, ARGS), CFG)
