@@ -1,0 +1,461 @@
+"""Start train.py on other machines: a TPU pod, a Slurm cluster, or hosts that ssh reaches.
+
+    python scripts/launch.py tpu NAME --type v5p-128 --zone us-east5-a --spot -- python train.py ...
+    python scripts/launch.py slurm --nodes 2 --gpus 8 --time=4:00:00 -- python train.py ...
+    python scripts/launch.py ssh hosts.txt -- python train.py ...
+
+docs/launching.md says what they do.  Flags that are not listed here, as --flag=value, are handed to
+`gcloud compute tpus queued-resources create` and to sbatch.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from cli import quit_on_error
+from errors import DISTRIBUTED, HUNG, INTERRUPTED, STORAGE, USAGE, Problem, UserError, or_list
+
+AGAIN = {STORAGE, DISTRIBUTED, HUNG, INTERRUPTED}
+"""The exit codes after which train.py is started again, as with run.restarts."""
+
+# Seconds: between looks at the workers, and at the cloud; of the first wait before another start;
+# for the others when a worker has ended; for train.py to save.
+POLL, CLOUD_POLL, FIRST_WAIT, GRACE, SAVING = 1, 10, 2, 60, 300
+
+Flag = tyro.conf.FlagCreatePairsOff[bool]
+
+
+def say(text: str):
+    print(f"launch: {text}", file=sys.stderr, flush=True)
+
+
+# ---- workers
+
+# However the connection ends, train.py then gets SIGTERM.
+REMOTE = """(cd {folder} && PATH="$PWD/.venv/bin:$PATH" && exec {command}) </dev/null &
+pid=$!
+(cat; kill $pid; sleep {saving}; kill -9 $pid) <&0 >/dev/null 2>&1 &
+wait $pid
+echo "launch: exit code $?"
+kill $!"""
+
+
+def remote(folder: str, command: list[str]) -> str:
+    """A shell command that runs `command` in a folder of another machine."""
+    words = dict(folder=shlex.quote(folder), command=shlex.join(command), saving=SAVING)
+    return shlex.join(["bash", "-c", REMOTE.format(**words)])
+
+
+class Worker:
+    """A command on another machine, for as long as a local program such as ssh has its stdin."""
+
+    def __init__(self, name: str, words: list[str], is_shown: bool):
+        self.name, self.is_shown, self.last = name, is_shown, deque(maxlen=20)
+        self.code, self.update = None, 0
+        """The command's exit code, None if the connection is lost before; the last update."""
+        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        # Ctrl-C does not reach another process group.
+        options = dict(text=True, errors="replace", process_group=0)
+        self.process = subprocess.Popen(words, **pipes, **options)
+        self.reader = threading.Thread(target=self.read, daemon=True)
+        self.reader.start()
+
+    def read(self):
+        for line in self.process.stdout:
+            if end := re.search(r"launch: exit code (\d+)$", line):
+                self.code = int(end[1])
+                continue
+            self.last.append(line)
+            if update := re.match(r"update (\d+)/", line):
+                # Process 0 prints these, and need not be on the first worker.
+                self.update, self.is_shown = int(update[1]), True
+            if self.is_shown:
+                print(line, end="", flush=True)
+
+    def end(self):
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.reader.join(5)
+        if self.code not in (0, INTERRUPTED):
+            end = "was lost" if self.code is None else f"ended with exit code {self.code}"
+            say(f"{self.name} {end}; its last lines:\n{''.join(self.last).rstrip()}")
+
+
+def wait_for(workers: list[Worker], seconds: float):
+    deadline = time.monotonic() + seconds
+    while None in [w.process.poll() for w in workers] and time.monotonic() < deadline:
+        time.sleep(POLL)
+
+
+def run_on_all(commands: dict[str, list[str]], dry_run: bool) -> tuple[int, int]:
+    """Run commands, {machine: words}, until all have ended.
+
+    When one ends, and at KeyboardInterrupt, which is passed on, the others are stopped.  Returns
+    the exit code that says most and the last update.  A code that will not pass says more than one
+    of AGAIN; a worker that was lost or killed counts as DISTRIBUTED.
+    """
+    if dry_run:
+        print("\n".join(map(shlex.join, commands.values())))
+        return 0, 0
+    workers = []
+    try:
+        for name, words in commands.items():
+            workers.append(Worker(name, words, is_shown=not workers))
+        while {w.process.poll() for w in workers} == {None}:
+            time.sleep(POLL)
+        wait_for(workers, GRACE)  # they notice by themselves
+    finally:
+        for worker in workers:
+            with suppress(OSError):
+                worker.process.stdin.close()
+        wait_for(workers, SAVING + GRACE)
+        for worker in workers:
+            worker.end()
+    codes = {DISTRIBUTED if w.code is None or w.code > 127 else w.code for w in workers} - {0}
+    return min(codes - AGAIN or codes, default=0), max(w.update for w in workers)
+
+
+# ---- Cloud TPU
+
+RUNTIMES = dict.fromkeys(("v2", "v3", "v4"), "tpu-ubuntu2204-base")
+RUNTIMES |= dict(v5litepod="v2-alpha-tpuv5-lite", v5p="v2-alpha-tpuv5", v6e="v2-alpha-tpuv6e")
+"""{TPU: the system of its machines}, whose Python is too old, so that uv brings another."""
+
+SETUP = """set -e
+mkdir -p trifold && cd trifold && tar xzf ../trifold.tgz
+if cmp -s requirements.txt .venv/installed; then exit; fi
+python3 -m pip install -q --user uv==0.13.9
+python3 -m uv venv -q --clear --seed --python 3.12 .venv
+.venv/bin/python -m pip install -q --require-hashes -r requirements.txt
+.venv/bin/python -m pip install -q "jax[tpu]"
+cp requirements.txt .venv/installed"""
+
+DEAD = {"FAILED", "SUSPENDING", "SUSPENDED", "PREEMPTED", "TERMINATED"}
+"""The states from which a pod does not come back."""
+LASTING = "INVALID_ARGUMENT|PERMISSION_DENIED|UNAUTHENTICATED|auth login|unrecognized arguments"
+"""What gcloud says where another try is of no use."""
+
+
+class CloudError(Exception):
+    """gcloud failed or the pod is gone; another try may succeed."""
+
+
+@dataclass
+class Tpu:
+    """Make a TPU pod, train on it through preemptions, and delete it."""
+
+    name: tyro.conf.Positional[str]
+    """Name of the pod (a queued resource), and of its nodes."""
+    type: str
+    """Accelerator type of a slice, such as v5p-128."""
+    zone: str
+    """Such as us-east5-a."""
+    slices: int = 1
+    """Slices, which a slower network connects."""
+    spot: Flag = False
+    """Cheaper machines, which can be taken away."""
+    keep: Flag = False
+    """Do not delete the pod at the end."""
+    restarts: int = 10
+    """How often in a row, without a new update, training is started again."""
+    dry_run: Flag = False
+    """Only print the commands, as if each slice had one worker."""
+
+    is_ours = False
+
+    def problems(self) -> list[Problem]:
+        rules = {
+            "name": (r"[a-z][a-z0-9-]{0,56}", "small letters, digits and dashes, as in my-pod"),
+            "zone": (r"[a-z]+-[a-z]+\d+-[a-z]", "a zone, such as us-east5-a"),
+            "type": (rf"({'|'.join(RUNTIMES)})-\d+", f"{or_list(RUNTIMES)} and a size: v5p-128"),
+            "slices": (r"[1-9]\d*", "1 or more"),
+        }
+        found = []
+        for name, (pattern, fix) in rules.items():
+            if not re.fullmatch(pattern, value := f"{getattr(self, name)}"):
+                found.append(Problem(f"{name} cannot be {value!r}", f"give {fix}"))
+        return found
+
+    def words(self, group: str, verb: str, *words: str) -> list[str]:
+        zone = f"--zone={self.zone}"
+        return ["gcloud", "compute", "tpus", group, verb, *words, zone, "--quiet"]
+
+    def call(self, group: str, verb: str, *words: str) -> str:
+        """What a command of gcloud prints; "" where what it is to describe does not exist.
+
+        Raises CloudError, and UserError USAGE where another try is of no use.
+        """
+        command = self.words(group, verb, *words)
+        if self.dry_run:
+            print(shlex.join(command))
+            return "READY 1" if group == "tpu-vm" else "ACTIVE" if self.is_ours else ""
+        options = dict(stdin=subprocess.DEVNULL, capture_output=True, text=True, process_group=0)
+        done = subprocess.run(command, errors="replace", **options)
+        if done.returncode:
+            what = f"gcloud {group} {verb}: {' '.join(done.stderr.strip().splitlines()[-3:])}"
+            if verb == "describe" and "NOT_FOUND" in what:
+                return ""
+            if re.search(LASTING, what):
+                raise UserError(USAGE, what, "correct the flags, or gcloud's login or project")
+            raise CloudError(what)
+        return done.stdout.strip()
+
+    def state(self) -> str:
+        """The pod's state; "" where there is none."""
+        return self.call("queued-resources", "describe", self.name, "--format=value(state.state)")
+
+    def create(self):
+        many = [f"--node-count={self.slices}", f"--node-prefix={self.name}"]
+        words = [self.name, *(many if self.slices > 1 else [f"--node-id={self.name}"])]
+        words += [f"--accelerator-type={self.type}"]
+        words += [f"--runtime-version={RUNTIMES[self.type.partition('-')[0]]}"]
+        words += ["--spot", *self.extra] if self.spot else self.extra
+        say(f"creating {self.name}")
+        self.is_ours = True  # before the call, which may fail after it has made something
+        self.call("queued-resources", "create", *words)
+
+    def delete(self):
+        """Delete the pod.  Raises UserError DISTRIBUTED if it may still be there."""
+        say(f"deleting {self.name}")
+        words = "queued-resources", "delete", self.name, "--force"
+        for _ in range(20):
+            with suppress(CloudError):
+                if not self.state():
+                    return
+                self.call(*words)
+                self.is_ours = False
+            time.sleep(0 if self.dry_run else CLOUD_POLL)
+        what = f"{self.name} may still be there, and cost money"
+        raise UserError(DISTRIBUTED, what, shlex.join(self.words(*words)))
+
+    def make_ready(self) -> list[tuple[str, int]]:
+        """(node, worker) of every machine, once all are there.  Raises CloudError."""
+        workers, said, begin = [], None, time.monotonic()
+        while (state := self.state()) != "ACTIVE":
+            if state in DEAD:
+                self.delete()
+                raise CloudError(f"{self.name} was {state}")
+            if not state:
+                self.create()
+                continue
+            before, said = said, (state, int(time.monotonic() - begin) // 60)
+            if said != before:
+                say(f"{self.name} is {state} after {said[1]} min")
+            time.sleep(CLOUD_POLL)
+        for node in self.nodes:
+            what = "--format=value(state,networkEndpoints.len())"
+            state, n = (self.call("tpu-vm", "describe", node, what) or "GONE 0").split()
+            if state in DEAD:
+                self.delete()
+            if state != "READY":
+                raise CloudError(f"{node} was {state}")
+            workers += [(node, worker) for worker in range(int(n))]
+        return workers
+
+    def run(self, workers: list, folder: str, command: list[str]) -> tuple[int, int]:
+        """run_on_all, on each machine once what an earlier connection has left there has ended."""
+        lock = ["flock", "-F", "-E", f"{INTERRUPTED}", "-w", "1000"]
+        lock += [os.path.relpath("trifold.lock", folder)]
+        words = [f"--command={remote(folder, [*lock, *command])}"]
+        words += ["--ssh-flag=-oServerAliveInterval=15"]
+        commands = {}
+        for node, n in workers:
+            ssh = self.words("tpu-vm", "ssh", node, f"--worker={n}", *words)
+            commands[f"{node}, worker {n}"] = ssh
+        return run_on_all(commands, self.dry_run)
+
+    def train(self, archive: str) -> tuple[int, int]:
+        """Make the pod ready where it is not, and run the command on all of its machines."""
+        workers = self.make_ready()
+        say(f"installing on {len(workers)} workers")
+        for node in self.nodes:
+            self.call("tpu-vm", "scp", archive, f"{node}:trifold.tgz", "--worker=all")
+        if self.run(workers, ".", ["bash", "-c", SETUP])[0]:
+            raise CloudError("the installation failed")
+        say(f"starting {shlex.join(self.command)}")
+        return self.run(workers, "trifold", self.command)
+
+    def train_through(self, archive: str) -> int:
+        """Train until train.py ends with a code that is not in AGAIN."""
+        tries, reached = 0, 0
+        while True:
+            try:
+                code, update = self.train(archive)
+            except CloudError as e:
+                say(str(e))
+                code, update = DISTRIBUTED, 0
+            tries, reached = 1 if update > reached else tries + 1, max(reached, update)
+            if code not in AGAIN:
+                return code
+            if tries > self.restarts:
+                say(f"{self.restarts} starts in a row have made no new update")
+                return code
+            wait = min(60, FIRST_WAIT * 2 ** (tries - 1))
+            say(f"start {tries} of at most {self.restarts} without a new update, in {wait} s")
+            time.sleep(wait)
+
+    def launch(self) -> int:
+        slices = [f"{self.name}-{n}" for n in range(self.slices)]
+        self.nodes = slices if self.slices > 1 else [self.name]
+        with tempfile.TemporaryDirectory() as folder:
+            archive = write_archive(f"{folder}/trifold.tgz")
+            if state := self.state():
+                say(f"{self.name} exists ({state}): it is used, and not deleted at the end")
+            try:
+                return self.train_through(archive)
+            finally:
+                if self.is_ours and not self.keep:
+                    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                        signal.signal(number, signal.SIG_IGN)
+                    self.delete()
+
+
+def write_archive(path: str) -> str:
+    """An archive of what git tracks, as it is in the folder.  Raises UserError USAGE."""
+    try:
+        stash = ["git", "-C", str(ROOT), "stash", "create"]
+        commit = subprocess.check_output(stash, text=True).strip() or "HEAD"
+        subprocess.check_call(["git", "-C", str(ROOT), "archive", "-o", path, commit])
+    except subprocess.CalledProcessError:
+        what = f"{ROOT} is not a git checkout, and what git tracks is copied to the pod"
+        raise UserError(USAGE, what, "clone Trifold with git") from None
+    return path
+
+
+# ---- Slurm
+
+# JAX takes from Slurm's variables where the processes are, and gives each one GPU.  The signal
+# comes to this shell alone, 300 s before the time limit.  srun hands SIGTERM on to every train.py,
+# which a second signal would end at once.
+SBATCH = """#!/bin/bash
+#SBATCH --job-name=trifold
+#SBATCH --nodes={nodes}
+#SBATCH --ntasks-per-node={tasks}
+#SBATCH --gpus-per-node={gpus}
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=B:USR1@300
+trap 'kill -TERM $srun' USR1
+trap : TERM
+srun --cpu-bind=none {command} &
+srun=$!
+while kill -0 $srun 2>/dev/null; do wait $srun; code=$?; done
+[ $code -ne {again} ] || scontrol requeue $SLURM_JOB_ID
+exit $code
+"""
+
+
+@dataclass
+class Slurm:
+    """Submit a job that is queued again each time it was interrupted."""
+
+    nodes: int
+    """Number of nodes."""
+    gpus: int
+    """GPUs of each node, with a process for each; 0 for one process on CPUs."""
+    dry_run: Flag = False
+    """Only print the job."""
+
+    def launch(self) -> int:
+        words = dict(nodes=self.nodes, gpus=self.gpus, tasks=max(1, self.gpus), again=INTERRUPTED)
+        script = SBATCH.format(command=shlex.join(self.command), **words)
+        if self.dry_run:
+            print(f"{shlex.join(['sbatch', *self.extra])} <<'END'\n{script}END")
+            return 0
+        return subprocess.run(["sbatch", *self.extra], input=script, text=True).returncode
+
+
+# ---- bare machines
+
+
+@dataclass
+class Ssh:
+    """Train on hosts, one process on each, until train.py ends."""
+
+    hosts: tyro.conf.Positional[Path]
+    """A file with HOST or USER@HOST in each line; the first one gets process 0."""
+    folder: str = os.getcwd()
+    """Trifold's folder on the hosts."""
+    port: int = 8476
+    """Where the processes meet on the first host."""
+    ssh: str = "ssh"
+    """The program, with options of its own in the same word."""
+    dry_run: Flag = False
+    """Only print the commands."""
+
+    def launch(self) -> int:
+        hosts, commands = re.sub("#.*", "", self.hosts.read_text()).split(), {}
+        wrong = [host for host in hosts if not re.fullmatch(r"(\w[\w.-]*@)?\w[\w.-]*", host)]
+        if wrong or not hosts:
+            what = f"{self.hosts} has {wrong or 'no host'}"
+            raise UserError(USAGE, what, "write HOST or USER@HOST, one a line")
+        place = ["--run.coordinator", f"{hosts[0].rpartition('@')[2]}:{self.port}"]
+        place += ["--run.num_processes", f"{len(hosts)}", "--run.process_id"]
+        for n, host in enumerate(hosts):
+            ssh = [*shlex.split(self.ssh), "-oBatchMode=yes", "-oServerAliveInterval=15", host]
+            words = remote(self.folder, [*self.command, *place, f"{n}"])
+            commands[f"process {n} on {host}"] = [*ssh, words]
+        return run_on_all(commands, self.dry_run)[0]
+
+
+# ---- the command line
+
+
+def parse(words: list[str]) -> Tpu | Slurm | Ssh:
+    """The checked command line.  Raises UserError USAGE."""
+    end = words.index("--") if "--" in words else len(words)
+    options = dict(use_underscores=True, description=__doc__, return_unknown_args=True)
+    args, args.extra = tyro.cli(Tpu | Slurm | Ssh, args=words[:end], **options)
+    tool = {Tpu: "gcloud", Slurm: "sbatch", Ssh: "ssh"}[type(args)]
+    args.command, found = words[end + 1 :], args.problems() if tool == "gcloud" else []
+    if not args.command:
+        found.append(Problem("no command", "end with -- python train.py --config NAME"))
+    for word in args.extra:
+        if tool == "ssh" or not re.match("--[a-z]", word):
+            found.append(Problem(f"{word!r} is unknown", "see --help, and write --flag=value"))
+    if not args.dry_run and not shutil.which(tool):
+        fix = f"install {tool}, or see with --dry_run what it would do"
+        found.append(Problem(f"{tool} is not installed here", fix))
+    if found:
+        raise UserError(USAGE, problems=found)
+    return args
+
+
+def interrupt(number, frame):
+    """The handler of Ctrl-C, which asks once at a terminal, and of SIGTERM and SIGHUP."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a second one is an answer
+    if number == signal.SIGINT and sys.stdin.isatty():
+        os.write(2, b"\nlaunch: stop and clean up? [y/N] ")
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            signal.signal(signal.SIGINT, interrupt)
+            return
+    say("stopping; Ctrl-C again does not wait until train.py has saved")
+    raise KeyboardInterrupt
+
+
+def main():
+    args = parse(sys.argv[1:])
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, interrupt)
+    sys.exit(args.launch())
+
+
+if __name__ == "__main__":
+    quit_on_error(main)

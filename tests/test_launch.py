@@ -1,0 +1,355 @@
+"""scripts/launch.py: on a cloud that tests/fake_gcloud.py plays, and with the real Slurm, Open MPI
+and ssh where they are installed.  All machines are processes of this one, all traffic is loopback.
+"""
+
+import json
+import os
+import pty
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import fake_gcloud
+import pytest
+from conftest import ROOT
+from runs import finish, flags, free_port, losses, rows, start_two, wait_for_step
+
+import config
+from errors import CHECKPOINT, INTERRUPTED, USAGE
+
+# Looks often at what in a real cloud takes minutes.
+DRIVER = """import sys
+sys.path.insert(0, 'scripts')
+import launch
+launch.CLOUD_POLL = launch.FIRST_WAIT = launch.POLL = 0.1
+launch.GRACE = 20
+launch.quit_on_error(launch.main)"""
+POD = ["tpu", "pod", "--type", "v5p-16", "--zone", "us-east5-a"]
+
+
+@pytest.fixture(scope="module")
+def two(base, tmp_path_factory) -> config.Config:
+    """40 updates on two devices, with many checkpoints."""
+    return replace(
+        base,
+        run=replace(base.run, name="undisturbed", dir=str(tmp_path_factory.mktemp("launched"))),
+        mesh=config.Mesh(-1, 1, 1),
+        train=replace(base.train, steps=40, eval_every=0, eval_batches=1),
+        checkpoint=replace(base.checkpoint, every=4),
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(two) -> list[str]:
+    """The losses of that run without a fault."""
+    for process in start_two(two):
+        code, _, err = finish(process)
+        assert code == 0, err
+    return losses(Path(two.run.dir) / two.run.name)
+
+
+def named(cfg: config.Config, name: str) -> tuple[config.Config, Path]:
+    return replace(cfg, run=replace(cfg.run, name=name)), Path(cfg.run.dir) / name
+
+
+def train_words(cfg: config.Config, *more) -> list[str]:
+    return ["--config", "tiny", *flags(cfg, *more)]
+
+
+def plain_env(**more) -> dict:
+    """This process's environment without what conftest.py says about devices."""
+    names = ("JAX_NUM_CPU_DEVICES", "NPROC")
+    return {name: x for name, x in os.environ.items() if name not in names} | more
+
+
+def launch(*words, cwd=ROOT, **kwargs) -> subprocess.Popen:
+    command = [sys.executable, "-c", DRIVER, *map(str, words)]
+    options = dict(stdin=subprocess.DEVNULL, text=True, cwd=cwd) | kwargs
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(command, **pipes, **options)
+
+
+def need(*tools: str):
+    """Skip the test where a tool is not installed."""
+    path = f"{os.environ['PATH']}:/usr/sbin"
+    missing = [tool for tool in tools if not shutil.which(tool, path=path)]
+    if missing:
+        pytest.skip(f"{' and '.join(missing)} not installed; `make test-launch` says how")
+
+
+def wait_until(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+# ---- the command line
+
+
+def test_what_launches_does_not_import_jax():
+    code = "import sys; sys.path.insert(0, 'scripts'); import launch; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert not {"jax", "jaxlib", "numpy", "etils"} & set(done.stdout.split()), done.stderr
+
+
+@pytest.mark.parametrize("words, problems", [
+    ([*POD], ["no command"]),
+    ([*POD, "--network", "mine", "--", "a"], ["'mine' is unknown"]),
+    (["tpu", "-pod;rm", "--type", "v5p-16", "--zone", "us-east5-a", "--", "a"], None),
+    (["tpu", "my pod", "--type", "v9-16", "--zone", "a b", "--slices", "0", "--", "a"],
+     ["name cannot be 'my pod'", "type cannot be 'v9-16'", "zone cannot be", "slices cannot be"]),
+    (["ssh", "hosts", "--quick", "--", "a"], ["'--quick' is unknown"]),
+], ids=str)  # fmt: skip
+def test_mistakes_are_told_before_anything_is_done(words, problems, tmp_path):
+    """With a gcloud that would fail."""
+    (tmp_path / "gcloud").symlink_to("/bin/false")
+    code, out, err = finish(launch(*words, env=plain_env(PATH=f"{tmp_path}:{os.environ['PATH']}")))
+    assert code == USAGE and out == "" and "Traceback" not in err
+    if problems is not None:
+        assert [p for p in problems if p not in err] == [] and err.count("error:") == len(problems)
+
+
+@pytest.mark.parametrize("tool, words", [
+    ("gcloud", POD), ("sbatch", ["slurm", "--nodes", "2", "--gpus", "8"]),
+    ("ssh", ["ssh", "hosts"]),
+])  # fmt: skip
+def test_a_missing_tool_is_named_in_two_lines(tool, words, tmp_path):
+    code, _, err = finish(launch(*words, "--", "a", env=plain_env(PATH=str(tmp_path))))
+    assert code == USAGE and err.startswith(f"error: {tool} is not installed here\n  fix: ")
+    assert err.count("\n") == 2
+
+
+def test_hosts_that_are_options_are_refused(tmp_path):
+    hosts = tmp_path / "hosts"
+    for text in ("", "# none\n", "good\n-oProxyCommand=touch${IFS}x\n", "a;b"):
+        hosts.write_text(text)
+        code, out, err = finish(launch("ssh", hosts, "--dry_run", "--", "a"))
+        assert code == USAGE and out == "" and err.startswith(f"error: {hosts} has"), err
+
+
+def test_dry_run_prints_every_command_and_runs_none(tmp_path):
+    """There is no gcloud on PATH.  Two slices, and an argument that a shell must not see."""
+    git = shutil.which("git")
+    (tmp_path / "git").symlink_to(git)
+    words = [*POD, "--slices", 2, "--spot", "--reserved", "--network=mine", "--dry_run"]
+    done = launch(
+        *words, "--", "python", "train.py", "$(touch x)", env=plain_env(PATH=str(tmp_path))
+    )
+    code, out, err = finish(done)
+    assert code == 0, err
+    create = next(line for line in out.splitlines() if " create " in line)
+    for word in ("--node-count=2", "--node-prefix=pod", "--accelerator-type=v5p-16", "--spot",
+                 "--runtime-version=v2-alpha-tpuv5", "--zone=us-east5-a", "--reserved",
+                 "--network=mine"):  # fmt: skip
+        assert f" {word}" in create
+    verbs = [line.split()[4] for line in out.splitlines() if line.startswith("gcloud")]
+    order = [*dict.fromkeys(verbs)]
+    assert order == ["describe", "create", "scp", "ssh", "delete"] and verbs.count("ssh") == 4
+    assert "--require-hashes -r requirements.txt" in out and '"jax[tpu]"' in out
+    code, out, _ = finish(launch(*words, "--keep", "--", "a", env=plain_env(PATH=str(tmp_path))))
+    assert code == 0 and " delete " not in out
+
+
+# ---- a cloud
+
+
+@pytest.fixture
+def tree(tmp_path) -> Path:
+    """A git checkout with a change that is not committed and a file that is not tracked."""
+    folder = tmp_path / "tree"
+    (folder / "scripts").mkdir(parents=True)
+    for path in [*ROOT.glob("*.py"), ROOT / "requirements.txt", ROOT / "scripts/launch.py"]:
+        shutil.copy(path, folder / path.relative_to(ROOT))
+    git = ["git", "-c", "user.name=test", "-c", "user.email=test@localhost", "-C", folder]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "all"]):
+        subprocess.run([*git, *words], check=True)
+    (folder / "secret.txt").write_text("not tracked")
+    with (folder / "train.py").open("a") as file:
+        file.write("# not committed\n")
+    return folder
+
+
+class Cloud:
+    def __init__(self, folder: Path, tree: Path):
+        self.folder, self.tree = folder, tree
+        (folder / "bin").mkdir(parents=True)
+        gcloud = folder / "bin" / "gcloud"
+        gcloud.write_text(f'#!/bin/sh\nexec {sys.executable} {fake_gcloud.__file__} "$@"\n')
+        gcloud.chmod(0o700)
+        fake_gcloud.CLOUD = folder
+        self.pod = lambda: fake_gcloud.read("pod", {})
+
+    def launch(self, *words, **kwargs) -> subprocess.Popen:
+        # JAX makes its port from the job's number.
+        job = free_port() - 61440 if (port := free_port()) < 61440 else port - 61440
+        env = plain_env(FAKE_CLOUD=str(self.folder), FAKE_JOB=str(job % 4096))
+        env["PATH"] = f"{self.folder}/bin:{env['PATH']}"
+        return launch(*words, cwd=self.tree, env=env, **kwargs)
+
+    def calls(self, verb: str) -> list[list[str]]:
+        lines = (self.folder / "calls").read_text().splitlines()
+        return [words for words in map(json.loads, lines) if words[3] == verb]
+
+    def preempt(self):
+        fake_gcloud.write("pod", self.pod() | dict(state="SUSPENDED"))
+        for machine in fake_gcloud.machines(self.pod()):
+            fake_gcloud.kill(machine)
+
+    def is_empty(self) -> bool:
+        return self.pod() == {} and not list(self.folder.glob("machines/*/process-*"))
+
+
+@pytest.fixture
+def cloud(tmp_path, tree):
+    cloud = Cloud(tmp_path / "cloud", tree)
+    yield cloud
+    if cloud.pod():
+        for machine in fake_gcloud.machines(cloud.pod()):
+            fake_gcloud.kill(machine)
+
+
+@pytest.mark.slow
+def test_a_pod_trains_as_if_undisturbed_through_every_fault(two, undisturbed, cloud):
+    """Creating and copying fail once, the pod is preempted three times, and a worker is lost."""
+    cfg, run = named(two, "pod")
+    fake_gcloud.write("fails", dict(create=1, scp=1))
+    process = cloud.launch(*POD, "--spot", "--", "python", "train.py", *train_words(cfg))
+    for step in (6, 14, 22):
+        wait_for_step(process, run, step)
+        cloud.preempt()
+    wait_for_step(process, run, 30)
+    fake_gcloud.kill(fake_gcloud.machines(cloud.pod())[1])
+    code, out, err = finish(process)
+    assert code == 0, err[-3000:]
+    assert losses(run) == undisturbed
+    assert (
+        cloud.is_empty()
+        and len(cloud.calls("create")) == 5
+        and "--spot" in err + str(cloud.calls("create"))
+    )
+    # Once for each pod that was made: one that has an environment keeps it.
+    assert "pod, worker 1 was lost; its last lines" in err and "was SUSPENDED" in err
+    assert "update 40/40" in out and out.count("update 2/40") == 1  # of one worker alone
+
+
+@pytest.mark.slow
+def test_what_the_workers_get_is_what_git_tracks_and_the_lock_file(two, cloud):
+    """Two slices of one worker; kept at the end, then used again and still kept."""
+    cfg, run = named(two, "slices")
+    words = [*POD, "--slices", "2", "--", "python", "train.py"]
+    cfg = replace(cfg, train=replace(cfg.train, steps=3))
+    code, _, err = finish(cloud.launch(*words[:-3], "--keep", *words[-3:], *train_words(cfg)))
+    assert code == 0 and len(rows(run)) == 3, err
+    assert cloud.pod()["nodes"] == ["pod-0", "pod-1"] and not list(
+        cloud.folder.glob("machines/*/process-*")
+    )
+    for machine in fake_gcloud.machines(cloud.pod()):
+        tree = machine / "trifold"
+        assert (tree / "train.py").read_bytes() == (cloud.tree / "train.py").read_bytes()
+        assert not (tree / "secret.txt").exists()
+        installed = (machine / "installed").read_text()
+        assert "--require-hashes -r requirements.txt" in installed and "jax[tpu]" in installed
+    before = installed
+    # A mistake of the user ends it at the first try.
+    cfg = replace(cfg, optim=replace(cfg.optim, lr=0.5), train=replace(cfg.train, steps=5))
+    code, _, err = finish(cloud.launch(*words, *train_words(cfg)))
+    assert code == CHECKPOINT and "optim.lr" in err and "start 1 of" not in err
+    assert "not deleted at the end" in err and cloud.pod() and cloud.calls("delete") == []
+    assert (machine / "installed").read_text() == before
+
+
+SLEEPER = """import pathlib, signal, sys, time
+def end(*_):
+    pathlib.Path('saved').touch()
+    print('saved', flush=True)
+    sys.exit(75)
+signal.signal(signal.SIGTERM, end)
+print('update 1/9', flush=True)
+time.sleep(60)
+"""
+
+
+def machine_files(cloud: Cloud, name: str) -> list[Path]:
+    return [
+        *cloud.folder.glob(f"*/*/trifold/{name}"),
+        *cloud.folder.glob(f"deleted-*/trifold/{name}"),
+    ]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_lets_every_worker_save_and_deletes_the_pod(cloud, number):
+    process = cloud.launch(*POD, "--", "python", "-c", SLEEPER)
+    assert process.stdout.readline() == "update 1/9\n"
+    wait_until(lambda: len(list(cloud.folder.glob("machines/*/process-*"))) == 2)
+    time.sleep(1)
+    process.send_signal(number)
+    code, _, err = finish(process)
+    assert code == INTERRUPTED and len(machine_files(cloud, "saved")) == 2, err
+    assert cloud.is_empty() and len(cloud.calls("create")) == 1
+
+
+def test_ctrl_c_before_there_is_a_pod_leaves_none(cloud):
+    fake_gcloud.write("fails", dict(describe=0))
+    process = cloud.launch(*POD, "--", "python", "-c", SLEEPER)
+    wait_until(cloud.pod)
+    process.send_signal(signal.SIGINT)
+    assert finish(process)[0] == INTERRUPTED and cloud.is_empty()
+
+
+def test_ctrl_c_asks_once_at_a_terminal(cloud):
+    ours, theirs = pty.openpty()
+    process = cloud.launch(*POD, "--", "python", "-c", SLEEPER, stdin=theirs)
+    assert process.stdout.readline() == "update 1/9\n"
+    os.write(ours, b"n\n")
+    process.send_signal(signal.SIGINT)
+    time.sleep(1)
+    assert process.poll() is None and cloud.pod()
+    os.write(ours, b"y\n")
+    process.send_signal(signal.SIGINT)
+    code, _, err = finish(process)
+    assert code == INTERRUPTED and err.count("[y/N]") == 2 and cloud.is_empty()
+    assert len(machine_files(cloud, "saved")) == 2
+
+
+def test_the_end_of_what_launches_ends_the_workers(cloud):
+    """Killed, it cannot delete the pod; the next launch finds it, and no one trains on it."""
+    process = cloud.launch(*POD, "--", "python", "-c", SLEEPER)
+    assert process.stdout.readline() == "update 1/9\n"
+    time.sleep(1)
+    process.kill()
+    process.wait()
+    wait_until(lambda: len(machine_files(cloud, "saved")) == 2)
+    code, _, err = finish(cloud.launch(*POD, "--", "python", "-c", "print('again')"))
+    assert code == 0 and "pod exists (ACTIVE)" in err
+
+
+@pytest.mark.parametrize("code, starts", [
+    (1, 1), (2, 1), (3, 1), (4, 1), (6, 1), (7, 3), (9, 3), (75, 3), (137, 3),
+])  # fmt: skip
+def test_a_start_follows_the_codes_that_pass_and_no_others(cloud, code, starts):
+    """Each worker but one ends with 7, as it does when it has lost another."""
+    which = f"{code} if os.environ['SLURM_PROCID'] == '1' else 7"
+    program = f"import os, sys; print('begin'); sys.exit({which})"
+    words = [*POD, "--restarts", "2", "--", "python", "-c", program]
+    ended, out, err = finish(cloud.launch(*words))
+    assert ended == (7 if code in (9, 75, 137) else code), err
+    assert out.count("begin") == starts and cloud.is_empty()
+    assert f"pod, worker 1 ended with exit code {code}; its last lines:\nbegin" in err
+
+
+def test_what_gcloud_will_never_do_ends_it_at_once(cloud):
+    process = cloud.launch(*POD, "--network=PERMISSION_DENIED", "--", "a")
+    code, _, err = finish(process)
+    assert code == USAGE and len(cloud.calls("create")) == 1 and "PERMISSION_DENIED" in err
+
+
+def test_a_pod_that_cannot_be_deleted_is_named(cloud):
+    fake_gcloud.write("fails", dict(delete=99))
+    code, _, err = finish(cloud.launch(*POD, "--", "python", "-c", ""))
+    assert code == 7 and "may still be there, and cost money" in err
+    assert "fix: gcloud compute tpus queued-resources delete pod --force" in err
