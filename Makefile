@@ -3,13 +3,14 @@
 # make test-faults MINUTES=30: random faults, from a seed that is printed.
 # make test-interop: compare models with Hugging Face transformers, plans with the TPU compiler, and
 #   prepare data on Ray and through Hugging Face datasets.
+# make test-launch: train under a real Slurm, Open MPI and sshd; what is not installed is skipped.
 # make hashes: make requirements.txt anew after a change of requirements.in.
 # PYTHON is any Python from 3.11 on; everything is installed into .venv.
 
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-full test-faults test-interop lint hashes
+.PHONY: demo test test-full test-faults test-interop test-launch lint hashes
 
 .venv/installed: requirements.txt
 	$(PYTHON) -m venv .venv
@@ -54,6 +55,13 @@ test-interop: .venv-interop/installed
 	.venv-interop/bin/python -m pytest -n 0 -m "" tests/test_interop.py tests/test_benchmark.py
 	.venv-interop/bin/python -m pytest -n 0 -m "" tests/test_prepare.py -k 'ray or streamed'
 	.venv-interop/bin/python -m pytest -n 0 -m "" tests/test_plan.py -k compilers
+
+# Slurm starts jobs as root only.
+test-launch: export JAX_PLATFORMS := cpu
+test-launch: .venv/installed
+	$(BIN)/python -m pytest -n 0 -m "" -rs tests/test_launch.py
+	@echo 'What was skipped needs, on Debian: apt-get install slurmctld slurmd slurm-client munge' \
+		'openmpi-bin openssh-server'
 
 lint: .venv/installed
 	$(BIN)/ruff check .

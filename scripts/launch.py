@@ -92,9 +92,10 @@ class Worker:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.reader.join(5)
-        if self.code not in (0, INTERRUPTED):
-            end = "was lost" if self.code is None else f"ended with exit code {self.code}"
-            say(f"{self.name} {end}; its last lines:\n{''.join(self.last).rstrip()}")
+
+    def report(self):
+        end = "was lost" if self.code is None else f"ended with exit code {self.code}"
+        say(f"{self.name} {end}; its last lines:\n{''.join(self.last).rstrip()}")
 
 
 def wait_for(workers: list[Worker], seconds: float):
@@ -127,6 +128,9 @@ def run_on_all(commands: dict[str, list[str]], dry_run: bool) -> tuple[int, int]
         wait_for(workers, SAVING + GRACE)
         for worker in workers:
             worker.end()
+        failed = {w.code for w in workers} - {0, INTERRUPTED}
+        for worker in workers if failed else []:
+            worker.report()
     codes = {DISTRIBUTED if w.code is None or w.code > 127 else w.code for w in workers} - {0}
     return min(codes - AGAIN or codes, default=0), max(w.update for w in workers)
 
@@ -148,7 +152,8 @@ cp requirements.txt .venv/installed"""
 
 DEAD = {"FAILED", "SUSPENDING", "SUSPENDED", "PREEMPTED", "TERMINATED"}
 """The states from which a pod does not come back."""
-LASTING = "INVALID_ARGUMENT|PERMISSION_DENIED|UNAUTHENTICATED|auth login|unrecognized arguments"
+LASTING = "ALREADY_EXISTS|INVALID_ARGUMENT|PERMISSION_DENIED|UNAUTHENTICATED|auth login|"
+LASTING += "required property|unrecognized arguments"
 """What gcloud says where another try is of no use."""
 
 
@@ -211,7 +216,7 @@ class Tpu:
             what = f"gcloud {group} {verb}: {' '.join(done.stderr.strip().splitlines()[-3:])}"
             if verb == "describe" and "NOT_FOUND" in what:
                 return ""
-            if re.search(LASTING, what):
+            if re.search(LASTING, done.stderr):
                 raise UserError(USAGE, what, "correct the flags, or gcloud's login or project")
             raise CloudError(what)
         return done.stdout.strip()
@@ -227,8 +232,12 @@ class Tpu:
         words += [f"--runtime-version={RUNTIMES[self.type.partition('-')[0]]}"]
         words += ["--spot", *self.extra] if self.spot else self.extra
         say(f"creating {self.name}")
-        self.is_ours = True  # before the call, which may fail after it has made something
-        self.call("queued-resources", "create", *words)
+        self.is_ours = True  # also if the call fails, which may be after it has made something
+        try:
+            self.call("queued-resources", "create", *words)
+        except UserError:
+            self.is_ours = False
+            raise
 
     def delete(self):
         """Delete the pod.  Raises UserError DISTRIBUTED if it may still be there."""

@@ -47,8 +47,8 @@ def value(name: str, default: str = "") -> str:
 
 
 def create():
-    if "--network=PERMISSION_DENIED" in sys.argv:
-        fail("PERMISSION_DENIED", "no right to this network")
+    if value("network"):
+        fail(value("network"), "as this network is called")
     if read("pod", None):
         fail("ALREADY_EXISTS", "the resource exists")
     node, n = value("node-id"), int(value("node-count", "1"))

@@ -9,7 +9,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -227,14 +229,15 @@ def test_a_pod_trains_as_if_undisturbed_through_every_fault(two, undisturbed, cl
     code, out, err = finish(process)
     assert code == 0, err[-3000:]
     assert losses(run) == undisturbed
-    assert (
-        cloud.is_empty()
-        and len(cloud.calls("create")) == 5
-        and "--spot" in err + str(cloud.calls("create"))
-    )
-    # Once for each pod that was made: one that has an environment keeps it.
-    assert "pod, worker 1 was lost; its last lines" in err and "was SUSPENDED" in err
-    assert "update 40/40" in out and out.count("update 2/40") == 1  # of one worker alone
+    assert cloud.is_empty() and len(cloud.calls("create")) == 5  # one of them failed
+    assert all("--spot" in words for words in cloud.calls("create"))
+    assert err.count("was SUSPENDED") == 3
+    assert "pod, worker 1 was lost; its last lines" in err
+    assert out.count("update 40/40") == 1  # of process 0 alone
+    # The lost worker's pod was used again, with the environment that it had.
+    assert [text.read_text().count("-r req") for text in cloud.folder.glob("*/installed")] == 8 * [
+        1
+    ]
 
 
 @pytest.mark.slow
@@ -342,10 +345,12 @@ def test_a_start_follows_the_codes_that_pass_and_no_others(cloud, code, starts):
     assert f"pod, worker 1 ended with exit code {code}; its last lines:\nbegin" in err
 
 
-def test_what_gcloud_will_never_do_ends_it_at_once(cloud):
-    process = cloud.launch(*POD, "--network=PERMISSION_DENIED", "--", "a")
-    code, _, err = finish(process)
-    assert code == USAGE and len(cloud.calls("create")) == 1 and "PERMISSION_DENIED" in err
+@pytest.mark.parametrize("error", ["PERMISSION_DENIED", "ALREADY_EXISTS"])
+def test_what_gcloud_will_never_do_ends_it_at_once(cloud, error):
+    """Nothing is deleted: a pod that exists is another's."""
+    code, _, err = finish(cloud.launch(*POD, f"--network={error}", "--", "a"))
+    assert code == USAGE and error in err and err.count("\n") == 3
+    assert len(cloud.calls("create")) == 1 and cloud.calls("delete") == []
 
 
 def test_a_pod_that_cannot_be_deleted_is_named(cloud):
@@ -353,3 +358,247 @@ def test_a_pod_that_cannot_be_deleted_is_named(cloud):
     code, _, err = finish(cloud.launch(*POD, "--", "python", "-c", ""))
     assert code == 7 and "may still be there, and cost money" in err
     assert "fix: gcloud compute tpus queued-resources delete pod --force" in err
+
+
+# ---- Open MPI
+
+
+def processes_of(run: Path) -> list[int]:
+    """The process numbers of train.py with that run's name, but not of what started them."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended
+            words = path.read_bytes().split(b"\0")
+            is_train = len(words) > 1 and words[1].endswith(b"train.py")
+            if is_train and f"--run.name={run.name}".encode() in words:
+                found.append(int(path.parent.name))
+    return sorted(found)
+
+
+def stop_one(run: Path):
+    """Send SIGTERM to one of a run's two processes: both are to save and end."""
+    both = processes_of(run)
+    assert len(both) == 2
+    os.kill(both[1], signal.SIGTERM)
+
+
+@pytest.mark.slow
+def test_under_open_mpi_two_processes_find_each_other(two, undisturbed):
+    need("mpirun")
+    cfg, run = named(two, "mpi")
+    env = plain_env(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
+    words = ["mpirun", "--oversubscribe", "--bind-to", "none", "-n", "2"]
+    words += [sys.executable, str(ROOT / "train.py"), *train_words(cfg)]
+    options = dict(env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(words, **options)
+    try:
+        wait_for_step(process, run, 10)
+        stop_one(run)
+        code, _, err = finish(process)
+    finally:
+        process.terminate()
+    assert code == INTERRUPTED, err
+    code, _, err = finish(subprocess.Popen(words, **options))
+    assert code == 0 and losses(run) == undisturbed, err
+
+
+# ---- ssh
+
+
+@pytest.fixture
+def sshd(tmp_path):
+    """ssh with its options, as one word, for a sshd of its own on the loopback."""
+    need("sshd", "ssh", "ssh-keygen")
+    for name in ("host", "user"):
+        make = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / name]
+        subprocess.run(make, check=True)
+    port = free_port()
+    settings = f"""Port {port}
+ListenAddress 127.0.0.1
+HostKey {tmp_path}/host
+AuthorizedKeysFile {tmp_path}/user.pub
+PidFile none
+StrictModes no
+PasswordAuthentication no
+KbdInteractiveAuthentication no
+"""
+    (tmp_path / "sshd_config").write_text(settings)
+    key = (tmp_path / "host.pub").read_text()
+    (tmp_path / "known_hosts").write_text(f"[127.0.0.1]:{port} {key}")
+    privileges = Path("/run/sshd")  # root's sshd asks for it
+    is_ours = os.getuid() == 0 and not privileges.exists()
+    if is_ours:
+        privileges.mkdir(mode=0o755)
+    binary = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
+    log = (tmp_path / "sshd.log").open("w")
+    server = subprocess.Popen([binary, "-D", "-e", "-f", tmp_path / "sshd_config"], stderr=log)
+    options = ["-F", "none", "-p", port, "-i", tmp_path / "user", "-oIdentitiesOnly=yes"]
+    command = f"ssh {' '.join(map(str, options))} -oUserKnownHostsFile={tmp_path}/known_hosts"
+    try:
+        test = [*command.split(), "127.0.0.1", "true"]
+        wait_until(lambda: subprocess.run(test, capture_output=True).returncode == 0, 20)
+        yield command
+    finally:
+        server.terminate()
+        server.wait(20)
+        log.close()
+        if is_ours:
+            privileges.rmdir()
+
+
+@pytest.mark.slow
+def test_over_ssh_two_hosts_train_stop_together_and_resume(two, undisturbed, sshd, tmp_path):
+    """One process gets SIGTERM, then Ctrl-C stops both, and the same command finishes the run."""
+    cfg, run = named(two, "ssh")
+    (tmp_path / "hosts").write_text("127.0.0.1  # the first\n\n127.0.0.1\n")
+    settings = {name: x for name, x in os.environ.items() if name.startswith(("JAX_", "XLA_"))}
+    settings.pop("JAX_NUM_CPU_DEVICES", None)
+    env = ["env", *(f"{name}={x}" for name, x in settings.items())]
+    command = [*env, sys.executable, "train.py", *train_words(cfg)]
+    words = ["ssh", tmp_path / "hosts", "--ssh", sshd, "--port", free_port(), "--", *command]
+    process = launch(*words)
+    wait_for_step(process, run, 10)
+    stop_one(run)
+    assert finish(process)[0] == INTERRUPTED
+    process = launch(*words)
+    wait_for_step(process, run, 25)
+    process.send_signal(signal.SIGINT)
+    code, _, err = finish(process)
+    assert code == INTERRUPTED and "stopping" in err and processes_of(run) == []
+    assert len(rows(run)) < 40
+    code, out, err = finish(launch(*words))
+    assert code == 0 and losses(run) == undisturbed, err
+    assert out.count("update 40/40") == 1
+    # train.py's own code and words come through, and of both hosts.
+    code, _, err = finish(launch(*words, "--optim.lr", "0.5", "--train.steps", "50"))
+    assert code == CHECKPOINT and "on 127.0.0.1 ended with exit code 4; its last lines" in err
+    assert "optim.lr" in err and processes_of(run) == []
+
+
+# ---- Slurm
+
+
+def slurm_settings(folder: Path) -> str:
+    """slurm.conf of two nodes on this machine.  The first has a name that JAX can look up, in
+    capitals because Slurm takes localhost for something else."""
+    ports = [free_port() for _ in range(3)]
+    nodes = [
+        f"NodeName={name} NodeHostname={os.uname().nodename} NodeAddr=127.0.0.1 Port={port} CPUs=1"
+        for name, port in zip(("LOCALHOST", "node2"), ports[1:], strict=True)
+    ]
+    return "\n".join([f"""ClusterName=test
+SlurmctldHost=localhost(127.0.0.1)
+SlurmctldPort={ports[0]}
+CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+CryptoType=crypto/munge
+AuthInfo=socket={folder}/munge/socket,cred_expire=5
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/%n
+SlurmctldPidFile={folder}/controller.pid
+SlurmdPidFile={folder}/%n.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SchedulerParameters=sched_interval=2
+KillWait=60
+MailProg=/bin/true
+MpiDefault=none""", *nodes, "PartitionName=main Nodes=ALL Default=YES State=UP\n"])  # fmt: skip
+
+
+@pytest.fixture
+def slurm(tmp_path_factory, monkeypatch):
+    """A Slurm of its own; its folder.  SLURM_CONF is set."""
+    need("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue")
+    if os.getuid() != 0:
+        pytest.skip("slurmd can start jobs as root only")
+    folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # munge wants an open path to it
+    folder.chmod(0o755)
+    for name in ("state", "LOCALHOST", "node2", "munge"):
+        (folder / name).mkdir(mode=0o755)
+    (folder / "slurm.conf").write_text(slurm_settings(folder))
+    cgroup = f"CgroupPlugin=cgroup/v1\nCgroupMountpoint={folder}/cgroup\n"  # none is used
+    (folder / "cgroup.conf").write_text(cgroup)
+    (folder / "munge/key").write_bytes(os.urandom(64))
+    (folder / "munge/key").chmod(0o400)
+    files = {"key-file": "key", "socket": "socket", "pid-file": "pid", "seed-file": "seed"}
+    munge = [f"--{flag}={folder}/munge/{name}" for flag, name in files.items()]
+    monkeypatch.setenv("SLURM_CONF", f"{folder}/slurm.conf")
+    monkeypatch.setenv("PATH", f"{os.environ['PATH']}:/usr/sbin")
+    daemons = []
+
+    def start(*words: str):
+        log = (folder / f"{words[0]}{len(daemons)}.log").open("w")
+        options = dict(stdout=log, stderr=log, env=plain_env(), start_new_session=True)
+        daemons.append(subprocess.Popen(words, **options))
+
+    def is_idle():
+        nodes = subprocess.run(["sinfo", "-h", "-o", "%D %t"], capture_output=True, text=True)
+        return nodes.stdout.strip() == "2 idle"
+
+    try:
+        start("munged", "--foreground", *munge, f"--log-file={folder}/munge/log")
+        wait_until((folder / "munge/socket").exists)
+        start("slurmctld", "-D")
+        start("slurmd", "-D", "-N", "LOCALHOST")
+        start("slurmd", "-D", "-N", "node2")
+        wait_until(is_idle)
+        yield folder
+    finally:
+        subprocess.run(["scancel", "--user=root"], capture_output=True)
+        for daemon in reversed(daemons):
+            daemon.terminate()
+            try:
+                daemon.wait(30)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+        shutil.rmtree(folder)
+
+
+def job_state(job: str) -> dict:
+    """What scontrol says: {JobState: .., Restarts: ..}."""
+    show = ["scontrol", "show", "job", job]
+    text = subprocess.run(show, capture_output=True, text=True, check=True).stdout
+    return dict(word.split("=", 1) for word in text.split() if "=" in word)
+
+
+@pytest.mark.slow
+def test_under_slurm_a_job_comes_back_after_a_warning_and_not_after_scancel(
+    two, undisturbed, slurm
+):
+    """The first start gets Slurm's warning, the second a SIGTERM to one process."""
+    cfg, run = named(two, "slurm")
+    out = slurm / "job.out"
+    submit = ["slurm", "--nodes", 2, "--gpus", 0, f"--output={out}", "--time=5:00", "--"]
+    train = [sys.executable, str(ROOT / "train.py")]
+    code, printed, err = finish(launch(*submit, *train, *train_words(cfg), env=plain_env()))
+    assert code == 0, err
+    job = printed.split()[-1]
+    queue = subprocess.Popen(["sleep", "300"])  # what wait_for_step looks at
+    try:
+        wait_for_step(queue, run, 8)
+        subprocess.run(["scancel", "--batch", "--signal=USR1", job], check=True)
+        wait_until(lambda: job_state(job)["Restarts"] == "1", 120)
+        wait_for_step(queue, run, 24)
+        stop_one(run)
+        wait_until(lambda: job_state(job)["JobState"] == "COMPLETED", 180)
+    finally:
+        queue.kill()
+        queue.wait()
+    assert job_state(job)["Restarts"] == "2" and losses(run) == undisturbed, out.read_text()
+    assert out.read_text().count("committed; run the same command again") == 2
+    # scancel is for good, although train.py then ends with 75 too.
+    cfg, run = named(replace(two, train=replace(two.train, steps=100_000)), "cancelled")
+    code, printed, err = finish(launch(*submit, *train, *train_words(cfg), env=plain_env()))
+    job, queue = printed.split()[-1], subprocess.Popen(["sleep", "300"])
+    try:
+        wait_for_step(queue, run, 3)
+    finally:
+        queue.kill()
+        queue.wait()
+    subprocess.run(["scancel", job], check=True)
+    wait_until(lambda: job_state(job)["JobState"] == "CANCELLED" and not processes_of(run))
+    time.sleep(10)
+    assert job_state(job)["JobState"] == "CANCELLED" and job_state(job)["Restarts"] == "0"
