@@ -349,9 +349,9 @@ def write_archive(path: str) -> str:
 
 # ---- Slurm
 
-# JAX takes from Slurm's variables where the processes are, and gives each one GPU.  The signal
-# comes to this shell alone, 300 s before the time limit.  srun hands SIGTERM on to every train.py,
-# which a second signal would end at once.
+# JAX takes from Slurm's variables where the processes are, and gives each one GPU.  The warning
+# comes to this shell alone, 300 s before the time limit.  scancel hands it to every train.py: srun
+# would kill them.  After scancel by a user the job is no longer RUNNING, and must not come back.
 SBATCH = """#!/bin/bash
 #SBATCH --job-name=trifold
 #SBATCH --nodes={nodes}
@@ -360,12 +360,13 @@ SBATCH = """#!/bin/bash
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --signal=B:USR1@300
-trap 'kill -TERM $srun' USR1
+trap 'scancel --signal=TERM $SLURM_JOB_ID' USR1
 trap : TERM
 srun --cpu-bind=none {command} &
 srun=$!
 while kill -0 $srun 2>/dev/null; do wait $srun; code=$?; done
-[ $code -ne {again} ] || scontrol requeue $SLURM_JOB_ID
+state=$(squeue -h -j $SLURM_JOB_ID -o %T)
+if [ $code = {again} ] && [ "$state" = RUNNING ]; then scontrol requeue $SLURM_JOB_ID; fi
 exit $code
 """
 

@@ -571,7 +571,7 @@ def test_under_slurm_a_job_comes_back_after_a_warning_and_not_after_scancel(
     """The first start gets Slurm's warning, the second a SIGTERM to one process."""
     cfg, run = named(two, "slurm")
     out = slurm / "job.out"
-    submit = ["slurm", "--nodes", 2, "--gpus", 0, f"--output={out}", "--time=5:00", "--"]
+    submit = ["slurm", "--nodes", 2, "--gpus", 0, f"--output={out}", "--time=30:00", "--"]
     train = [sys.executable, str(ROOT / "train.py")]
     code, printed, err = finish(launch(*submit, *train, *train_words(cfg), env=plain_env()))
     assert code == 0, err
