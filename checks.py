@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from config import SECTIONS, Config, Model, Optim, all_kinds, field_value, layer_kinds, n_blocks
 from errors import USAGE, Problem, UserError, or_list
-from mixture import read_ramp, read_sets, read_skip, read_stages
+from mixture import read_ramp, read_sets, read_skip, read_stages, read_tasks
 
 
 def check(cfg: Config) -> Config:
@@ -464,6 +464,10 @@ def other_problems(cfg: Config):
             raise ValueError("sets of data.val have no weights: each is evaluated")
     except ValueError as e:
         yield Problem(f"data.train, data.val or data.stages: {e}", MIXTURE_FIX)
+    try:
+        paths += [("eval.tasks", pattern) for pattern in read_tasks(cfg.eval.tasks).values()]
+    except ValueError as e:
+        yield Problem(f"eval.tasks: {e}", "give files, as in --eval.tasks core=tasks/core/*.jsonl")
     try:
         read_ramp(t.batch_ramp, t.batch_size)
     except ValueError as e:

@@ -372,6 +372,16 @@ class Train:
 
 
 @dataclass(frozen=True)
+class Eval:
+    """What is scored besides data.val, whenever an evaluation is due."""
+
+    tasks: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TASKS")] = ()
+    """Questions with choices, as NAME=PATTERN: files of JSON lines in the form of DCLM's CORE.
+    Such as core=tasks/core/*.jsonl, local or gs://.
+    Rows of metrics.jsonl have the accuracy of each file, and NAME's mean over its files."""
+
+
+@dataclass(frozen=True)
 class Optim:
     """The optimizer and the learning rate."""
 
@@ -465,6 +475,7 @@ class Config:
     model: YesNo[Model] = Model()
     data: YesNo[Data] = Data()
     train: YesNo[Train] = Train()
+    eval: Eval = Eval()
     optim: Optim = Optim()
     checkpoint: YesNo[Checkpoint] = Checkpoint()
     log: YesNo[Log] = Log()

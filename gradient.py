@@ -126,7 +126,7 @@ def score_and_gradient(head, grads, y_BLD, target_BL, n_tokens, cfg: Config):
         return gather_rows(norm(y_BLD, gains, "norm", cfg))
 
     def objective(unembed, x_BLD, target_BL):
-        nll_BL, z_BL = cross_entropy(x_BLD, target_BL, unembed, cfg)
+        nll_BL, z_BL, _ = cross_entropy(x_BLD, target_BL, unembed, cfg)
         counted_BL = target_BL >= 0
         loss = jnp.where(counted_BL, nll_BL, 0).sum() / n_tokens
         z_loss = cfg.train.z_loss * jnp.where(counted_BL, z_BL**2, 0).sum() / n_tokens

@@ -152,6 +152,7 @@ class MetricsLog:
         self.eval_losses = {name: {} for name in read_sets(cfg.data.val)}  # of each set
         self.best_losses = next(iter(self.eval_losses.values()))
         """Of the set that decides which checkpoints are best."""
+        self.scores = {}  # {step: its row of kind "tasks"}
         self.panels = {name: panel(cfg) for name, panel in PANELS.items()}
         self.alarms = {}  # all so far, {what: text}
         patience = cfg.checkpoint.patience
@@ -180,6 +181,8 @@ class MetricsLog:
             self.spikes += row.get("spike", 0) > 0
         elif row["kind"] == "eval":
             self.eval_losses.setdefault(row.get("set", ""), {})[row["step"]] = row["loss"]
+        elif row["kind"] == "tasks":
+            self.scores[row["step"]] = row
         elif row["kind"] in self.panels:
             panel = self.panels[row["kind"]]
             panel.track(row)
@@ -276,21 +279,22 @@ class MetricsLog:
         self.clock = time.perf_counter()
         return result
 
-    def add_evaluation(self, step: int, result: dict | None):
-        """Write an evaluation and draw the pictures.
+    def add_evaluation(self, step: int, result: dict | None, kind="eval"):
+        """Write an evaluation (kind "tasks": the scores of eval.tasks) and draw the pictures.
 
         None is an evaluation that was cut short; the run makes it when it resumes.
         """
         if result is None:
             return
-        self.write(dict(kind="eval", step=step) | result)
-        print_eval(step, result)
+        self.write(dict(kind=kind, step=step) | result)
+        (print_eval if kind == "eval" else print_scores)(step, result)
         if is_lead():
             # Frees the figures of the last evaluation, each with 2 MB of pixels.  They refer to
             # themselves, and with the thresholds of cli.start the collector seldom runs.
             gc.collect(1)
             try:
-                draw_loss(self.run / "loss.png", self.train_losses, self.eval_losses)
+                curves = self.train_losses, self.eval_losses, self.scores
+                draw_loss(self.run / "loss.png", *curves)
                 for panel in self.panels.values():
                     panel.draw(self.run)
             except Exception as e:  # the next evaluation draws them again
@@ -320,10 +324,14 @@ class MetricsLog:
             self.samples_file.close()
         finish_wandb(self.wandb)
 
+    def is_evaluated(self, step: int) -> bool:
+        """Whether all that is evaluated after update `step` is written."""
+        found = [self.eval_losses[name] for name in read_sets(self.cfg.data.val)]
+        found += [self.scores] if self.cfg.eval.tasks else []
+        return all(step in rows for rows in found)
+
     def is_finished(self) -> bool:
-        """Whether the evaluation after the last update is written."""
-        names = read_sets(self.cfg.data.val)
-        return all(self.cfg.train.steps in self.eval_losses[name] for name in names)
+        return self.is_evaluated(self.cfg.train.steps)
 
 
 # ---- the console
@@ -339,6 +347,12 @@ def print_eval(step: int, result: dict):
     say(f"update {step}  {name}validation loss {loss}  bits per byte {bits}  over {n:,} tokens")
 
 
+def print_scores(step: int, scores: dict):
+    """Print the scores of each name of eval.tasks, without those of its files."""
+    means = [f"{name} {x:.4f}" for name, x in scores.items() if name.count("/") == 1]
+    say(f"update {step}  {'  '.join(means)}")
+
+
 def print_end(log: MetricsLog, step: int):
     """Print the last line of a run that ends after update `step`."""
     if log.is_finished():
@@ -351,19 +365,27 @@ def print_end(log: MetricsLog, step: int):
 # ---- pictures
 
 
-def draw_loss(path: epath.Path, train_losses: dict, eval_losses: dict):
-    """The loss curves as a PNG.  train_losses: {step: loss or None}; eval_losses: {name of a set:
-    the same}."""
+def draw_loss(path: epath.Path, train_losses: dict, eval_losses: dict, scores: dict):
+    """The loss curves as a PNG, and beside them those of eval.tasks.  train_losses: {step: loss or
+    None}; eval_losses: {name of a set: the same}; scores: {step: row of kind "tasks"}."""
     from matplotlib.figure import Figure  # imported here because it takes 0.3 s
 
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
+    width = 2 if scores else 1
+    figure = Figure(figsize=(8 * width, 4.5), layout="constrained")
+    axes = figure.add_subplot(1, width, 1)
     finite = {step: loss for step, loss in train_losses.items() if loss is not None}
     axes.plot(list(finite), list(finite.values()), lw=0.8, label="train")
     for name, losses in eval_losses.items():
         label = f"validation {name}".strip()
         axes.plot(list(losses), list(losses.values()), "o-", label=label)
     axes.set(xlabel="update", ylabel="loss (nats per token)", title=path.parent.name)
-    axes.grid(alpha=0.3)
-    axes.legend()
+    if scores:
+        axes = figure.add_subplot(1, 2, 2, xlabel="update", ylabel="centred accuracy")
+        last = [*scores.values()][-1]
+        for name in (name for name in last if name.endswith("/centred_accuracy")):
+            curve = {step: row[name] for step, row in scores.items() if name in row}
+            axes.plot(list(curve), list(curve.values()), "o-", label=name.rpartition("/")[0])
+    for axes in figure.axes:
+        axes.grid(alpha=0.3)
+        axes.legend()
     write_png(path, figure)

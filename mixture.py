@@ -1,5 +1,5 @@
-"""The words of data.train, data.val, data.stages, data.skip and train.batch_ramp.  Their errors are
-ValueErrors."""
+"""The words of data.train, data.val, data.stages, data.skip, train.batch_ramp and eval.tasks.
+Their errors are ValueErrors."""
 
 import re
 from fractions import Fraction
@@ -55,6 +55,17 @@ def read_stages(words: tuple[str, ...], parts: dict[str, Part]) -> dict[int, dic
             raise ValueError(f"{word!r} begins at once, but data.train has weights too")
         stages[int(start)] = weights
     return stages
+
+
+def read_tasks(words: tuple[str, ...]) -> dict[str, str]:
+    """{name: pattern of files} of NAME=PATTERN words."""
+    pairs = [re.fullmatch(r"([\w-]+)=(.+)", word) for word in words]
+    if not all(pairs):
+        raise ValueError(f"{words[pairs.index(None)]!r} is not NAME=PATTERN")
+    found = {pair[1]: pair[2] for pair in pairs}
+    if len(found) < len(pairs):
+        raise ValueError("a name is given twice")
+    return found
 
 
 def read_ramp(text: str, batch_size: int) -> dict[int, int]:

@@ -241,8 +241,9 @@ def logits(x_BLD, ends, cfg):
 
 
 def cross_entropy(x_BLD, target_BL, ends, cfg):
-    """(nll_BL, z_BL): negative log likelihood and log-partition of each token, in nats, for the
-    normed x of all tp shards.  No device holds a full row of logits."""
+    """(nll_BL, z_BL, is_top_BL): negative log likelihood and log-partition of each token, in nats,
+    and whether no token is more likely, for the normed x of all tp shards.  No device holds a full
+    row of logits."""
     logit_BLV = logits(x_BLD, ends, cfg)
     max_BL = lax.pmax(lax.stop_gradient(logit_BLV).max(-1), "tp")
     z_BL = jnp.log(lax.psum(jnp.exp(logit_BLV - max_BL[..., None]).sum(-1), "tp")) + max_BL
@@ -251,7 +252,8 @@ def cross_entropy(x_BLD, target_BL, ends, cfg):
     col_BL = target_BL - lax.axis_index("tp") * V  # outside of 0 .. V-1 on the other tp shards
     # Not take_along_axis: its gradient is a scatter into another array of this size.
     target_logit_BL = jnp.where(col_BL[..., None] == jnp.arange(V), logit_BLV, 0).sum(-1)
-    return z_BL - lax.psum(target_logit_BL, "tp"), z_BL
+    target_logit_BL = lax.psum(target_logit_BL, "tp")
+    return z_BL - target_logit_BL, z_BL, target_logit_BL >= max_BL
 
 
 # ---- one layer
@@ -527,8 +529,9 @@ def split_chunks(x, cfg: Config, padding=0):
     return jnp.pad(x, widths, constant_values=padding).reshape(n, 1, size, *x.shape[1:])
 
 
-def token_nll(params, token_MBL, target_MBL, cfg: Config):
-    """nll_MBL: negative log likelihood (nats) of each token of this device, without a gradient."""
+def score_tokens(params, token_MBL, target_MBL, cfg: Config):
+    """(nll_MBL, is_top_MBL): negative log likelihood (nats) of each target of this device, and
+    whether no token is more likely, without a gradient."""
     params = prepare_weights(params, cfg, cfg.train.dtype)
     # Each stage needs the tokens of every microbatch, for the documents that they are in.
     all_MBL = lax.all_gather(token_MBL, "pp", axis=0, tiled=True)
@@ -540,7 +543,11 @@ def token_nll(params, token_MBL, target_MBL, cfg: Config):
         target_BL = sequences_to_rows(target_BL)
         x = split_chunks(x_BLD.reshape(-1, x_BLD.shape[-1]), cfg)
         chunks = x, split_chunks(target_BL.reshape(-1), cfg, padding=-1)
-        nll, _ = lax.map(lambda chunk: cross_entropy(*chunk, params, cfg), chunks)
-        return rows_to_sequences(nll.reshape(-1)[: target_BL.size].reshape(target_BL.shape))
+        nll, _, is_top = lax.map(lambda chunk: cross_entropy(*chunk, params, cfg), chunks)
+
+        def unchunk(x):
+            return rows_to_sequences(x.reshape(-1)[: target_BL.size].reshape(target_BL.shape))
+
+        return unchunk(nll), unchunk(is_top)
 
     return lax.map(score, (x_MBLD, target_MBL))

@@ -198,8 +198,8 @@ SAME_NUMBERS = {
     "train.eval_every", "train.eval_batches",
     "train.eval_rolling", "train.sample_every", "train.sample_tokens", "train.profile",
 }  # fmt: skip
-"""Besides the sections checkpoint and log, settings that do not change what is trained; for data,
-the path."""
+"""Besides the sections eval, checkpoint and log, settings that do not change what is trained; for
+data, the path."""
 ROUNDING = {
     "train.microbatches", "train.grad_accum", "train.remat", "train.unroll", "train.attention",
     "train.loss_chunk", "log.norms_every",
@@ -224,7 +224,7 @@ def group_of(name: str) -> str:
     section = name.partition(".")[0]
     if section == "mesh" or name in ROUNDING or name.startswith("version of "):
         return "within rounding"
-    if section in ("checkpoint", "log") or name in SAME_NUMBERS:
+    if section in ("eval", "checkpoint", "log") or name in SAME_NUMBERS:
         return "same numbers"
     return "changes the training"
 

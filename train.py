@@ -48,6 +48,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
@@ -65,7 +66,7 @@ from files import is_writable, run_path
 from generate import generate
 from gradient import add_slice_gradient, prepare_parts, reduce_total, zero_total
 from layers import BATCH
-from metrics import MetricsLog, print_end, print_eval
+from metrics import MetricsLog, print_end, print_eval, print_scores
 from mixture import read_sets
 from model import TOKEN_SPEC
 from norms import layer_norms, logit_sizes
@@ -84,6 +85,7 @@ from optim import (
 from processes import NOTICE
 from profiling import DATA_WAIT, Profile
 from rundir import open_run, record_end, record_start
+from tasks import Tasks, load_tokenizer
 
 # ---- the state
 
@@ -348,17 +350,21 @@ def train_step(state: State, tokens_AMBL, targets_AMBL, cfg: Config):
 
 @partial(jax.jit, static_argnames="cfg")
 def eval_step(params, tokens_AMBL, targets_AMBL, cfg: Config):
-    """(sum of the losses in nats, counted tokens, nll_AMBL: 0 for a token that is not counted)."""
+    """(sum of the losses in nats, counted tokens, nll_AMBL: 0 for a target that is not counted,
+    is_top_AMBL: whether it is not counted or no token is more likely)."""
     specs = model.param_specs(cfg)
 
-    @jax.shard_map(in_specs=(specs, TOKEN_SPEC, TOKEN_SPEC), out_specs=(P(), P(), TOKEN_SPEC))
+    @jax.shard_map(
+        in_specs=(specs, TOKEN_SPEC, TOKEN_SPEC), out_specs=(P(), P(), TOKEN_SPEC, TOKEN_SPEC)
+    )
     def per_device(params, tokens_AMBL, targets_AMBL):
         def score(slice):
-            return model.token_nll(params, *slice, cfg)
+            return model.score_tokens(params, *slice, cfg)
 
-        nll_AMBL = lax.map(score, (tokens_AMBL, targets_AMBL))
+        nll_AMBL, is_top_AMBL = lax.map(score, (tokens_AMBL, targets_AMBL))
         nll_AMBL = jnp.where(targets_AMBL >= 0, nll_AMBL, 0)
-        return *lax.psum((nll_AMBL.sum(), (targets_AMBL >= 0).sum()), BATCH), nll_AMBL
+        total, n = lax.psum((nll_AMBL.sum(), (targets_AMBL >= 0).sum()), BATCH)
+        return total, n, nll_AMBL, is_top_AMBL | (targets_AMBL < 0)
 
     return per_device(params, tokens_AMBL, targets_AMBL)
 
@@ -366,17 +372,21 @@ def eval_step(params, tokens_AMBL, targets_AMBL, cfg: Config):
 # ---- the loop over updates
 
 
+def progress(batches):
+    """The batches, with a bar on a terminal."""
+    hidden = None if utils.is_lead() else True  # None hides it where stderr is not a terminal
+    return tqdm(batches, "evaluate", unit="batch", leave=False, disable=hidden)
+
+
 def evaluate(params, data: Dataset, step: int, cfg: Config, stop=None) -> dict | None:
     """The loss (nats a token), bits per byte and number of tokens of the evaluation after `step`
     updates; every token has the same weight.  None if `stop` (a processes.Stop) cuts it short."""
     total = tokens = 0
-    no_bar = None if utils.is_lead() else True  # None: no bar where stderr is not a terminal
-    bar = dict(desc="evaluate", unit="batch", leave=False, disable=no_bar)
     indices = data.eval_indices(step)
-    for k, i in enumerate(tqdm(indices, **bar)):
+    for k, i in enumerate(progress(indices)):
         if stop is not None and stop.agree_to_stop(data.eval_error(indices[k:])):
             return None
-        nll, n, _ = utils.wait_for(eval_step(params, *data.eval_batch(i), cfg))
+        nll, n, *_ = utils.wait_for(eval_step(params, *data.eval_batch(i), cfg))
         total, tokens = total + float(nll), tokens + int(n)
     loss, bytes_per_token = total / tokens if tokens else math.nan, data.source.bytes_per_token
     result = dict(loss=utils.finite_or_none(loss), bits_per_byte=None, tokens=tokens)
@@ -386,6 +396,24 @@ def evaluate(params, data: Dataset, step: int, cfg: Config, stop=None) -> dict |
         bits = loss / math.log(2) / bytes_per_token
         result |= dict(bits_per_byte=utils.finite_or_none(bits))
     return result
+
+
+def score_rows(params, tokens_AMBL, targets_AMBL, cfg: Config) -> tuple[np.ndarray, np.ndarray]:
+    """(losses in nats, whether no token is more likely than any target) of the rows, in order."""
+    *_, nll_AMBL, is_top_AMBL = utils.wait_for(eval_step(params, tokens_AMBL, targets_AMBL, cfg))
+    found = multihost_utils.process_allgather((nll_AMBL, is_top_AMBL), tiled=True)
+    nll, is_top = (np.asarray(x).reshape(-1, x.shape[-1]) for x in found)
+    return nll.sum(-1, dtype=np.float64), is_top.all(-1)
+
+
+def score_tasks(params, tasks: Tasks, cfg: Config, stop=None) -> dict | None:
+    """The scores of eval.tasks, see Tasks.scores.  None if `stop` cuts it short."""
+    batches = []
+    for i in progress(range(tasks.n_batches)):
+        if stop is not None and stop.agree_to_stop():
+            return None
+        batches.append(score_rows(params, *tasks.batch(i), cfg))
+    return tasks.scores(*map(np.concatenate, zip(*batches, strict=True)))
 
 
 def is_due(step: int, every: int, cfg: Config) -> bool:
@@ -437,7 +465,7 @@ def save(store, step: int, state: State, last: bool, log: MetricsLog, stop):
     stop.saves = stop.saves and not saved  # what a signal asked for is done when it can be
 
 
-def train_loop(run, store, state: State, train: Dataset, vals: list[Dataset], stop, cfg: Config):
+def train_loop(run, store, state: State, train: Dataset, vals, tasks, stop, cfg: Config):
     """(state, log) after training to the last step, or until `stop`, with the evaluations, samples
     and checkpoints on the way."""
     start = int(state.step)
@@ -453,12 +481,14 @@ def train_loop(run, store, state: State, train: Dataset, vals: list[Dataset], st
     first = min(max(start, cfg.train.profile[0] - 1), cfg.train.steps - 1)
     profile = Profile(run, programs.get(len(train.order.batch_rows(first))), cfg, start)
     for step in range(start, cfg.train.steps + 1):
-        is_evaluated = all(step in log.eval_losses[val.name] for val in vals)
-        evaluates = is_due(step, cfg.train.eval_every, cfg) and not is_evaluated
+        evaluates = is_due(step, cfg.train.eval_every, cfg) and not log.is_evaluated(step)
         for val in vals if evaluates else []:
             if step not in log.eval_losses[val.name]:
                 result = log.run_untimed(evaluate, state.params, val, step, cfg, stop)
                 log.add_evaluation(step, result)
+        if evaluates and tasks and step not in log.scores:
+            result = log.run_untimed(score_tasks, state.params, tasks, cfg, stop)
+            log.add_evaluation(step, result, "tasks")
         wants_sample = cfg.train.sample_every > 0 and step not in log.sampled_steps
         if wants_sample and is_due(step, cfg.train.sample_every, cfg):
             log.add_sample(log.run_untimed(sample_row, state.params, step, cfg, train))
@@ -505,14 +535,14 @@ def main(cfg: Config, held=None) -> State | None:
         processes.compare_settings(cfg)
         cfg = utils.start_mesh(cfg)
         warn_of_warmup(cfg)
-        train, vals = open_data(cfg)
+        train, vals, tasks = open_data(cfg)
         cfg = train.cfg  # now with the data's end-of-document id
         with open_run(cfg, train.source, held) as run:
             store, state = restore_or_init(run, train, cfg)
             if cfg.eval_only:
-                return evaluate_once(state, vals, stop, cfg)
-            print_sizes(train, vals, cfg)
-            state, log = train_loop(run, store, state, train, vals, stop, cfg)
+                return evaluate_once(state, vals, tasks, stop, cfg)
+            print_sizes(train, vals, tasks, cfg)
+            state, log = train_loop(run, store, state, train, vals, tasks, stop, cfg)
             if log.is_finished():
                 stop.ignore_signals()
             utils.together(stop.raise_error)
@@ -528,34 +558,45 @@ def warn_of_warmup(cfg: Config):
         utils.warn(f"{what}: the learning rate will not reach optim.lr={cfg.optim.lr}")
 
 
-def open_data(cfg: Config) -> tuple[Dataset, list[Dataset]]:
-    """The training set and the validation sets, the same in every process."""
+def open_data(cfg: Config) -> tuple[Dataset, list[Dataset], Tasks | None]:
+    """The training set, the validation sets and the tasks, the same in every process."""
     with utils.say_time("data"):
         train = utils.together(Dataset, cfg, "train")
         names = read_sets(cfg.data.val)
         vals = [utils.together(Dataset, train.cfg, "val", name) for name in names]
         sources = {f"data.{x.split} {x.name}".strip(): x.source for x in (train, *vals)}
         utils.together(check_tokenizers, sources)
+        tasks = utils.together(open_tasks, train.source.tokenizer, cfg) if cfg.eval.tasks else None
+        sources |= {"eval.tasks": tasks} if tasks else {}
         processes.compare_data({name: x.fingerprint for name, x in sources.items()})
-    return train, vals
+    return train, vals, tasks
 
 
-def print_sizes(train: Dataset, vals: list[Dataset], cfg: Config):
+def open_tasks(tokenizer, cfg: Config) -> Tasks:
+    """The questions of eval.tasks.  tokenizer: the path of its tokenizer.json, or None."""
+    fix = "prepare the data with scripts/prepare_data.py, or leave --eval.tasks out"
+    return Tasks(cfg, load_tokenizer(tokenizer, cfg, fix))
+
+
+def print_sizes(train: Dataset, vals: list[Dataset], tasks: Tasks | None, cfg: Config):
     n_params, n_active = model.param_count(cfg), model.param_count(cfg, active=True)
     active = f", {n_active:,} active" if n_active < n_params else ""
     sets = "".join(f"{f'val {val.name}'.strip()}: {val}\n" for val in vals)
+    sets += f"tasks: {tasks}\n" if tasks else ""
     utils.say(f"train: {train}\n{sets}model: {n_params:,} parameters{active}")
 
 
-def evaluate_once(state: State, vals: list[Dataset], stop, cfg: Config):
+def evaluate_once(state: State, vals: list[Dataset], tasks: Tasks | None, stop, cfg: Config):
     """What --eval_only does."""
     step = int(state.step)
-    for val in vals:
-        result = evaluate(state.params, val, step, cfg, stop)
+    work = [(print_eval, evaluate, (val, step, cfg, stop)) for val in vals]
+    work += [(print_scores, score_tasks, (tasks, cfg, stop))] if tasks else []
+    for show, f, args in work:
+        result = f(state.params, *args)
         utils.together(stop.raise_error)
         if result is None:
             sys.exit(INTERRUPTED)
-        print_eval(step, result)
+        show(step, result)
 
 
 if __name__ == "__main__":

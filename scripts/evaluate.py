@@ -39,6 +39,7 @@ class Args:
     """Number of updates of the checkpoint to use; -1 is the newest."""
     weights: Literal["last", "ema"] = "last"
     """last: those after that update.  ema: their moving average, if the run has optim.ema."""
+    eval: config.Eval = config.Eval()
     mesh: config.YesNo[config.Mesh] = config.Mesh()
     train: cli.Precision = cli.Precision()
 
@@ -49,6 +50,7 @@ def parse() -> tuple[Args, config.Config]:
         what = f"batch_size={args.batch_size} must be at least 1"
         raise errors.UserError(errors.USAGE, what, "set --batch_size 1 or more")
     flags = ["--data.val", args.data] if args.data else []
+    flags += ["--eval.tasks", *args.eval.tasks]  # not those of the run
     cfg = cli.config_of_run(args.run, args.mesh, *flags, *args.train.flags)
     if args.per_token and len(read_sets(cfg.data.val)) > 1:
         what = f"--per_token takes one set, but data.val={cfg.data.val} has several"
@@ -61,7 +63,6 @@ if __name__ == "__main__":  # before jax is imported, see train.py
 
 import numpy as np
 from jax.experimental import multihost_utils
-from tqdm import tqdm
 
 import processes
 import train
@@ -70,11 +71,14 @@ from dataset import Dataset
 
 
 def main(args: Args, cfg: config.Config):
-    """Score every set, print the means, and write --per_token."""
-    cfg = utils.start_mesh(cfg, rows=args.batch_size)
-    params = train.load_params(files.absolute_path(args.run), cfg, args.step, args.weights)
+    """Score every set, print the means, and write --per_token; then score the tasks."""
+    cfg, run = utils.start_mesh(cfg, rows=args.batch_size), files.absolute_path(args.run)
+    tasks = train.open_tasks(run / "tokenizer.json", cfg) if cfg.eval.tasks else None
+    params = train.load_params(run, cfg, args.step, args.weights)
     for name in read_sets(cfg.data.val):
         score(args, cfg, params, Dataset(cfg, "val", name))
+    if tasks:
+        utils.say(json.dumps(train.score_tasks(params, tasks, cfg)))
 
 
 def score(args: Args, cfg: config.Config, params, data: Dataset):
@@ -82,12 +86,9 @@ def score(args: Args, cfg: config.Config, params, data: Dataset):
     if utils.is_lead():  # on stderr: stdout is for the result
         line = f"evaluating in {cfg.train.dtype} on {data.source}"
         print(line, file=sys.stderr, flush=True)
-    hidden = None if utils.is_lead() else True  # None shows the bar on a terminal only
     nlls, n_scored = [], 0
-    for i in tqdm(
-        range(data.n_eval_batches), "evaluate", unit="batch", leave=False, disable=hidden
-    ):
-        _, n, nll_AMBL = train.eval_step(params, *data.eval_batch(i), cfg)
+    for i in train.progress(range(data.n_eval_batches)):
+        _, n, nll_AMBL, _ = train.eval_step(params, *data.eval_batch(i), cfg)
         n_scored += int(n)
         nlls.append(np.asarray(multihost_utils.process_allgather(nll_AMBL, tiled=True)).ravel())
     nll = np.concatenate(nlls)[: data.source.n_tokens - 1]  # without the padding of the last batch

@@ -79,28 +79,19 @@ def parse() -> tuple[Args, config.Config]:
 if __name__ == "__main__":  # before jax is imported, see train.py
     ARGS, CFG = cli.quit_on_error(parse)
 
-from tokenizers import Tokenizer
-
 import generate
 import processes
+import tasks
 import train
 import utils
 
 
-def load_tokenizer(args: Args) -> Tokenizer:
-    path = files.absolute_path(args.tokenizer or f"{args.run}/tokenizer.json")
-    if not path.exists():
-        what = f"{path} does not exist: the run's data had no tokenizer"
-        raise errors.UserError(errors.DATA, what, "name one with --tokenizer tokenizer.json")
-    return Tokenizer.from_str(path.read_text())
-
-
-def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+def encode(tokenizer, text: str) -> list[int]:
     try:
-        return tokenizer.encode(text).ids  # with the special tokens that it puts before a text
-    except Exception as e:  # tokenizers raises nothing narrower
-        what = f"the prompt {text!r} has a character that the tokenizer does not know: {e}"
-        raise errors.UserError(errors.USAGE, what, "use characters of the training text") from None
+        return tasks.encode(tokenizer, text)
+    except ValueError as e:
+        fix = "use characters of the training text"
+        raise errors.UserError(errors.USAGE, f"the prompt {e}", fix) from None
 
 
 def print_as_it_grows(texts, held: int):
@@ -118,20 +109,15 @@ def print_as_it_grows(texts, held: int):
 
 def main(args: Args, cfg: config.Config):
     """Print each prompt with its continuation, a single one while it grows."""
-    tokenizer = load_tokenizer(args)
+    path = files.absolute_path(args.tokenizer or f"{args.run}/tokenizer.json")
+    tokenizer = tasks.load_tokenizer(path, cfg, "name one with --tokenizer tokenizer.json")
     texts = args.prompt or ("",)
     cfg = utils.start_mesh(cfg, rows=len(texts))
     if utils.is_lead():  # on stderr: stdout is for the text
         print(f"sampling in {cfg.train.dtype}", file=sys.stderr, flush=True)
     params = train.load_params(files.absolute_path(args.run), cfg, args.step, args.weights)
-    vocab_size = tokenizer.get_vocab_size()
-    if vocab_size > cfg.model.vocab_size:
-        what = f"the tokenizer has {vocab_size} tokens, the model vocab_size={cfg.model.vocab_size}"
-        fix = "give the tokenizer that the run's data was made with"
-        raise errors.UserError(errors.DATA, what, fix)
-    end_id = cfg.data.end_id if cfg.data.end_id >= 0 else tokenizer.token_to_id(config.END)
-    start_id = 0 if end_id is None else end_id
-    prompts = [encode(tokenizer, text) or [start_id] for text in texts]
+    end_id = tasks.find_end_id(tokenizer, cfg)
+    prompts = [encode(tokenizer, text) or [end_id or 0] for text in texts]
     for text, prompt in zip(texts, prompts, strict=True):
         if len(prompt) > cfg.train.seq_len:
             what = f"the prompt {text[:40]!r} has {len(prompt)} tokens, more than --seq_len"
@@ -149,7 +135,7 @@ def main(args: Args, cfg: config.Config):
     def until_stop(text: str) -> str:
         return min((text.partition(stop)[0] for stop in args.stop), key=len, default=text)
 
-    ids = dict(vocab_size=vocab_size, stop_id=end_id, is_over=is_over)
+    ids = dict(vocab_size=tokenizer.get_vocab_size(), stop_id=end_id, is_over=is_over)
     draw = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "seed")}
     all_rows = generate.generate(params, prompts, args.tokens, cfg, **ids, **draw)
     if len(texts) == 1 and not args.json:

@@ -23,7 +23,7 @@ from errors import USAGE, UserError
 MODULES = """
     errors config mixture checks files cli lock restart utils processes weights layers blockwise
     attention grouped experts pipeline model gradient generate muon optim norms panels order shards
-    pages dataset rundir boards metrics digests checkpoint branch profiling train
+    pages dataset tasks rundir boards metrics digests checkpoint branch profiling train
 """.split()  # noqa: SIM905
 
 
@@ -438,7 +438,7 @@ def test_a_cpu_chooses_few_tokens_at_a_time_no_recomputing_and_unrolled_layers()
 
 def test_json_has_every_section():
     record = json.loads(cli.to_json(config.demo()))
-    assert list(record) == ["run", "mesh", "model", "data", "train", "optim", "checkpoint", "log"]
+    assert list(record) == [*"run mesh model data train eval optim checkpoint log".split()]
 
 
 def test_a_huge_number_is_an_error_within_a_second():

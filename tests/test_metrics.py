@@ -94,9 +94,9 @@ def test_the_time_left_counts_evaluations_and_not_the_start(tmp_path, monkeypatc
 
 def test_the_curve_is_drawn(tmp_path):
     path = epath.Path(tmp_path / "loss.png")
-    metrics.draw_loss(path, {1: 3.0, 2: None, 3: 2.0}, {"": {3: 2.5}, "code": {}})
+    metrics.draw_loss(path, {1: 3.0, 2: None, 3: 2.0}, {"": {3: 2.5}, "code": {}}, {})
     assert path.read_bytes()[:4] == b"\x89PNG"
-    metrics.draw_loss(path, {}, {"": {}})
+    metrics.draw_loss(path, {}, {"": {}}, {})
 
 
 # ---- Weights & Biases

@@ -1,0 +1,176 @@
+"""Text as rows of tokens, and the tasks of eval.tasks: questions from files in the form of DCLM's
+CORE, whose answers the eval step scores.
+
+A row is (ids, n): a sequence of tokens, of which the last n are scored.
+
+Dimension key: A accumulation slices, M microbatches, B sequences, L sequence length.
+"""
+
+import hashlib
+import json
+from itertools import product, takewhile
+
+import fsspec
+import jax
+import numpy as np
+from etils import epath
+from jax.sharding import NamedSharding
+
+from config import END, Config
+from errors import DATA, Problem, UserError
+from files import absolute_path
+from mixture import read_tasks
+from model import TOKEN_SPEC
+
+# ---- text as rows of tokens
+
+
+def load_tokenizer(path: epath.Path | None, cfg: Config, fix: str):
+    """The tokenizer of a tokenizer.json.  Raises UserError DATA if there is none, with this fix,
+    or if the model lacks some of its ids."""
+    from tokenizers import Tokenizer  # takes 0.1 s, and few runs need it
+
+    if path is None or not path.exists():
+        what = f"{path or 'tokenizer.json'} does not exist: the run's data had no tokenizer"
+        raise UserError(DATA, what, fix)
+    tokenizer = Tokenizer.from_str(path.read_text())
+    if (size := tokenizer.get_vocab_size()) > cfg.model.vocab_size:
+        what = f"the tokenizer has {size} tokens, the model vocab_size={cfg.model.vocab_size}"
+        raise UserError(DATA, what, "give the tokenizer that the run's data was made with")
+    return tokenizer
+
+
+def find_end_id(tokenizer, cfg: Config) -> int | None:
+    """The token that ends a document, as far as it is known."""
+    return cfg.data.end_id if cfg.data.end_id >= 0 else tokenizer.token_to_id(END)
+
+
+def encode(tokenizer, text: str) -> list[int]:
+    """The ids of a text, with the special tokens that the tokenizer puts before it.  Raises
+    ValueError for a character that it does not know."""
+    try:
+        return tokenizer.encode(text).ids
+    except Exception as e:  # tokenizers raises nothing narrower
+        what = f"{text!r} has a character that the tokenizer does not know: {e}"
+        raise ValueError(what) from None
+
+
+def make_batch(rows: list[tuple], L: int, cfg: Config) -> list[jax.Array]:
+    """[tokens_AMBL, targets_AMBL] on the mesh, for at most train.batch_size rows; what is left of
+    the batch has no targets.  Rows of more than L + 1 tokens lose the first ones."""
+    t, sharding = cfg.train, NamedSharding(jax.sharding.get_mesh(), TOKEN_SPEC)
+    tokens = np.zeros((t.batch_size, L), np.int32)
+    targets = np.full_like(tokens, -1)
+    for k, (ids, n_scored) in enumerate(rows):
+        ids = ids[-(L + 1) :]
+        last = len(ids) - 1
+        tokens[k, :last] = ids[:-1]
+        targets[k, last - n_scored : last] = ids[-n_scored:]
+    arrays = [x.reshape(t.grad_accum, t.microbatches, -1, L) for x in (tokens, targets)]
+    return [jax.make_array_from_callback(x.shape, sharding, x.__getitem__) for x in arrays]
+
+
+# ---- questions
+
+
+def read_question(line: bytes) -> tuple[list[tuple[str, str]], int | None]:
+    """([(query, answer)], number of the right one) of a line's choices.  None: there is one, and it
+    is right if each of its tokens is the most likely one.  Raises ValueError."""
+    try:
+        x = dict(json.loads(line))
+        queries = x.get("context_options", [x.get("query", x.get("context"))])
+        answers = x.get("choices", [x.get("continuation")])
+        pairs = list(product(queries, answers))
+        gold = x["gold"] if len(pairs) > 1 else None
+    except (KeyError, TypeError, RecursionError) as e:
+        raise ValueError(f"it is not a question: {e!r}") from None
+    if not pairs or not all(isinstance(q, str) and isinstance(a, str) and a for q, a in pairs):
+        raise ValueError("its query or its choices are missing, empty or not text")
+    if gold is not None and (type(gold) is not int or not 0 <= gold < len(pairs)):
+        raise ValueError(
+            f"gold={gold!r} must be the number, from 0, of one of {len(pairs)} choices"
+        )
+    return pairs, gold
+
+
+class Tasks:
+    """The questions of eval.tasks, as batches for the eval step, and the scores of its answers.
+
+    The answer is the choice with the highest mean log probability of its tokens, after the query
+    and a space.  Raises UserError DATA with the first problem of each file.
+    """
+
+    def __init__(self, cfg: Config, tokenizer):
+        self.cfg, self.tokenizer, self.rows = cfg, tokenizer, []
+        self.questions = {}
+        """{NAME/FILE: [(numbers of the choices' rows, right choice)]}"""
+        fix, problems, digest = "docs/evaluating.md has the form", [], hashlib.sha256()
+        for name, pattern in read_tasks(cfg.eval.tasks).items():
+            n_before, (fs, path) = len(self.rows), fsspec.url_to_fs(absolute_path(pattern))
+            for file in filter(fs.isfile, sorted(fs.glob(path))):
+                task, number = f"{name}/{file.rpartition('/')[2].removesuffix('.jsonl')}", 0
+                try:
+                    for number, line in enumerate(fs.cat_file(file).splitlines(), 1):  # noqa: B007
+                        digest.update(line)
+                        if line.strip():
+                            self.add(task, *read_question(line))
+                except ValueError as e:
+                    problems.append(Problem(f"{file}, line {number}: {e}", fix))
+            if n_before == len(self.rows) and not problems:
+                problems.append(Problem(f"eval.tasks: {name}={pattern} has no questions", fix))
+        if problems:
+            raise UserError(DATA, problems=problems)
+        self.fingerprint = digest.hexdigest()
+        self.n_batches = -(-len(self.rows) // cfg.train.batch_size)
+
+    def __str__(self):
+        n_cut = sum(len(ids) > self.cfg.train.seq_len + 1 for ids, _ in self.rows)
+        n, cut = len(self.rows), f"; of {n_cut:,} only the end fits train.seq_len"
+        return f"{n:,} choices in {len(self.questions)} file(s){cut if n_cut else ''}"
+
+    def add(self, task: str, pairs: list[tuple[str, str]], gold: int | None):
+        """Append a question, and a row for each of its choices.  Raises ValueError."""
+        numbers = range(len(self.rows), len(self.rows) + len(pairs))
+        self.questions.setdefault(task, []).append((numbers, gold))
+        self.rows += [self.make_row(*pair) for pair in pairs]
+
+    def make_row(self, query: str, answer: str) -> tuple[list[int], int]:
+        """The answer's tokens are those after the ones that are also the first of the query
+        alone."""
+        before, L = query.rstrip(), self.cfg.train.seq_len
+        space = query[len(before) :] or ("" if answer[:1].isspace() else " ")
+        ids = encode(self.tokenizer, before + (space if before else "") + answer)
+        pairs = zip(ids, encode(self.tokenizer, before), strict=False)
+        n_same = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        if not 0 < len(ids) - n_same <= L:
+            what = f"{answer[:40]!r} has {len(ids) - n_same} tokens"
+            raise ValueError(f"{what}, and it needs 1 to train.seq_len={L}")
+        start = [] if n_same else [find_end_id(self.tokenizer, self.cfg) or 0]
+        return start + ids, len(ids) - n_same
+
+    def batch(self, i: int) -> list[jax.Array]:
+        n = self.cfg.train.batch_size
+        return make_batch(self.rows[i * n : (i + 1) * n], self.cfg.train.seq_len, self.cfg)
+
+    def scores(self, nll, is_top) -> dict[str, float]:
+        """{"NAME/FILE/accuracy", "NAME/FILE/centred_accuracy", and as "NAME/.." the means over its
+        files: number}, from each row's loss and whether all of its tokens are the most likely ones.
+        Centred: 0 is chance, 1 is perfect."""
+        found = {}
+        for task, questions in self.questions.items():
+            results = []
+            for rows, gold in questions:
+                best = np.argmin([nll[n] / self.rows[n][1] for n in rows])
+                is_right = is_top[rows[0]] if gold is None else best == gold
+                results.append((is_right, 0 if gold is None else 1 / len(rows)))
+            accuracy, chance = np.mean(results, 0)
+            found[task] = accuracy, (accuracy - chance) / (1 - chance)
+        for name in read_tasks(self.cfg.eval.tasks):
+            files = [pair for task, pair in found.items() if task.startswith(f"{name}/")]
+            found[name] = np.mean(files, 0)
+        kinds = "accuracy", "centred_accuracy"
+        return {
+            f"{task}/{kind}": float(found[task][n])
+            for task in found
+            for n, kind in enumerate(kinds)
+        }
