@@ -2,7 +2,7 @@
 # make test: the tests, without the slow ones.   make test-full: all of them.
 # make test-faults MINUTES=30: random faults, from a seed that is printed.
 # make test-interop: compare models with Hugging Face transformers, plans with the TPU compiler, and
-#   prepare data on Ray and through Hugging Face datasets.
+#   answers with EleutherAI's harness; prepare data on Ray and through Hugging Face datasets.
 # make test-launch: train under a real Slurm, Open MPI and sshd; what is not installed is skipped.
 # make hashes: make requirements.txt anew after a change of requirements.in.
 # PYTHON is any Python from 3.11 on; everything is installed into .venv.
@@ -53,6 +53,7 @@ test-faults: .venv/installed
 test-interop: export JAX_PLATFORMS := cpu
 test-interop: .venv-interop/installed
 	.venv-interop/bin/python -m pytest -n 0 -m "" tests/test_interop.py tests/test_benchmark.py
+	.venv-interop/bin/python -m pytest -n 0 -m "" tests/test_lm_eval.py
 	.venv-interop/bin/python -m pytest -n 0 -m "" tests/test_prepare.py -k 'ray or streamed'
 	.venv-interop/bin/python -m pytest -n 0 -m "" tests/test_plan.py -k compilers
 

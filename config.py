@@ -376,9 +376,9 @@ class Eval:
     """What is scored besides data.val, whenever an evaluation is due."""
 
     tasks: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TASKS")] = ()
-    """Questions with choices, as NAME=PATTERN: files of JSON lines in the form of DCLM's CORE.
-    Such as core=tasks/core/*.jsonl, local or gs://.
-    Rows of metrics.jsonl have the accuracy of each file, and NAME's mean over its files."""
+    """Files of questions with choices, as NAME=PATTERN, such as core=tasks/core/*.jsonl.
+    docs/evaluating.md has their form.
+    Rows of metrics.jsonl have the accuracy of each file, and of NAME the mean over its files."""
 
 
 @dataclass(frozen=True)

@@ -45,11 +45,11 @@ def find_end_id(tokenizer, cfg: Config) -> int | None:
     return cfg.data.end_id if cfg.data.end_id >= 0 else tokenizer.token_to_id(END)
 
 
-def encode(tokenizer, text: str) -> list[int]:
+def encode(tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
     """The ids of a text, with the special tokens that the tokenizer puts before it.  Raises
     ValueError for a character that it does not know."""
     try:
-        return tokenizer.encode(text).ids
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
     except Exception as e:  # tokenizers raises nothing narrower
         what = f"{text!r} has a character that the tokenizer does not know: {e}"
         raise ValueError(what) from None

@@ -1,0 +1,189 @@
+"""EleutherAI's evaluation harness on a run, from any checkpoint and on any mesh.
+
+    python scripts/lm_eval.py --run runs/demo --tasks hellaswag,arc_easy --json results.json
+
+It needs the harness: pip install lm-eval==0.4.13
+"""
+
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+HERE = Path(__file__).resolve().parent
+# Without this folder, where lm_eval.py and evaluate.py would hide the packages of these names.
+sys.path[:] = [str(HERE.parent), *(path for path in sys.path if Path(path).resolve() != HERE)]
+
+import cli
+import config
+import errors
+import files
+
+
+@dataclass(frozen=True)
+class Args:
+    run: str
+    """A run directory, local or gs://."""
+    tasks: str
+    """Names of the harness' tasks, groups or tags, with commas between them."""
+    include_path: str | None = None
+    """A folder with tasks of your own, as YAML files.  They may name code, which is run."""
+    limit: float | None = None
+    """Take only so many questions of each task, or this share if it is below 1."""
+    num_fewshot: int | None = None
+    """Examples before each question, for tasks that do not fix their number."""
+    json: str = ""
+    """A file to write the results to."""
+    batch_size: int = 64
+    """Sequences in a batch, rounded to what the mesh needs; does not change the result."""
+    step: int = -1
+    """Number of updates of the checkpoint to use; -1 is the newest."""
+    weights: Literal["last", "ema"] = "last"
+    """last: those after that update.  ema: their moving average, if the run has optim.ema."""
+    seq_len: int = 0
+    """Number of tokens that the model can look back on; 0 is the run's train.seq_len."""
+    mesh: config.YesNo[config.Mesh] = config.Mesh()
+    train: cli.Precision = cli.Precision()
+
+
+def parse() -> tuple[Args, config.Config]:
+    args = tyro.cli(Args, use_underscores=True, description=__doc__)
+    if find_spec("lm_eval") is None:
+        what = "the harness is not installed: Python has no package lm_eval"
+        raise errors.UserError(errors.USAGE, what, "pip install lm-eval==0.4.13")
+    if args.batch_size < 1:
+        what = f"batch_size={args.batch_size} must be at least 1"
+        raise errors.UserError(errors.USAGE, what, "set --batch_size 1 or more")
+    length = ["--train.seq_len", str(args.seq_len)] if args.seq_len else []
+    return args, cli.config_of_run(args.run, args.mesh, *length, *args.train.flags)
+
+
+if __name__ == "__main__":  # before jax is imported, see train.py
+    ARGS, CFG = cli.quit_on_error(parse)
+
+from lm_eval import evaluator
+from lm_eval import utils as harness
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import Collator, normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.tasks import TaskManager
+
+import generate
+import processes
+import tasks
+import train
+import utils
+
+
+class Run(TemplateLM):
+    """A run's weights as a model of the harness.  Every process makes the same calls, and has the
+    same answers."""
+
+    def __init__(self, params, tokenizer, cfg: config.Config):
+        super().__init__()
+        self.params, self.text, self.cfg = params, tokenizer, cfg
+        self.max_length, self.end_id = cfg.train.seq_len, tasks.find_end_id(tokenizer, cfg)
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.end_id or 0
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token before a text that has nothing before it."""
+        return [*self.text.encode("").ids, self.eot_token_id][0]
+
+    def tok_encode(self, string, add_special_tokens=None, **_) -> list[int]:
+        try:
+            return tasks.encode(self.text, string, add_special_tokens is not False)
+        except ValueError as e:
+            fix = "choose tasks of the characters that the run was trained on"
+            raise errors.UserError(errors.DATA, f"the text {e}", fix) from None
+
+    def batches(self, requests, order, **group) -> tuple[Collator, Iterable]:
+        """The harness' Collator of these requests, and its batches, with a bar."""
+        found = Collator(requests, sort_fn=order, **group)
+        return found, train.progress([*found.get_batched(n=self.cfg.train.batch_size)])
+
+    def _loglikelihood_tokens(self, requests, **_) -> list[tuple[float, bool]]:
+        rows = [(context + answer, len(answer)) for _, context, answer in requests]
+        if (longest := max((n for _, n in rows), default=0)) > self.max_length:
+            what = f"an answer has {longest} tokens, more than train.seq_len={self.max_length}"
+            raise errors.UserError(errors.DATA, what, "set --seq_len, or leave the task out")
+        collator, batches = self.batches(rows, lambda row: -len(row[0]))
+        found, tp = [], self.cfg.mesh.tp
+        for rows in batches:
+            # Powers of two times tp, so that few programs are compiled.
+            n = max(32, *(len(ids) - 1 for ids, _ in rows))
+            length = min(self.max_length, tp << (-(-n // tp) - 1).bit_length())
+            batch = tasks.make_batch(rows, length, self.cfg)
+            nll, is_top = train.score_rows(self.params, *batch, self.cfg)
+            found += [*zip((-nll).tolist(), is_top.tolist(), strict=True)][: len(rows)]
+        return collator.get_original(found)
+
+    def loglikelihood_rolling(self, requests, **_) -> list[float]:
+        sizes = dict(prefix_token=self.prefix_token_id, max_seq_len=self.max_length, context_len=1)
+        windows, ends = [], []
+        for request in requests:
+            pairs = harness.get_rolling_token_windows(self.tok_encode(request.args[0]), **sizes)
+            windows += [(None, *harness.make_disjoint_window(pair)) for pair in pairs]
+            ends.append(len(windows))
+        logprobs = [x for x, _ in self._loglikelihood_tokens(windows)]
+        return [sum(logprobs[a:b]) for a, b in pairwise([0, *ends])]
+
+    def generate_until(self, requests, **_) -> list[str]:
+        pairs = [request.args for request in requests]
+        collator, batches = self.batches(pairs, lambda x: -len(x[0]), group_by="gen_kwargs")
+        return collator.get_original([text for batch in batches for text in self.go_on(batch)])
+
+    def go_on(self, requests: list[tuple[str, dict]]) -> list[str]:
+        """What is added to these texts, with the settings that all of them have."""
+        s = normalize_gen_kwargs(requests[0][1])
+        room = max(1, self.max_length - s["max_gen_toks"])
+        prompts = [self.tok_encode(x)[-room:] or [self.prefix_token_id] for x, _ in requests]
+
+        def added(k: int, row: list[int]) -> str:
+            return self.text.decode(row[len(prompts[k]) :])
+
+        def is_over(k: int, row: list[int]) -> bool:
+            return any(stop in added(k, row) for stop in s["until"])
+
+        draw = dict(temperature=s["temperature"], top_k=s.get("top_k", 0), top_p=s.get("top_p", 1))
+        ids = dict(vocab_size=self.text.get_vocab_size(), stop_id=self.end_id, is_over=is_over)
+        args = self.params, prompts, s["max_gen_toks"], self.cfg
+        *_, rows = generate.generate(*args, **ids, **draw)
+        texts = [added(k, row) for k, row in enumerate(rows)]
+        return [postprocess_generated_text(text, s["until"], None) for text in texts]
+
+
+def main(args: Args, cfg: config.Config):
+    """Run the harness, print its table, and write --json."""
+    cfg = utils.start_mesh(cfg, rows=args.batch_size)
+    manager, names = TaskManager(include_path=args.include_path), args.tasks.split(",")
+    if unknown := [name for name in names if name not in manager.task_index]:
+        what = f"the harness knows no task {errors.or_list(unknown)}"
+        fix = "name one of `python -m lm_eval ls tasks`, or give the folder of your own with "
+        raise errors.UserError(errors.USAGE, what, fix + "--include_path")
+    run = files.absolute_path(args.run)
+    tokenizer = tasks.load_tokenizer(run / "tokenizer.json", cfg, "copy the model's there")
+    lm = Run(train.load_params(run, cfg, args.step, args.weights), tokenizer, cfg)
+    options = dict(num_fewshot=args.num_fewshot, limit=args.limit, log_samples=False)
+    results = evaluator.simple_evaluate(lm, tasks=names, task_manager=manager, **options)
+    if utils.is_lead():
+        results["config"] |= vars(args) | dict(model="trifold", dtype=cfg.train.dtype)
+        print(harness.make_table(results))
+        if results.get("groups"):
+            print(harness.make_table(results, "groups"))
+    if args.json and utils.is_lead():
+        text = json.dumps(results, indent=1, default=harness.handle_non_serializable)
+        files.write_whole(files.absolute_path(args.json), text)
+
+
+if __name__ == "__main__":
+    processes.run_main(partial(main, ARGS), CFG)

@@ -1,0 +1,182 @@
+"""EleutherAI's harness computes the same through scripts/lm_eval.py, on every mesh, as through its
+own `hf` backend from the exported model: `make test-interop`."""
+
+import json
+import re
+import textwrap
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cases import MOE, PLAIN, params_of
+from conftest import on_mesh, run
+from test_tasks import questions
+
+import checkpoint
+import cli
+import config
+import errors
+import files
+import train
+import utils
+from scripts import convert_hf
+from scripts.vocabularies import byte_tokenizer
+
+NEEDED = [name for name in ("torch", "transformers", "lm_eval") if not find_spec(name)]
+live = pytest.mark.skipif(
+    bool(NEEDED), reason=f"{', '.join(NEEDED)} not installed: run make test-interop"
+)
+
+STYLES = dict(
+    llama=replace(PLAIN, model=replace(PLAIN.model, n_layers=4, vocab_size=257)),
+    deepseek_v3=replace(MOE, model=replace(MOE.model, n_layers=5, vocab_size=257, prefix="dense")),
+)
+MESHES = [(1, 1, 1), (2, 2, 2), (1, 4, 2)]
+LENGTH = 64
+
+
+@pytest.fixture(scope="module", params=STYLES)
+def style(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def trained(style, tmp_path_factory) -> Path:
+    """A run of random weights, with the tokenizer of bytes."""
+    path = tmp_path_factory.mktemp(style) / "run"
+    path.mkdir()
+    cfg = on_mesh(STYLES[style], train=dict(seq_len=LENGTH))
+    (path / "config.json").write_text(cli.to_json(cfg))
+    (path / "tokenizer.json").write_text(byte_tokenizer().to_str())
+    store = checkpoint.Checkpoints(files.absolute_path(str(path)), keep=1)
+    state = train.init_state(cfg)
+    store.save(0, train.checkpoint_items(state._replace(params=params_of(cfg))))
+    store.close()
+    return path
+
+
+TASKS = dict(
+    endings="""
+output_type: multiple_choice
+doc_to_text: "{{query}}"
+doc_to_choice: choices
+doc_to_target: gold
+metric_list: [{metric: acc}, {metric: acc_norm}]
+""",
+    texts="""
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{query}}"
+metric_list: [{metric: byte_perplexity}]
+""",
+    words="""
+output_type: generate_until
+doc_to_text: "> {{query}}"
+doc_to_target: "{{choices[gold]}}"
+generation_kwargs: {until: [" ", "e"], max_gen_toks: 12, do_sample: false}
+metric_list: [{metric: exact_match}]
+""",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Three tasks on the same questions, and their files.  The queries are of different lengths:
+    empty, short, and longer than the model looks back."""
+    folder = tmp_path_factory.mktemp("tasks")
+    lines = questions(textwrap, 6)
+    lines[1]["query"] *= 3
+    lines[2]["query"] = ""
+    lines[3]["query"] = lines[3]["query"][:10]
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    for name, text in TASKS.items():
+        data = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {folder}/data.jsonl}}}}"
+        (folder / f"{name}.yaml").write_text(f"task: {name}\ntest_split: test\n{data}{text}")
+    return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def offline(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+            patch.setenv(name, "1")
+        patch.setenv("HF_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def answers(lm, folder: Path) -> tuple[dict, dict]:
+    """(results, {task: what the model answers to each request}) of the harness."""
+    from lm_eval import evaluator
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=str(folder), include_defaults=False)
+    options = dict(tasks=list(TASKS), task_manager=manager, bootstrap_iters=0)
+    found = evaluator.simple_evaluate(lm, **options)
+    samples = {name: [x["resps"] for x in found["samples"][name]] for name in TASKS}
+    return found["results"], samples
+
+
+@pytest.fixture(scope="module")
+def wanted(trained, folder, tmp_path_factory):
+    """What the harness' own backend answers, with the exported weights."""
+    from lm_eval.models.huggingface import HFLM
+    from transformers import PreTrainedTokenizerFast
+
+    twin = tmp_path_factory.mktemp("twin") / "hf"
+    convert_hf.export_hf(trained, twin)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(twin / "tokenizer.json"), eos_token=config.END
+    )
+    # Without padding: the experts of padding would be chosen with those of the text.
+    lm = HFLM(str(twin), tokenizer=tokenizer, device="cpu", dtype="float32", batch_size=1)
+    return answers(lm, folder)
+
+
+@live
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_answers_are_those_of_the_hf_backend(mesh, trained, folder, wanted):
+    from scripts import lm_eval
+
+    flags = ["--train.dtype", "float32"]
+    cfg = utils.start_mesh(cli.config_of_run(str(trained), config.Mesh(*mesh), *flags), rows=8)
+    params = train.load_params(files.absolute_path(str(trained)), cfg)
+    results, got = answers(lm_eval.Run(params, byte_tokenizer(), cfg), folder)
+    logprob, is_top = zip(*(pair for x in got["endings"] for (pair,) in x), strict=True)
+    want, want_top = zip(*(pair for x in wanted[1]["endings"] for (pair,) in x), strict=True)
+    assert len(want) == 24 and np.std(want) > 1
+    np.testing.assert_allclose(logprob, want, rtol=0, atol=1e-4)
+    assert is_top == want_top
+    texts = np.array(got["texts"], float)
+    np.testing.assert_allclose(texts, np.array(wanted[1]["texts"], float), rtol=0, atol=1e-4)
+    assert got["words"] == wanted[1]["words"]
+    for name in TASKS:
+        for metric, x in wanted[0][name].items():
+            assert results[name][metric] == (pytest.approx(x) if isinstance(x, float) else x)
+
+
+@live
+def test_the_script_prints_the_harness_table_and_writes_its_results(trained, folder, tmp_path):
+    out = tmp_path / "results.json"
+    flags = ["--run", trained, "--include_path", folder, "--mesh.dp", 2, "--mesh.tp", 2]
+    done = run("scripts/lm_eval.py", *flags, "--tasks", "endings,texts", "--json", out)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())
+    acc = found["results"]["endings"]["acc,none"]
+    rows = [re.split(r"\s*\|\s*", line) for line in done.stdout.splitlines()]
+    assert [row[7] for row in rows if "acc" in row] == [f"{acc:.4f}"] and "|texts" in done.stdout
+    assert found["config"]["dtype"] == "float32" and found["config"]["run"] == str(trained)
+    done = run("scripts/lm_eval.py", *flags, "--tasks", "endings,nothing")
+    assert done.returncode == errors.USAGE and len(done.stderr.splitlines()) < 6
+    assert "error: the harness knows no task nothing\n  fix: " in done.stderr
+
+
+@pytest.mark.skipif(bool(find_spec("lm_eval")), reason="for an environment without the harness")
+def test_without_the_harness_it_says_how_to_install_it(tmp_path):
+    done = run("scripts/lm_eval.py", "--run", tmp_path, "--tasks", "arc_easy")
+    assert done.returncode == errors.USAGE and done.stdout == ""
+    assert done.stderr.splitlines() == [
+        "error: the harness is not installed: Python has no package lm_eval",
+        "  fix: pip install lm-eval==0.4.13",
+    ]
