@@ -78,18 +78,18 @@ def read_question(line: bytes) -> tuple[list[tuple[str, str]], int | None]:
     is right if each of its tokens is the most likely one.  Raises ValueError."""
     try:
         x = dict(json.loads(line))
-        queries = x.get("context_options", [x.get("query", x.get("context"))])
-        answers = x.get("choices", [x.get("continuation")])
-        pairs = list(product(queries, answers))
-        gold = x["gold"] if len(pairs) > 1 else None
-    except (KeyError, TypeError, RecursionError) as e:
-        raise ValueError(f"it is not a question: {e!r}") from None
-    if not pairs or not all(isinstance(q, str) and isinstance(a, str) and a for q, a in pairs):
+    except (TypeError, RecursionError):
+        raise ValueError("it is not an object") from None
+    queries = x.get("context_options", [x.get("query", x.get("context"))])
+    answers, gold = x.get("choices", [x.get("continuation")]), x.get("gold")
+    lists = [texts for texts in (queries, answers) if isinstance(texts, list) and texts]
+    if len(lists) < 2 or not all(isinstance(x, str) for x in queries + answers) or "" in answers:
         raise ValueError("its query or its choices are missing, empty or not text")
-    if gold is not None and (type(gold) is not int or not 0 <= gold < len(pairs)):
-        raise ValueError(
-            f"gold={gold!r} must be the number, from 0, of one of {len(pairs)} choices"
-        )
+    pairs = list(product(queries, answers))
+    is_number = type(gold) is int and 0 <= gold < len(pairs) > 1
+    if not is_number and (len(pairs) > 1 or gold is not None):
+        what = f"gold={gold!r} must be the number, from 0, of one of several choices"
+        raise ValueError(f"{what}, which are {len(pairs)} here")
     return pairs, gold
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from cases import PLAIN, as_float64, params_of, plain_logits
 from conftest import MESHES, on_mesh, run
-from runs import finish, losses, new_run, rows, start, start_two, wait_for_step
+from runs import copy_run, finish, losses, new_run, rows, start, start_two, wait_for_step
 
 import cli
 import config
@@ -144,14 +144,16 @@ def test_a_row_has_the_tokens_of_its_whole_text():
 
 
 BAD = {
-    "gold=4 must be the number, from 0, of one of 2 choices":
+    "gold=4 must be the number, from 0, of one of several choices, which are 2 here":
         dict(query="q", choices=["a", "b"], gold=4),
     "gold=True must be": dict(query="q", choices=["a", "b"], gold=True),
-    "KeyError('gold')": dict(query="q", choices=["a", "b"]),
+    "gold=None must be": dict(query="q", choices=["a", "b"]),
+    "gold=0 must be": dict(query="q", choices=["a"], gold=0),
+    "choices are missing, empty or not text": dict(query="q", choices="ab", gold=0),
     "its query or its choices are missing, empty or not text": dict(query="q", choices=[], gold=0),
     "its query or its choices": dict(query=None, choices=["a", "b"], gold=0),
     "its query or": dict(choices=["a", "b"], gold=0),
-    "it is not a question": [1, 2],
+    "it is not an object": [1, 2],
     "'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa' has 61 tokens, and it needs 1 to train.seq_len=16":
         dict(query="q", choices=["a" * 60, "b"], gold=0),
     "empty": dict(query="q ", choices=["", "b"], gold=0),
@@ -209,10 +211,18 @@ def test_scores_are_rows_and_change_nothing_else(scored, reference):
     names = {f"{file}/{kind}" for file in files for kind in kinds}
     assert found[10].keys() - {"kind", "step"} == names
     assert cli.parse(["--config", str(run_dir / "config.json")]).eval == cfg.eval
-    # A finished run scores nothing again, but does what it was not asked for before.
+    # A finished run scores nothing again.
     before = (run_dir / "metrics.jsonl").read_bytes()
     assert finish(start(cfg))[0] == 0
     assert (run_dir / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_finished_run_can_be_scored_later(scored, base, reference):
+    """At its last update, and nothing else is done."""
+    cfg, other = copy_run(reference, base, "scored_later", eval=dict(tasks=scored[0].eval.tasks))
+    assert finish(start(cfg))[0] == 0
+    assert rows(other, "tasks") == {20: rows(scored[1], "tasks")[20]}
+    assert losses(other) == losses(reference)
 
 
 @pytest.mark.slow
