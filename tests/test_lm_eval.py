@@ -87,7 +87,7 @@ def folder(tmp_path_factory) -> Path:
     empty, short, and longer than the model looks back."""
     folder = tmp_path_factory.mktemp("tasks")
     lines = questions(textwrap, 6)
-    lines[1]["query"] *= 3
+    lines[1]["query"] *= 5
     lines[2]["query"] = ""
     lines[3]["query"] = lines[3]["query"][:10]
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
