@@ -39,7 +39,7 @@ from layers import (
     to_residual,
     typed_kernel_outputs,
 )
-from utils import warn
+from utils import warn, with_slices
 from weights import Param, norm_gain, normal, zero_bias
 
 # ---- what a token sees
@@ -87,7 +87,8 @@ def full_row_span(token_MBL, m, cfg: Config, first_row=0) -> Span:
     """
     _, B, L = token_MBL.shape
     index_BL = jnp.arange(L)[None]
-    row_B = first_row + (m * lax.axis_size("dp") + lax.axis_index("dp")) * B + jnp.arange(B)
+    ranks = with_slices("dp")
+    row_B = first_row + (m * lax.axis_size(ranks) + lax.axis_index(ranks)) * B + jnp.arange(B)
     if not cfg.data.document_mask:
         return Span(index_BL, index_BL, row_B=row_B)
     document_BL, position_BL = document_ids(token_MBL[m], cfg.data.end_id)

@@ -35,16 +35,28 @@ AUTOMATIC = dict(microbatches=0, remat="auto", unroll=0)
 """The values of settings of section train for which `resolve` chooses others."""
 
 
-def resolve(cfg: Config, n_devices: int, rows: int | None = None, on_cpu: bool = False) -> Config:
+def resolve(
+    cfg: Config, n_devices: int, rows: int | None = None, on_cpu: bool = False, slices: int = 1
+) -> Config:
     """Replace a mesh axis of -1, and microbatches, remat and unroll where they are automatic, by
     their values on n_devices devices, and check the result.
 
-    rows: for scripts that do not train; the batch becomes about this many sequences, a multiple of
-    dp * pp, and settings that only training needs are reset.  Raises UserError USAGE.
+    slices: how many groups of devices have a fast network inside.  mesh.dp is split over them,
+    unless it says itself how.  rows: for scripts that do not train; the batch becomes about this
+    many sequences, a multiple of dp * pp, and settings that only training needs are reset.
+
+    Raises UserError USAGE.
     """
     known = math.prod(size for size in cfg.mesh.sizes if size != -1)
     dp, pp, tp = (max(1, n_devices // known) if size == -1 else size for size in cfg.mesh.sizes)
-    cfg = replace(cfg, mesh=replace(cfg.mesh, dp=dp, pp=pp, tp=tp))
+    slices = cfg.mesh.slices if isinstance(cfg.mesh.dp, str) else slices
+    if dp % slices:
+        what = f"mesh.dp={dp} must be a multiple of the {slices} slices or nodes of the devices: "
+        what += "pp and tp cannot use the slow network between them"
+        fix = f"set --mesh.dp to a multiple of {slices}, and --mesh.pp and --mesh.tp to less"
+        raise UserError(USAGE, what, fix)
+    sliced_dp = f"{slices}x{dp // slices}" if slices > 1 else dp
+    cfg = replace(cfg, mesh=replace(cfg.mesh, dp=sliced_dp, pp=pp, tp=tp))
     if rows is not None:
         batch_size = max(1, rows // (dp * pp)) * dp * pp
         batch = dict(batch_size=batch_size, batch_ramp="", grad_accum=1, microbatches=0)
@@ -59,7 +71,10 @@ def resolve(cfg: Config, n_devices: int, rows: int | None = None, on_cpu: bool =
 
 def accelerator_choices(cfg: Config) -> dict:
     """The automatic settings of section train for anything but a CPU."""
-    pp, rows = cfg.mesh.pp, math.gcd(*batch_sizes(cfg)) // (cfg.train.grad_accum * cfg.mesh.dp)
+    pp, rows = (
+        cfg.mesh.pp,
+        math.gcd(*batch_sizes(cfg)) // (cfg.train.grad_accum * cfg.mesh.sizes[0]),
+    )
     counts = range(pp, 4 * pp + 1, pp) if pp > 1 else [1]
     return dict(microbatches=max(n for n in counts if rows % n == 0), remat="layer", unroll=1)
 
@@ -80,7 +95,7 @@ def cpu_choices(cfg: Config) -> dict:
     recompute them.
     """
     m, t, pp = cfg.model, cfg.train, cfg.mesh.pp
-    rows = math.gcd(*batch_sizes(cfg)) // (t.grad_accum * cfg.mesh.dp)
+    rows = math.gcd(*batch_sizes(cfg)) // (t.grad_accum * cfg.mesh.sizes[0])
     microbatches = t.microbatches
     if not microbatches:
         counts = [n for n in divisors(rows) if n % pp == 0]
@@ -170,6 +185,8 @@ RANGES = {  # field: (lowest, highest) allowed value
 def range_problems(cfg: Config):
     for name, (low, high) in RANGES.items():
         x, auto = field_value(cfg, name), name in AUTO
+        if isinstance(x, str):  # a mesh.dp of slices x ranks, both at least 1
+            continue
         if not (low <= x <= high or (x == -1 and auto)):  # "not", so that NaN is a problem too
             limits = f"between {low} and {high}" if high < BIG or x > BIG else f"at least {low}"
             fix = f"set --{name} to a value in this range{', or to -1' if auto else ''}"
@@ -238,11 +255,15 @@ def divisor_problems(cfg: Config):
     """Sizes that do not divide: at most one problem per mesh axis, then heads, RoPE and batch."""
     m = cfg.model
     for axis, sizes in sizes_to_divide(cfg).items():
-        n, sizes = field_value(cfg, axis), {name: x for name, x in sizes.items() if x > 0}
+        n = cfg.mesh.shape[axis.removeprefix("mesh.")]
+        sizes = {name: x for name, x in sizes.items() if x > 0}
         wrong = [f"{name}={x}" for name, x in sizes.items() if n > 1 and x % n]
         if wrong:
-            what = f"{axis}={n} must divide {' and '.join(wrong)}"
-            yield Problem(what, f"set --{axis} to {or_list(divisors(math.gcd(*sizes.values())))}")
+            size = n if n == field_value(cfg, axis) else f"{field_value(cfg, axis)}: {n}"
+            what = f"{axis}={size} must divide {' and '.join(wrong)}"
+            slices = f"{cfg.mesh.slices}x" if size != n else ""
+            sizes = [f"{slices}{x}" for x in divisors(math.gcd(*sizes.values()))]
+            yield Problem(what, f"set --{axis} to {or_list(sizes)}")
     if m.attention == "gqa" and min(m.n_heads, m.n_kv_heads) > 0 and m.n_heads % m.n_kv_heads:
         what = f"model.n_kv_heads={m.n_kv_heads} must divide model.n_heads={m.n_heads}"
         yield Problem(what, f"set --model.n_kv_heads to {or_list(divisors(m.n_heads))}")

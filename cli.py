@@ -103,7 +103,7 @@ def value_flags(section: str, field: str, value) -> list[str]:
     if isinstance(value, list) and isinstance(default, tuple):
         return [f"--{name}", *(str(int(str(x))) for x in value)]  # int(1.5) would round
     # tyro refuses unknown fields, and suggests known ones.
-    fits = default is None or is_text == isinstance(default, str)
+    fits = default is None or is_text == isinstance(default, str) or name == "mesh.dp"
     if isinstance(value, (str, int, float, bool)) and fits:
         return [f"--{name}={value}"]
     expected = "a setting" if default is None else f"of type {type(default).__name__}"
@@ -229,7 +229,7 @@ def config_of_run(run: str, mesh: Mesh, *flags: str) -> Config:
     """
     mesh_flags = [word for axis, x in asdict(mesh).items() for word in (f"--mesh.{axis}", str(x))]
     # A batch that passes the checks on this mesh; resolve() replaces it.
-    rows = str(max(1, mesh.dp) * max(1, mesh.pp))
+    rows = str(max(1, mesh.sizes[0]) * max(1, mesh.pp))
     batch = ["--train.batch_size", rows, "--train.grad_accum", "1", "--train.microbatches", "0"]
     batch += ["--train.batch_ramp="]
     # The trainer's choices may not suit this mesh or platform.

@@ -3,6 +3,8 @@
 Checks of settings are in checks.py; the command line and config files are in cli.py.
 """
 
+import math
+import re
 from dataclasses import dataclass, fields
 from functools import partial, reduce
 from typing import Annotated, Literal
@@ -58,14 +60,35 @@ class Run:
     The start, compiling, and waiting for a save may take 12 times as long."""
 
 
+def read_ranks(words: list[str]) -> int | str:
+    """The number of ranks of a flag, or its SLICESxRANKS.  Raises ValueError."""
+    if re.fullmatch(r"-?\d{1,18}", words[0]):
+        return int(words[0])
+    if re.fullmatch(r"[1-9]\d{0,8}x[1-9]\d{0,8}", words[0]):
+        return words[0]
+    raise ValueError(f"{words[0]!r} is not a number such as 8, or slices and their ranks as in 2x4")
+
+
+RANKS = tyro.constructors.PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="INT|SLICESxINT",
+    instance_from_str=read_ranks,
+    is_instance=lambda x: isinstance(x, int | str),
+    str_from_instance=lambda x: [str(x)],
+)
+
+
 @dataclass(frozen=True)
 class Mesh:
     """How dp * pp * tp devices share the work.  One of the three may be -1: it takes the devices
     that the other two leave."""
 
-    dp: int = -1
+    dp: Annotated[int | str, RANKS] = -1
     """Data parallelism: each of the dp ranks trains on part of the batch.
-    Weights, gradients and optimizer state are sharded over dp too, as mesh.fsdp says."""
+    Weights, gradients and optimizer state are sharded over dp too, as mesh.fsdp says.
+    2x4: 8 ranks in 2 slices, in each of which the weights are whole.
+    Only the sum of the gradients crosses the network between slices, once an update.
+    A plain number is split where devices are in several slices (TPU) or nodes (GPU)."""
     pp: int = 1
     """Pipeline parallelism: the layers are split into pp stages."""
     tp: int = 1
@@ -92,9 +115,26 @@ class Mesh:
     Without train.capacity_factor, alltoall keeps room for all ranks' tokens on each rank.
     Its token buffers and expert matmuls are then dp times as large."""
 
+    slow_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which gradients cross the network between slices, if mesh.dp has several."""
+
+    @property
+    def slices(self) -> int:
+        return int(self.dp.partition("x")[0]) if isinstance(self.dp, str) else 1
+
     @property
     def sizes(self) -> tuple[int, int, int]:
-        return self.dp, self.pp, self.tp
+        """Of dp, over all slices, pp and tp."""
+        dp = math.prod(map(int, self.dp.split("x"))) if isinstance(self.dp, str) else self.dp
+        return dp, self.pp, self.tp
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """{axis: size} of the device mesh; with several slices the first axis is "slice", and "dp"
+        has the ranks of a slice."""
+        dp, pp, tp = self.sizes
+        slices = dict(slice=self.slices) if self.slices > 1 else {}
+        return slices | dict(dp=dp // self.slices, pp=pp, tp=tp)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from config import Config
 from errors import DATA, Problem, UserError
 from files import absolute_path
 from mixture import read_sets
-from model import TOKEN_SPEC
+from model import token_spec
 from order import Order, scramble
 from pages import DamagedPage, PageReader
 from processes import NOTICE
@@ -312,7 +312,7 @@ class Dataset:
     """Batches of a source's windows: sequences of tokens and their next-token targets.
 
     batch(step) and eval_batch(i) return (tokens, targets), both int32 AMBL and sharded as
-    model.TOKEN_SPEC; a target of -1 is not scored.  Each process reads only the rows that its
+    model.token_spec; a target of -1 is not scored.  Each process reads only the rows that its
     devices hold, and reads the next batches while the step runs.  `cfg` is the one given, completed
     by with_end_id.  Raises UserError DATA with every reason why cfg cannot use the data.
     """
@@ -329,7 +329,7 @@ class Dataset:
         self.n_windows = n_targets // L  # evaluation also has the rest, in a padded window
         self.n_eval_windows = -(-n_targets // L)
         self.n_eval_batches = -(-self.n_eval_windows // cfg.train.batch_size)
-        self.sharding = NamedSharding(jax.sharding.get_mesh(), TOKEN_SPEC)
+        self.sharding = NamedSharding(jax.sharding.get_mesh(), token_spec())
         self.workers, self.reading = ThreadPoolExecutor(4), {}
         if found := list(self.problems()):
             raise UserError(DATA, problems=found)

@@ -25,9 +25,12 @@ from config import Config
 from layers import gather_over_dp, layer_places, mark_varying, norm, tp_part
 from model import apply_embedding, decoder_layer, layer_table, logits, param_specs, prepare_weights
 from pipeline import forward_pipeline
+from utils import with_slices
 
-OWN = P("dp", "pp", "tp")
-"""The spec of what each device has for itself: [dp, pp, tp, *the shape on a device]."""
+
+def own_spec() -> P:
+    """The spec of what each device has for itself: [dp, pp, tp, *the shape on a device]."""
+    return P(with_slices("dp"), "pp", "tp")
 
 
 def layer_groups(w) -> list[str]:
@@ -51,7 +54,7 @@ def decoding_weights(params, cfg: Config) -> dict:
     a tiny model with 48 compiles in 19 s instead of 2, once for prompts and once for a token.
     """
 
-    @jax.shard_map(in_specs=(param_specs(cfg),), out_specs=OWN)
+    @jax.shard_map(in_specs=(param_specs(cfg),), out_specs=own_spec())
     def per_device(params):
         w = prepare_weights(params, cfg, cfg.train.dtype)
         for group in layer_groups(w):
@@ -63,7 +66,7 @@ def decoding_weights(params, cfg: Config) -> dict:
 
 
 def to_own(tree):
-    """A device's arrays in the form in which they leave shard_map, see OWN."""
+    """A device's arrays in the form in which they leave shard_map, see own_spec."""
     return jax.tree.map(lambda x: x[None, None, None], tree)
 
 
@@ -120,12 +123,9 @@ def next_logits(weights, cache, token_MBS, length_MB, n_new: int, cfg: Config):
     its last n_new tokens are new; without one (None) all are, and n_new is at least the longest
     length.
     """
-    row_spec = P("pp", "dp")
+    row_spec, own = P("pp", with_slices("dp")), own_spec()
 
-    @jax.shard_map(
-        in_specs=(OWN, OWN, row_spec, row_spec),
-        out_specs=(P("pp", "dp", "tp"), OWN),
-    )
+    @jax.shard_map(in_specs=(own, own, row_spec, row_spec), out_specs=(P(*row_spec, "tp"), own))
     def per_device(weights, cache, token_MBS, length_MB):
         start_MB = jnp.zeros_like(length_MB) if cache is None else length_MB - n_new
         index_MBL = start_MB[..., None] + jnp.arange(n_new)
@@ -197,7 +197,7 @@ def generate(
     """
     dp, pp, tp = cfg.mesh.sizes
     B = -(-len(prompts) // (pp * dp * tp)) * dp * tp
-    sharding = NamedSharding(jax.sharding.get_mesh(), P("pp", "dp"))
+    sharding = NamedSharding(jax.sharding.get_mesh(), P("pp", with_slices("dp")))
 
     def padded_length(n):
         """The next power of two, so that few programs are compiled."""

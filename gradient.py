@@ -30,7 +30,7 @@ from model import (
     stacked_shape,
 )
 from pipeline import branch_policy, layers_to_parts, make_schedule, run_schedule
-from utils import AXES
+from utils import AXES, SLICE, with_slices
 
 # ---- sums over microbatches
 
@@ -70,7 +70,9 @@ def zero_total(w, cfg: Config) -> Total:
     groups = {group: w[group] for group in ("layers", "prefix") if group in w}
     stats = {group: {k: stats(k, x) for k, x in kinds.items()} for group, kinds in groups.items()}
     grads = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), w)
-    return Total(lax.pcast(jnp.float32(0), BATCH, to="varying"), grads, mark_varying(stats))
+    return Total(
+        lax.pcast(jnp.float32(0), with_slices(*BATCH), to="varying"), grads, mark_varying(stats)
+    )
 
 
 def accumulate(total, new):
@@ -84,19 +86,37 @@ def prepare_parts(params, cfg: Config, dtype) -> dict:
     return w | dict(layers=layers_to_parts(w["layers"], cfg))
 
 
+def copy_to_slices(params, cfg: Config):
+    """The weights, typed as different in every slice.  The transpose sums the gradients over the
+    slices, in mesh.slow_dtype; its rounding of the weights is used by nothing."""
+    if cfg.mesh.slices == 1:
+        return params
+
+    def copy(x):
+        x = lax.pcast(x.astype(cfg.mesh.slow_dtype), SLICE, to="varying")
+        return x.astype(jnp.float32)
+
+    return jax.tree.map(copy, params)
+
+
 def reduce_total(total: Total, params, cfg: Config):
     """(loss, gradient, statistics) of the global batch; the gradient is sharded like params."""
-    # Summing gradients over devices is the transpose of prepare_parts.
-    _, backward = jax.vjp(partial(prepare_parts, cfg=cfg, dtype=jnp.float32), params)
+
+    def prepare(params):
+        return prepare_parts(copy_to_slices(params, cfg), cfg, jnp.float32)
+
+    # Summing gradients over devices is the transpose of what prepares the weights: first within a
+    # slice, so that only sums, sharded over dp, cross the slow network.
+    _, backward = jax.vjp(prepare, params)
     (grads,) = backward(total.grads)
     layers = total.stats["layers"]
     if cfg.mesh.virtual_stages > 1:
         stored = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), layers)
         (layers,) = jax.linear_transpose(partial(layers_to_parts, cfg=cfg), stored)(layers)
-    total = total.with_stats(layers=lax.psum(layers, STAGE))
+    total = total.with_stats(layers=lax.psum(layers, with_slices(*STAGE)))
     if "prefix" in total.stats:  # only the first stage has counted it
-        total = total.with_stats(prefix=lax.psum(total.stats["prefix"], AXES))
-    return lax.psum(total.loss, BATCH), grads, total.stats
+        total = total.with_stats(prefix=lax.psum(total.stats["prefix"], with_slices(*AXES)))
+    return lax.psum(total.loss, with_slices(*BATCH)), grads, total.stats
 
 
 # ---- the last norm, the logits and the loss
@@ -146,7 +166,7 @@ def score_and_gradient(head, grads, y_BLD, target_BL, n_tokens, cfg: Config):
     target_BL = lax.dynamic_slice_in_dim(target_BL, s * L, L, 1)
     x_chunks = split_chunks(x_BLD.reshape(-1, D), cfg)
     chunks = x_chunks, split_chunks(target_BL.reshape(-1), cfg, padding=-1)
-    zero = lax.pcast(jnp.float32(0), BATCH, to="varying")
+    zero = lax.pcast(jnp.float32(0), with_slices(*BATCH), to="varying")
     total = zero, {name: grads[name] for name in unembed}
     (loss, unembed_grads), x_grad = lax.scan(add_chunk, total, chunks)
     gain_grads, y_grad_BLD = norm_backward(x_grad.reshape(-1, D)[: B * L].reshape(B, L, D))

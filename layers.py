@@ -18,13 +18,13 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from config import Config, Model, layer_kinds, n_blocks
-from utils import AXES
+from utils import AXES, with_slices
 from weights import Normal, Param, norm_gain, normal, zero_bias
 
 BATCH = ("dp", "pp")
-"""The mesh axes over which the tokens of a batch are stored."""
+"""The mesh axes over which the tokens of a batch are stored, besides that of the slices."""
 STAGE = ("dp", "tp")
-"""The mesh axes of the devices of one pipeline stage."""
+"""The mesh axes of the devices of one pipeline stage, besides that of the slices."""
 
 # ---- tables of weights
 
@@ -85,7 +85,7 @@ def mark_varying(tree):
     """
 
     def mark(x):
-        missing = tuple(set(AXES) - jax.typeof(x).manual_axis_type.varying)
+        missing = tuple(set(with_slices(*AXES)) - jax.typeof(x).manual_axis_type.varying)
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(mark, tree)

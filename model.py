@@ -47,11 +47,14 @@ from layers import (
     tp_part,
 )
 from pipeline import forward_pipeline
-from utils import leaf_table
+from utils import leaf_table, with_slices
 from weights import Normal, Param, init_weights
 
-TOKEN_SPEC = P(None, "pp", "dp", None)
-"""How tokens and targets, AMBL, are stored."""
+
+def token_spec() -> P:
+    """How tokens and targets, AMBL, are stored on the ambient mesh."""
+    return P(None, "pp", with_slices("dp"), None)
+
 
 # ---- the parameter table
 

@@ -19,7 +19,7 @@ from jax.experimental.profiler import get_profiled_instructions_proto
 from config import Config
 from files import is_remote, write_whole
 from metrics import MetricsLog
-from utils import AXES, exchange, is_lead, run_on_lead, say, warn
+from utils import AXES, SLICE, exchange, is_lead, run_on_lead, say, warn
 
 UPDATE, DATA_WAIT = "update", "data wait"  # the events with which the host marks a trace
 
@@ -69,7 +69,8 @@ def collective_axes(text: str, sizes: tuple[int, ...]) -> list[str] | None:
     groups = device_groups(text, math.prod(sizes))
     if groups is None:
         return None
-    coordinates = zip(AXES, np.unravel_index(groups, sizes), strict=True)
+    axes = (SLICE, *AXES)[-len(sizes) :]
+    coordinates = zip(axes, np.unravel_index(groups, sizes), strict=True)
     return [axis for axis, i in coordinates if (i != i[:, :1]).any()]
 
 
@@ -309,7 +310,7 @@ class Profile:
         traces = self.local_path.glob("plugins/profile/*/*.xplane.pb")
         newest = sorted(traces)[-1]  # their folders are named by time
         data = jax.profiler.ProfileData.from_file(os.fspath(newest))
-        rows = ledger(data, self.hlo, self.cfg.mesh.sizes)
+        rows = ledger(data, self.hlo, tuple(self.cfg.mesh.shape.values()))
         if not rows:
             return warn(f"{newest} shows no work of a device, so there is no ledger")
         wall = sum(rows.values())

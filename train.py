@@ -68,7 +68,7 @@ from gradient import add_slice_gradient, prepare_parts, reduce_total, zero_total
 from layers import BATCH
 from metrics import MetricsLog, print_end, print_eval, print_scores
 from mixture import read_sets
-from model import TOKEN_SPEC
+from model import token_spec
 from norms import layer_norms, logit_sizes
 from optim import (
     SPIKE_WINDOW,
@@ -86,6 +86,7 @@ from processes import NOTICE
 from profiling import DATA_WAIT, Profile
 from rundir import open_run, record_end, record_start
 from tasks import Tasks, load_tokenizer
+from utils import with_slices
 
 # ---- the state
 
@@ -172,7 +173,7 @@ def step_shapes(cfg: Config) -> tuple:
 
 def step_specs(cfg: Config) -> tuple:
     """PartitionSpecs of the arrays that train_step takes."""
-    return state_specs(cfg), TOKEN_SPEC, TOKEN_SPEC
+    return state_specs(cfg), token_spec(), token_spec()
 
 
 def with_shardings(shapes, specs):
@@ -289,10 +290,10 @@ def loss_and_grads(params, tokens_AMBL, targets_AMBL, key, cfg: Config):
     stats_specs = dict(layers=P("pp")) | (dict(prefix=P()) if cfg.model.prefix else {})
 
     @jax.shard_map(
-        in_specs=(specs, TOKEN_SPEC, TOKEN_SPEC, P()), out_specs=(P(), specs, stats_specs)
+        in_specs=(specs, token_spec(), token_spec(), P()), out_specs=(P(), specs, stats_specs)
     )
     def per_device(params, tokens_AMBL, targets_AMBL, key):
-        n_tokens = lax.psum((targets_AMBL >= 0).sum(dtype=jnp.float32), BATCH)
+        n_tokens = lax.psum((targets_AMBL >= 0).sum(dtype=jnp.float32), with_slices(*BATCH))
         n_tokens = jnp.maximum(n_tokens, 1)  # masks may leave none
         # A stage works on all microbatches of its dp rank.
         tokens_AMBL = lax.all_gather(tokens_AMBL, "pp", axis=1, tiled=True)
@@ -352,10 +353,10 @@ def train_step(state: State, tokens_AMBL, targets_AMBL, cfg: Config):
 def eval_step(params, tokens_AMBL, targets_AMBL, cfg: Config):
     """(sum of the losses in nats, counted tokens, nll_AMBL: 0 for a target that is not counted,
     is_top_AMBL: whether it is not counted or no token is more likely)."""
-    specs = model.param_specs(cfg)
+    specs, row_spec = model.param_specs(cfg), token_spec()
 
     @jax.shard_map(
-        in_specs=(specs, TOKEN_SPEC, TOKEN_SPEC), out_specs=(P(), P(), TOKEN_SPEC, TOKEN_SPEC)
+        in_specs=(specs, row_spec, row_spec), out_specs=(P(), P(), row_spec, row_spec)
     )
     def per_device(params, tokens_AMBL, targets_AMBL):
         def score(slice):
@@ -363,7 +364,8 @@ def eval_step(params, tokens_AMBL, targets_AMBL, cfg: Config):
 
         nll_AMBL, is_top_AMBL = lax.map(score, (tokens_AMBL, targets_AMBL))
         nll_AMBL = jnp.where(targets_AMBL >= 0, nll_AMBL, 0)
-        total, n = lax.psum((nll_AMBL.sum(), (targets_AMBL >= 0).sum()), BATCH)
+        sums = nll_AMBL.sum(), (targets_AMBL >= 0).sum()
+        total, n = lax.psum(sums, with_slices(*BATCH))
         return total, n, nll_AMBL, is_top_AMBL | (targets_AMBL < 0)
 
     return per_device(params, tokens_AMBL, targets_AMBL)

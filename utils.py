@@ -11,6 +11,7 @@ import math
 import os
 import sys
 import time
+from collections import Counter
 from contextlib import contextmanager
 from functools import partial
 from itertools import compress, count
@@ -32,6 +33,8 @@ for package in ("absl", "asyncio"):  # they log tracebacks of errors that they a
     logging.getLogger(package).setLevel(logging.CRITICAL)
 
 AXES = ("dp", "pp", "tp")
+SLICE = "slice"
+"""The first axis of a mesh with several slices; see config.Mesh.shape."""
 IMPORTED = time.monotonic()  # before the processes meet and JAX looks for devices
 
 
@@ -169,7 +172,7 @@ def start_mesh(cfg: Config, rows: int | None = None) -> Config:
         keep_programs(cfg.run.compile_cache)
     try:
         on_cpu = jax.devices()[0].platform == "cpu"
-        cfg = resolve(cfg, jax.device_count(), rows, on_cpu)
+        cfg = resolve(cfg, jax.device_count(), rows, on_cpu, count_slices(jax.devices()))
     except RuntimeError as e:
         what = f"JAX has no device: {str(e).splitlines()[0][:200]}"
         fix = "install JAX for the accelerator, or set JAX_PLATFORMS=cpu to simulate the mesh"
@@ -178,7 +181,7 @@ def start_mesh(cfg: Config, rows: int | None = None) -> Config:
     if cfg.train.dtype == "float32":  # TPUs and GPUs multiply in fewer bits by default
         jax.config.update("jax_default_matmul_precision", "float32")
     if is_lead():  # on stderr, because stdout is for results
-        axes = " ".join(f"{axis}={n}" for axis, n in zip(AXES, cfg.mesh.sizes, strict=True))
+        axes = " ".join(f"{axis}={getattr(cfg.mesh, axis)}" for axis in AXES)
         devices = f"{math.prod(cfg.mesh.sizes)} x {jax.devices()[0].device_kind}"
         processes = f"{jax.process_count()} process(es) in {time.monotonic() - IMPORTED:.1f} s"
         print(f"mesh: {axes} on {devices}, {processes}", file=sys.stderr, flush=True)
@@ -205,12 +208,47 @@ def make_mesh(cfg: Config) -> jax.sharding.Mesh:
     if n < len(devices) and (devices[0].platform != "cpu" or jax.process_count() > 1):
         fix += "hide the others from JAX"
         raise UserError(errors.USAGE, f"{product} = {n} would leave some idle: {found}", fix)
+    return mesh_of(devices[:n], cfg)
+
+
+def mesh_of(devices: list, cfg: Config) -> jax.sharding.Mesh:
+    """The mesh of cfg over these devices, one or more of whose slices are a slice of cfg's.
+
+    Raises UserError USAGE where it would use the network between TPU slices for more.
+    """
+    found, wanted, shape = count_slices(devices), cfg.mesh.slices, cfg.mesh.shape
+    sizes = tuple(shape.values())
     # Puts mesh neighbours next to each other on the chips' network.  That network may have fewer
     # axes than the mesh, so one of them may be split between two mesh axes.
-    grid = mesh_utils.create_device_mesh(
-        cfg.mesh.sizes, devices[:n], allow_split_physical_axes=True
-    )
-    return jax.sharding.Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 3)
+    split = dict(allow_split_physical_axes=True)
+    if found > 1 and found == wanted:
+        inside, between = (1, *sizes[1:]), (wanted, 1, 1, 1)
+        grid = mesh_utils.create_hybrid_device_mesh(inside, between, devices, **split)
+    elif found > 1 and devices[0].platform == "tpu":
+        what = f"mesh.dp={cfg.mesh.dp} has {wanted} slice(s), but the devices are in {found}"
+        fix = f"set --mesh.dp {found}x{len(devices) // found}, or less with --mesh.pp or --mesh.tp"
+        raise UserError(errors.USAGE, what, fix)
+    else:  # in the order of the devices, so of the nodes, where they are no TPUs
+        grid = mesh_utils.create_device_mesh(sizes, devices, **split)
+    return jax.sharding.Mesh(grid, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
+
+
+def count_slices(devices: list) -> int:
+    """How many groups of these devices have a fast network inside: slices of TPUs, nodes of GPUs.
+    XLA numbers both; CPUs are one group.
+
+    Raises UserError USAGE where they are not of one size.
+    """
+    sizes = Counter(getattr(device, "slice_index", 0) for device in devices).values()
+    if len({*sizes}) > 1:
+        what = f"the slices or nodes have {errors.or_list([*sizes])} devices, not equally many"
+        raise UserError(errors.USAGE, what, "leave devices out, so that all have the same number")
+    return len(sizes)
+
+
+def with_slices(*axes: str) -> tuple[str, ...]:
+    """These axes, after the one of the slices if the ambient mesh has it."""
+    return (SLICE, *axes) if SLICE in jax.sharding.get_abstract_mesh().axis_names else axes
 
 
 def shardings(specs):

@@ -20,7 +20,7 @@ from jax import lax
 from jax.extend.random import threefry2x32_p
 from jax.sharding import PartitionSpec as P
 
-from utils import AXES
+from utils import AXES, with_slices
 
 
 @dataclass(frozen=True)
@@ -222,5 +222,5 @@ def equal_copies(x, spec: P):
     JAX has no cast for that; the maximum of equal numbers is the number.
     """
     varying = jax.typeof(x).manual_axis_type.varying
-    copied = tuple(axis for axis in AXES if axis in varying and axis not in spec)
+    copied = tuple(axis for axis in with_slices(*AXES) if axis in varying and axis not in spec)
     return lax.pmax(x, copied) if copied else x

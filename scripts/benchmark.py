@@ -107,7 +107,7 @@ import rundir
 import train
 import utils
 from layers import hidden_units
-from model import TOKEN_SPEC
+from model import token_spec
 
 # ---- the plain model: what training on one device takes, and no more.  m is cfg.model.
 
@@ -239,7 +239,7 @@ def make_trifold(window_BL, cfg: Config, mesh: Mesh, name: str = "trifold") -> C
             return train.init_state(cfg)
 
     with jax.set_mesh(mesh):
-        sharding = utils.shardings(TOKEN_SPEC)
+        sharding = utils.shardings(token_spec())
         inputs = window_BL[:, :-1], window_BL[:, 1:]
         batch = [jax.device_put(x.reshape(shape), sharding) for x in inputs]
         return compile_contestant(name, mesh.size, train.train_step, begin, batch, cfg)

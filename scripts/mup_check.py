@@ -104,7 +104,7 @@ def update(state: train.State, tokens_AMBL, targets_AMBL, lr, cfg: config.Config
 def sizes(params, tokens_AMBL, cfg: config.Config) -> dict:
     """{name: root mean square} of the residual stream in each place, and of the logits."""
 
-    @jax.shard_map(in_specs=(model.param_specs(cfg), model.TOKEN_SPEC), out_specs=P())
+    @jax.shard_map(in_specs=(model.param_specs(cfg), model.token_spec()), out_specs=P())
     def per_device(params, tokens_AMBL):
         w = model.prepare_weights(params, cfg, cfg.train.dtype)
         token_MBL, found = tokens_AMBL[0], {}

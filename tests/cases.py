@@ -81,7 +81,7 @@ def batch(cfg, seed=0):
 
     def put(x):
         x = x.reshape(t.grad_accum, t.microbatches, -1, t.seq_len)
-        return jax.device_put(x, utils.shardings(model.TOKEN_SPEC))
+        return jax.device_put(x, utils.shardings(model.token_spec()))
 
     return put(tokens), put(targets)
 

@@ -167,7 +167,7 @@ def test_clipping_uses_the_norm_of_the_whole_gradient():
         state = train.init_state(cfg)
         rng, M = np.random.default_rng(0), cfg.train.microbatches
         pair = rng.integers(512, size=(2, 1, M, 64 // M, 16), dtype=np.int32)
-        tokens, targets = (jax.device_put(x, utils.shardings(model.TOKEN_SPEC)) for x in pair)
+        tokens, targets = (jax.device_put(x, utils.shardings(model.token_spec())) for x in pair)
         state, metrics = train.train_step(state, tokens, targets, cfg)
         assert metrics["grad_norm"] > 0.1  # ten times what is allowed
         mu = state.opt[1].mu
