@@ -55,8 +55,7 @@ def resolve(
         what += "pp and tp cannot use the slow network between them"
         fix = f"set --mesh.dp to a multiple of {slices}, and --mesh.pp and --mesh.tp to less"
         raise UserError(USAGE, what, fix)
-    sliced_dp = f"{slices}x{dp // slices}" if slices > 1 else dp
-    cfg = replace(cfg, mesh=replace(cfg.mesh, dp=sliced_dp, pp=pp, tp=tp))
+    cfg = replace(cfg, mesh=replace(cfg.mesh, dp=slice_ranks(slices, dp // slices), pp=pp, tp=tp))
     if rows is not None:
         batch_size = max(1, rows // (dp * pp)) * dp * pp
         batch = dict(batch_size=batch_size, batch_ramp="", grad_accum=1, microbatches=0)
@@ -67,6 +66,11 @@ def resolve(
     t, chosen = cfg.train, cpu_choices(cfg) if on_cpu else accelerator_choices(cfg)
     chosen = {name: x for name, x in chosen.items() if getattr(t, name) == AUTOMATIC[name]}
     return replace(cfg, train=replace(t, **chosen))
+
+
+def slice_ranks(slices: int, ranks: int) -> int | str:
+    """The mesh.dp of so many slices with so many ranks each."""
+    return f"{slices}x{ranks}" if slices > 1 else ranks
 
 
 def accelerator_choices(cfg: Config) -> dict:

@@ -23,6 +23,8 @@ class Chip(NamedTuple):
     link: float
     """Bytes per second that a device receives in a ring: both directions of one axis of a TPU's
     torus, or all of NVLink."""
+    slow: float
+    """Bytes per second that a device receives over the network between slices or nodes."""
     clock: float
     """Cycles per second."""
 
@@ -31,16 +33,23 @@ class Chip(NamedTuple):
         """JAX's name for the platform."""
         return "tpu" if self.kind.startswith("TPU") else "gpu"
 
+    @property
+    def networks(self) -> tuple[str, str]:
+        """The networks inside and between slices or nodes."""
+        return ("ICI", "DCN") if self.platform == "tpu" else ("NVLink", "InfiniBand")
+
 
 # Memory: for TPUs, what XLA's out-of-memory message calls usable; for the H200, what its driver
 # reports.  Rates: Google Cloud's TPU pages, the "TPU specs" table of the JAX scaling
-# book (Austin et al. 2025, chapter 2), and NVIDIA's H200 data sheet.
+# book (Austin et al. 2025, chapter 2), and NVIDIA's H200 data sheet.  Between slices: the NICs of a
+# host on the TPU pages, shared by its chips; for v4, of which they have none, the 81 Tbit/s that
+# PaLM's 6,144 chips reached (Chowdhery et al. 2022, section 4); for the H200, a DGX's 400 Gbit/s.
 CHIPS = {
-    "v4": Chip("TPU v4", 30.75 * GIB, 1.23e12, 0.9e11, 1.05e9),
-    "v5e": Chip("TPU v5e", 15.75 * GIB, 0.81e12, 0.9e11, 1.5e9),
-    "v5p": Chip("TPU v5p", 95.74 * GIB, 2.77e12, 1.8e11, 1.75e9),
-    "v6e": Chip("TPU v6e", 31.25 * GIB, 1.64e12, 1.8e11, 1.75e9),
-    "h200": Chip("NVIDIA H200", 140.4 * GIB, 4.8e12, 4.5e11, 1.98e9),
+    "v4": Chip("TPU v4", 30.75 * GIB, 1.23e12, 0.9e11, 1.6e9, 1.05e9),
+    "v5e": Chip("TPU v5e", 15.75 * GIB, 0.81e12, 0.9e11, 3.1e9, 1.5e9),
+    "v5p": Chip("TPU v5p", 95.74 * GIB, 2.77e12, 1.8e11, 6.25e9, 1.75e9),
+    "v6e": Chip("TPU v6e", 31.25 * GIB, 1.64e12, 1.8e11, 1.25e10, 1.75e9),
+    "h200": Chip("NVIDIA H200", 140.4 * GIB, 4.8e12, 4.5e11, 5e10, 1.98e9),
 }
 
 # Other names by which JAX calls a device of this kind.
@@ -72,7 +81,7 @@ gpu_device_info {
 
 
 def parse_topology(name: str) -> tuple[Chip, int]:
-    """The chip of a topology such as v5p:4x4x4, and the number of devices.
+    """The chip of a topology such as v5p:4x4x4, and the number of devices of a slice or node.
 
     Raises UserError USAGE.
     """
@@ -81,4 +90,8 @@ def parse_topology(name: str) -> tuple[Chip, int]:
     if chip not in CHIPS or not all(size.isdecimal() and 0 < int(size) < 10**5 for size in sizes):
         what = f"topology={name!r} is not a chip ({or_list(CHIPS)}) and its shape"
         raise UserError(USAGE, what, "give one such as v5p:4x4x4, v5e:16x16 or h200:8")
-    return CHIPS[chip], math.prod(map(int, sizes))
+    n = math.prod(map(int, sizes))
+    if CHIPS[chip].platform == "gpu" and n > 8:
+        what = f"topology={name} has {n} devices, but a node has at most 8"
+        raise UserError(USAGE, what, f"give --topology {chip}:8 --slices {-(-n // 8)}")
+    return CHIPS[chip], n

@@ -13,8 +13,6 @@ from collections.abc import Callable
 
 import jax
 from jax.experimental import topologies
-from jax.experimental.mesh_utils import create_device_mesh
-from jax.sharding import AxisType, Mesh
 
 import train
 import utils
@@ -31,8 +29,8 @@ def is_installed(module: str) -> bool:
         return False
 
 
-def target_devices(topology: str, chip: Chip, n: int) -> list:
-    """The n devices of a topology, to compile for.
+def target_devices(topology: str, chip: Chip, n: int, slices: int) -> list:
+    """The devices of so many slices or nodes of n devices, to compile for.
 
     Raises UserError USAGE where the compiler is not installed or has no such topology.
     """
@@ -44,28 +42,29 @@ def target_devices(topology: str, chip: Chip, n: int) -> list:
         raise UserError(USAGE, what, fix)
     try:
         if on_gpu:
-            hosts = f"{-(-n // 8)}x{min(n, 8)}x1"
-            options = dict(platform="cuda", target_config=H200_TARGET, topology=hosts)
+            nodes = f"{slices}x{n}x1"
+            options = dict(platform="cuda", target_config=H200_TARGET, topology=nodes)
             return topologies.get_topology_desc(**options).devices
         # The two cores of a v4 chip are one device, as they are on a host with such chips.
         options = dict(chip_config_name="megacore") if chip.kind == "TPU v4" else {}
+        options |= dict(num_slices=slices) if slices > 1 else {}
         return topologies.get_topology_desc(topology, platform="tpu", **options).devices
     except jax.errors.JaxRuntimeError as e:
         what = f"topology={topology}: {str(e).splitlines()[0][:200]}"
         raise UserError(USAGE, what, "give the shape of a slice that exists") from None
 
 
-def compile_step(cfg: Config, topology: str, chip: Chip, devices: list) -> dict:
-    """XLA's figures for train.train_step on a topology's devices: seconds to compile, bytes on each
-    device, and on TPUs the seconds of its fusions.
+def compile_step(cfg: Config, target: str, chip: Chip, devices: list) -> dict:
+    """XLA's figures for train.train_step on these devices, those of `target`: seconds to compile,
+    bytes on each device, and on TPUs the seconds of its fusions.
 
     Raises UserError USAGE where the step does not fit.
     """
+    mesh = utils.mesh_of(devices, cfg)
     # Before set_mesh, because they cannot be computed on a mesh of absent devices.
-    shapes, specs = train.step_shapes(cfg), train.step_specs(cfg)
-    # One axis of the torus may have to serve two axes of the mesh.
-    devices = create_device_mesh(cfg.mesh.sizes, devices, allow_split_physical_axes=True)
-    jax.set_mesh(Mesh(devices, utils.AXES, axis_types=(AxisType.Auto,) * 3))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        shapes, specs = train.step_shapes(cfg), train.step_specs(cfg)
+    jax.set_mesh(mesh)
     begin = time.monotonic()
     try:
         with assume_hopper(chip):
@@ -74,7 +73,7 @@ def compile_step(cfg: Config, topology: str, chip: Chip, devices: list) -> dict:
     except jax.errors.JaxRuntimeError as e:
         if "RESOURCE_EXHAUSTED" not in str(e):
             raise
-        what = f"XLA cannot fit the step into {topology}: {str(e).splitlines()[0][:300]}"
+        what = f"XLA cannot fit the step into {target}: {str(e).splitlines()[0][:300]}"
         raise UserError(USAGE, what, "see the plan's memory without --compile") from None
     seconds, memory = time.monotonic() - begin, program.memory_analysis()
     on_tpu = chip.platform == "tpu"

@@ -52,8 +52,9 @@ def drop_unused(jaxpr: Jaxpr) -> Jaxpr:
 def trace_step(cfg: Config, chip: Chip) -> Jaxpr:
     """The jaxpr of train.train_step on cfg's mesh of such chips, which need not be present."""
     device = AbstractDevice(chip.kind, None, chip.platform)
-    axes = dict(axis_types=(AxisType.Auto,) * 3, abstract_device=device)
-    mesh = AbstractMesh(cfg.mesh.sizes, utils.AXES, **axes)
+    shape = cfg.mesh.shape
+    axes = dict(axis_types=(AxisType.Auto,) * len(shape), abstract_device=device)
+    mesh = AbstractMesh(tuple(shape.values()), tuple(shape), **axes)
     # The model may print warnings while it is traced; stdout is for the plan.
     with jax.sharding.use_abstract_mesh(mesh), redirect_stdout(sys.stderr), assume_hopper(chip):
         jaxpr = jax.make_jaxpr(partial(train.train_step, cfg=cfg))(*train.step_shapes(cfg)).jaxpr
@@ -208,7 +209,7 @@ def count_cost(jaxpr: Jaxpr, cfg: Config, chip: Chip, busy_shares=()) -> Cost:
     A cond counts as its more expensive branch.  busy_shares: for each cond of `jaxpr`, in
     order, the share of runs in which that branch is taken; conds without a share count fully.
     """
-    total, sizes = Cost(), dict(zip(utils.AXES, cfg.mesh.sizes, strict=True))
+    total, sizes = Cost(), cfg.mesh.shape
     schedule, shares = step_schedule(cfg), iter(busy_shares)
     for op in flatten(jaxpr).ops:
         if op.name == "cond":
@@ -424,9 +425,10 @@ def peak_memory(jaxpr: Jaxpr, weight_shapes: set, preallocated=(), overwritable=
     return max(peaks, key=Counter.total)
 
 
-def shard_shape(shape: tuple, spec, mesh_sizes: tuple) -> tuple[int, ...]:
-    """The shape of one device's part of an array."""
-    return NamedSharding(AbstractMesh(mesh_sizes, utils.AXES), spec).shard_shape(shape)
+def shard_shape(shape: tuple, spec, mesh_shape: dict) -> tuple[int, ...]:
+    """The shape of one device's part of an array; mesh_shape: {axis: size}."""
+    mesh = AbstractMesh(tuple(mesh_shape.values()), tuple(mesh_shape))
+    return NamedSharding(mesh, spec).shard_shape(shape)
 
 
 def state_bytes(cfg: Config) -> dict:
@@ -437,7 +439,7 @@ def state_bytes(cfg: Config) -> dict:
     def leaf_bytes(x, spec) -> int:
         if x.shape == ():
             return 0
-        return math.prod(shard_shape(x.shape, spec, cfg.mesh.sizes)) * x.dtype.itemsize
+        return math.prod(shard_shape(x.shape, spec, cfg.mesh.shape)) * x.dtype.itemsize
 
     def tree_bytes(tree, tree_specs) -> int:
         return sum(jax.tree.leaves(jax.tree.map(leaf_bytes, tree, tree_specs)))
@@ -463,10 +465,9 @@ def memory_by_class(jaxpr: Jaxpr, cfg: Config) -> dict:
     one iteration to the next, or stacks for the backward pass.  workspace: everything else,
     including gathered weights.
     """
-    _, pp, tp = cfg.mesh.sizes
     table = utils.leaf_table(model.param_table(cfg)).values()
-    mesh_sizes = cfg.mesh.sizes, (1, pp, tp)
-    weight_shapes = {shard_shape(p.shape, p.spec, sizes) for p in table for sizes in mesh_sizes}
+    meshes = cfg.mesh.shape, cfg.mesh.shape | dict(dp=1)
+    weight_shapes = {shard_shape(p.shape, p.spec, shape) for p in table for shape in meshes}
     inside = next(op for op in flatten(jaxpr).ops if op.name == "shard_map")
     found = peak_memory(inside.eqn.params["jaxpr"], weight_shapes)
     found.update(state_bytes(cfg))  # Counter.update adds

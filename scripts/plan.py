@@ -34,6 +34,8 @@ from scripts.chips import GIB, Chip, parse_topology
 class Args:
     topology: str = ""
     """Chips and their shape, such as v5p:4x4x4, v5e:16x16, v6e:4x4, v4:4x4x4 or h200:8."""
+    slices: int = 1
+    """How many of them: TPU slices, or nodes of GPUs, over which dp is split."""
     compile: tyro.conf.FlagCreatePairsOff[bool] = False
     """Compile the step for these chips too, and show XLA's own figures beside the estimate."""
     search: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -41,10 +43,16 @@ class Args:
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print one JSON object instead of a table."""
 
+    @property
+    def target(self) -> str:
+        return f"{self.slices} slices of {self.topology}" if self.slices > 1 else self.topology
+
 
 def parse() -> tuple[Args, Config]:
     args, rest = tyro.cli(Args, use_underscores=True, description=__doc__, return_unknown_args=True)
     parse_topology(args.topology)  # raises
+    if not 1 <= args.slices < 10**5:
+        raise UserError(USAGE, f"slices={args.slices} must be at least 1", "give --slices 2")
     # Keep JAX from looking for an accelerator, and libtpu from asking the cloud whether this is a
     # TPU host.
     os.environ |= dict(JAX_PLATFORMS="cpu", ALLOW_MULTIPLE_LIBTPU_LOAD="1", TPU_SKIP_MDS_QUERY="1")
@@ -77,7 +85,12 @@ def make_plan(cfg: Config, chip: Chip) -> dict:
     idle = (schedule.pp - 1) / schedule.items  # Narayanan et al. 2021, section 2.2
     update = cost_model.update_bytes(cfg) / chip.hbm
     seconds = dict(matmuls=cost.matmul_seconds, idle=idle * cost.matmul_seconds, update=update)
-    link = {axis: cost.received_over(axis) / chip.link for axis in utils.AXES}
+    received = {axis: cost.received_over(axis) for axis in cfg.mesh.shape}
+    over_slow = received.get(utils.SLICE, 0)
+    networks = sum(received.values()) - over_slow, over_slow
+    link = {
+        axis: n / (chip.slow if axis == utils.SLICE else chip.link) for axis, n in received.items()
+    }
     compute, tokens = sum(seconds.values()), t.batch_size * t.seq_len
     flops_per_token = model.flops_per_token(cfg)
     ideal = flops_per_token * tokens / n_devices / cost_model.peak_flops(chip)
@@ -87,7 +100,7 @@ def make_plan(cfg: Config, chip: Chip) -> dict:
         return dict(step_time=step_time, mfu=ideal / step_time, tokens_per_day=tokens_per_day)
 
     return dict(
-        mesh=dict(zip(utils.AXES, cfg.mesh.sizes, strict=True)),
+        mesh={axis: getattr(cfg.mesh, axis) for axis in utils.AXES},
         microbatches=t.microbatches,
         remat=t.remat,
         parameters=model.param_count(cfg),
@@ -102,8 +115,9 @@ def make_plan(cfg: Config, chip: Chip) -> dict:
         fits=sum(memory.values()) <= chip.memory,
         collectives={
             f"{axis} {name}": dict(calls=cost.calls[name, axis], bytes=cost.received[name, axis])
-            for name, axis in sorted(cost.calls, key=lambda x: (utils.AXES.index(x[1]), x[0]))
+            for name, axis in sorted(cost.calls, key=lambda x: ([*link].index(x[1]), x[0]))
         },
+        networks=dict(zip(chip.networks, networks, strict=True)),
         seconds=seconds | link,
         best=pace(max(compute, *link.values())),
         worst=pace(compute + sum(link.values())),
@@ -133,10 +147,10 @@ def xla_rows(plan: dict) -> list[tuple[str, str]]:
     return rows + [("compiled in", f"{xla['compile_seconds']:.0f} s")]
 
 
-def print_plan(plan: dict, cfg: Config, topology: str):
+def print_plan(plan: dict, cfg: Config, target: str):
     n_devices = math.prod(cfg.mesh.sizes)
     mesh = " ".join(f"{axis}={n}" for axis, n in plan["mesh"].items())
-    target = f"{topology}: {n_devices} devices, {mesh}, {plan['microbatches']} microbatches"
+    target = f"{target}: {n_devices} devices, {mesh}, {plan['microbatches']} microbatches"
     ideal = plan["flops_per_token"]
     counted = plan["flops"] * n_devices / (cfg.train.batch_size * cfg.train.seq_len)
     rows = [
@@ -152,6 +166,7 @@ def print_plan(plan: dict, cfg: Config, topology: str):
             (name, f"{x['calls']:,.0f} calls, {x['bytes'] / 1e6:,.1f} MB")
             for name, x in plan["collectives"].items()
         ),
+        *((f"over {name}", f"{x / 1e6:,.1f} MB") for name, x in plan["networks"].items() if x),
         ("bubble", f"{plan['bubble']:.1%}"),
         *((f"{name} time", f"{1e3 * x:,.1f} ms") for name, x in plan["seconds"].items()),
         ("", ""),
@@ -167,13 +182,13 @@ def print_plan(plan: dict, cfg: Config, topology: str):
 # ---- search
 
 
-def candidates(cfg: Config, n_devices: int) -> Iterator[tuple[Config | None, str]]:
-    """(config, "") for each mesh of n_devices with each number of microbatches and remat policy,
-    or (None, reason) for a mesh that the config cannot have."""
+def candidates(cfg: Config, n_devices: int, slices: int) -> Iterator[tuple[Config | None, str]]:
+    """(config, "") for each mesh of so many slices of n_devices with each number of microbatches
+    and remat policy, or (None, reason) for a mesh that the config cannot have."""
     policies = [x for x in get_args(get_type_hints(config.Train)["remat"]) if x != "auto"]
     for dp in checks.divisors(n_devices):
         for pp in checks.divisors(n_devices // dp):
-            sizes = dict(dp=dp, pp=pp, tp=n_devices // dp // pp)
+            sizes = dict(dp=checks.slice_ranks(slices, dp), pp=pp, tp=n_devices // dp // pp)
             on_mesh = replace(cfg, mesh=replace(cfg.mesh, **sizes))
             train = replace(cfg.train, microbatches=0, remat="layer")
             try:
@@ -181,7 +196,7 @@ def candidates(cfg: Config, n_devices: int) -> Iterator[tuple[Config | None, str
             except UserError as e:
                 yield None, e.problems[0].what
                 continue
-            n_rows = cfg.train.batch_size // (cfg.train.grad_accum * dp)
+            n_rows = cfg.train.batch_size // (cfg.train.grad_accum * slices * dp)
             for microbatches in (n for n in checks.divisors(n_rows) if n % pp == 0):
                 for remat in (x for x in policies if x != "offload" or pp == 1):
                     chosen = dict(microbatches=microbatches, remat=remat)
@@ -189,16 +204,16 @@ def candidates(cfg: Config, n_devices: int) -> Iterator[tuple[Config | None, str
                     yield replace(on_mesh, train=train), ""
 
 
-def search(cfg: Config, chip: Chip, n_devices: int) -> dict:
+def search(cfg: Config, chip: Chip, n_devices: int, slices: int = 1) -> dict:
     """All plans that fit, the fastest first, and how many others were rejected, by reason.
 
     Ranked by the step time without overlap: XLA's TPU programs wait for most of a layer's
     collectives.
     """
     plans, ruled_out, legal = [], Counter(), []
-    for candidate, reason in candidates(cfg, n_devices):
+    for candidate, reason in candidates(cfg, n_devices, slices):
         if candidate is None:
-            ruled_out[re.sub(r" ?=[0-9*= ]+must", " must", reason)] += 1
+            ruled_out[re.sub(r" ?=[0-9x:*= ]+must", " must", reason)] += 1
         else:
             legal.append(candidate)
     # disable=None: no bar where stderr is not a terminal.
@@ -233,13 +248,13 @@ def print_search(found: dict):
 
 def print_best_plans(args: Args, cfg: Config):
     """Print the plans that --search finds.  Raises UserError USAGE where none fits."""
-    found = search(cfg, *parse_topology(args.topology))
+    found = search(cfg, *parse_topology(args.topology), args.slices)
     if args.json:
         print(json.dumps(found))
     else:
         print_search(found)
     if not found["plans"]:
-        what = f"no plan fits {args.topology}"
+        what = f"no plan fits {args.target}"
         raise UserError(USAGE, what, "take more chips, or change what rules the plans out")
 
 
@@ -247,21 +262,26 @@ def main(args: Args, cfg: Config):
     """Print one plan, or those of --search.  Raises UserError USAGE where none fits."""
     if args.search:
         return print_best_plans(args, cfg)
-    chip, n_devices = parse_topology(args.topology)
-    cfg = checks.resolve(cfg, n_devices)
+    chip, slice_size = parse_topology(args.topology)
+    n_devices = args.slices * slice_size
+    cfg = checks.resolve(cfg, n_devices, slices=args.slices)
+    if cfg.mesh.slices != args.slices:
+        what = f"mesh.dp={cfg.mesh.dp} has {cfg.mesh.slices} slices, but --slices is {args.slices}"
+        raise UserError(USAGE, what, f"give --slices {cfg.mesh.slices}, or --mesh.dp -1")
     if math.prod(cfg.mesh.sizes) != n_devices:
         product = "mesh.dp*mesh.pp*mesh.tp = {}*{}*{}".format(*cfg.mesh.sizes)
         product += f" = {math.prod(cfg.mesh.sizes)}"
         fix = f"choose axes whose product is {n_devices} (one axis may be -1)"
-        raise UserError(USAGE, f"{product}, but {args.topology} has {n_devices} devices", fix)
-    devices = compiled_cost.target_devices(args.topology, chip, n_devices) if args.compile else []
+        raise UserError(USAGE, f"{product}, but {args.target} has {n_devices} devices", fix)
+    target = args.topology, chip, slice_size, args.slices
+    devices = compiled_cost.target_devices(*target) if args.compile else []
     plan = make_plan(cfg, chip)
     if args.compile:
-        plan["xla"] = compiled_cost.compile_step(cfg, args.topology, chip, devices)
+        plan["xla"] = compiled_cost.compile_step(cfg, args.target, chip, devices)
     if args.json:
         print(json.dumps(plan))
     else:
-        print_plan(plan, cfg, args.topology)
+        print_plan(plan, cfg, args.target)
     if not plan["fits"] and not args.compile:  # a step that XLA has compiled fits
         need, limit = gib(plan["memory_total"]), gib(plan["memory_limit"])
         name = overflowing_class(plan["memory"], chip)

@@ -183,6 +183,66 @@ def test_xla_compiles_just_the_collectives_that_are_counted(mesh, fields):
     assert {k: n for k, n in got.items() if k[1]} == pytest.approx(want, rel=1e-12)
 
 
+# ---- slices
+
+
+def sent_in_line(line: str, sizes) -> Counter:
+    """{(operation, axes): bytes} of the collective in a line of a compiled program, if any."""
+    match = re.search(r" = (.*?) ([a-z-]+)\((.*)", line)
+    if match is None or not re.search("_groups=|_pairs=", match[3]):
+        return Counter()
+    axes = profiling.collective_axes(match[3], sizes)
+    assert axes is not None, line
+    shapes = re.findall(r"(\w+)\[([\d,]*)\]", match[1])
+    counts = (
+        (HLO_BYTES[dtype], math.prod(map(int, filter(None, s.split(","))))) for dtype, s in shapes
+    )
+    return Counter({(match[2].removesuffix("-start"), *axes): sum(math.prod(x) for x in counts)})
+
+
+SLICED = [
+    (dict(dp="2x2", tp=2), dict(grad_accum=2)),
+    (dict(dp="2x1", pp=2, tp=2, schedule="interleaved", virtual_stages=2), dict()),
+    (dict(dp="2x2", pp=2, fsdp="step", schedule="1f1b"), dict()),
+]
+
+
+@pytest.mark.parametrize("mesh, fields", SLICED, ids=str)
+def test_only_the_sum_of_the_gradients_crosses_slices_and_once(mesh, fields):
+    """Besides two numbers, the loss and its tokens, over which all axes are summed at once."""
+    cfg = configure(dict(dp=1, pp=1, tp=1) | mesh, TINY, dtype="float32", **fields)
+    weights = cost_model.state_bytes(cfg)["weights"]
+    assert count(cfg).received_over("slice") == weights + 2 * 4
+    cfg = utils.start_mesh(cfg)
+    args = train.with_shardings(train.step_shapes(cfg), train.step_specs(cfg))
+    hlo = utils.compile_program(train.train_step, *args, cfg).as_text()
+    sizes = tuple(cfg.mesh.shape.values())
+    found = compiled_cost.sum_lines(hlo, cfg, partial(sent_in_line, sizes=sizes))
+    assert len(found) > 2
+    crossing = {k: n for k, n in found.items() if "slice" in k}
+    assert crossing.pop(("all-reduce", "slice")) == weights
+    assert {k[0] for k in crossing} == {"all-reduce"} and sum(crossing.values()) == 2 * 4
+
+
+def test_a_plan_for_slices_bounds_the_step_by_both_networks():
+    args = "--topology", "v5e:2x2", "--slices", 2, "--mesh.tp", 2, "--json"
+    code, text, error = answer(*args)
+    assert code == 0, error
+    found, seconds = json.loads(text), json.loads(text)["seconds"]
+    assert found["mesh"] == dict(dp="2x2", pp=1, tp=2)
+    assert seconds["slice"] == found["networks"]["DCN"] / CHIP.slow
+    assert seconds["dp"] + seconds["tp"] == pytest.approx(found["networks"]["ICI"] / CHIP.link)
+    assert found["best"]["step_time"] == seconds["slice"]  # the longest, for so small a model
+    half = json.loads(answer(*args, "--mesh.slow_dtype", "bfloat16")[1])
+    assert half["networks"]["DCN"] == pytest.approx(found["networks"]["DCN"] / 2, rel=1e-3)
+    plans = plan.search(replace(TINY, train=replace(TINY.train, batch_size=4)), CHIP, 2, 2)["plans"]
+    assert {tuple(x["mesh"].values()) for x in plans} == {
+        ("2x2", 1, 1),
+        ("2x1", 2, 1),
+        ("2x1", 1, 2),
+    }
+
+
 MOE_FIELDS = dict(pattern="moe", n_experts=8, n_active=2, n_shared=1, d_expert=64)
 MOE = replace(TINY, model=replace(TINY.model, vocab_size=512, **MOE_FIELDS))
 
@@ -400,6 +460,13 @@ REFUSED = [
     (["--topology", "v5:9"], "topology='v5:9'"),
     (["--topology", "v5e:8", "--mesh.dp", 2], "= 2*1*1 = 2, but v5e:8 has 8 devices"),
     (["--topology", "v5e:8", "--mesh.pp", 3], "mesh.pp=3 must divide model.n_layers=8"),
+    (
+        ["--topology", "v5e:1", "--slices", 2, "--mesh.dp", 1],
+        "mesh.dp=1 must be a multiple of the 2",
+    ),
+    (["--topology", "v5e:8", "--mesh.dp", "2x4"], "mesh.dp=2x4 has 2 slices, but --slices is 1"),
+    (["--topology", "v5e:8", "--slices", 0], "slices=0 must be at least 1"),
+    (["--topology", "h200:16"], "topology=h200:16 has 16 devices, but a node has at most 8"),
 ]
 
 
@@ -454,6 +521,41 @@ def test_without_a_compiler_the_plan_says_how_to_get_it(topology, module, fix):
         pytest.skip(f"{module} is installed")
     code, _, error = answer("--topology", topology, "--compile")
     assert code == USAGE and fix in error and error.count("\n") == 2
+
+
+@needs_libtpu
+def test_xla_for_tpus_sends_gradients_between_slices_once_and_in_bfloat16(monkeypatch):
+    """XLA makes a sum over slices, and nothing else, a message to its runtime; all of its
+    collectives are then inside of a slice."""
+    env = dict(ALLOW_MULTIPLE_LIBTPU_LOAD="1", TPU_SKIP_MDS_QUERY="1")  # as plan.parse sets them
+    env |= dict(TPU_ACCELERATOR_TYPE="v5p-8", TPU_WORKER_HOSTNAMES="localhost")
+    for name, x in env.items():
+        monkeypatch.setenv(name, x)
+    chip, mesh = CHIPS["v5p"], dict(dp="2x1", pp=2, tp=2, slow_dtype="bfloat16")
+    sizes = dict(vocab_size=2048, d_model=256, n_layers=2, n_heads=2, n_kv_heads=2, d_head=128)
+    cfg = configure(mesh, replace(TINY, model=replace(TINY.model, **sizes)), seq_len=256)
+    n_weights = cost_model.state_bytes(cfg)["weights"] / 4
+    devices, programs = compiled_cost.target_devices("v5p:2x2x1", chip, 4, 2), []
+
+    def keep(*args, compile_program=utils.compile_program):
+        programs.append(compile_program(*args))
+        return programs[0]
+
+    monkeypatch.setattr(utils, "compile_program", keep)
+    compiled_cost.compile_step(cfg, "two slices", chip, devices)
+
+    def sent(line: str) -> Counter:
+        message = re.search(r" = \((\w+)\[([\d,]*)\].* send\(.*_transfer_type=\"(\w+)\"", line)
+        if message is None:
+            return Counter()
+        dtype, shape, kind = message.groups()
+        return Counter({(kind, dtype): math.prod(map(int, shape.split(",")))})
+
+    found = compiled_cost.sum_lines(programs[0].as_text(), cfg, sent)
+    assert {kind for kind, _ in found} == {"ALL_REDUCE"}
+    # XLA pads the three gains of norms, which are small, to a hundred thousand elements.
+    assert n_weights <= found["ALL_REDUCE", "bf16"] <= 1.2 * n_weights
+    assert found["ALL_REDUCE", "f32"] <= 2 * 128  # the loss and its tokens
 
 
 DENSE = dict(vocab_size=8192, d_model=1024, n_layers=8, n_heads=8, n_kv_heads=8, d_head=128)

@@ -138,6 +138,15 @@ def test_two_processes_train_like_one_stop_together_and_resume_as_one(base, refe
 
 
 @pytest.mark.slow
+def test_two_processes_are_two_slices(base, reference):
+    cfg, run = new_run(base, "sliced", mesh=dict(dp="2x2", pp=1))
+    for process in start_two(cfg):
+        code, _, err = finish(process)
+        assert code == 0, err
+    np.testing.assert_allclose(loss_curve(run), loss_curve(reference), rtol=1e-5)
+
+
+@pytest.mark.slow
 def test_a_signal_while_python_ends_changes_nothing(base):
     """Processes wait for each other as Python ends."""
     cfg, _ = new_run(base, "late", train=dict(steps=2, eval_every=0, eval_batches=1))

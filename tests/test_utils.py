@@ -1,12 +1,13 @@
 """The mesh, signals, XLA's options, peaks and small helpers."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 import pytest
 from conftest import on_mesh
 
+import checks
 import config
 import utils
 from errors import STORAGE, UserError
@@ -19,6 +20,52 @@ def test_a_mesh_too_large_or_too_small_names_both_numbers():
     assert on_mesh(config.tiny(), (-1, 2, 1)).mesh.sizes == (4, 2, 1)
     with pytest.raises(UserError, match="mesh.tp=3 must divide"):
         on_mesh(config.tiny(), (2, 1, 3))
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device of a machine that is not here."""
+
+    id: int
+    slice_index: int
+    platform: str = "gpu"
+    device_kind: str = "NVIDIA H100"
+
+
+def nodes(*sizes: int, platform="gpu") -> list[Device]:
+    """Devices of so many nodes of these sizes."""
+    indices = [n for n, size in enumerate(sizes) for _ in range(size)]
+    return [Device(id, n, platform) for id, n in enumerate(indices)]
+
+
+def test_dp_is_laid_over_the_slow_network_and_pp_and_tp_inside():
+    assert utils.count_slices(jax.devices()) == 1
+    devices = nodes(4, 4)
+    shuffled = [devices[n] for n in (7, 2, 4, 0, 5, 1, 6, 3)]
+    cfg = checks.resolve(config.tiny(), 8, slices=utils.count_slices(shuffled))
+    assert cfg.mesh.dp == "2x4"
+    for dp, pp, tp in [("2x4", 1, 1), ("2x1", 2, 2), ("2x2", 1, 2)]:
+        cfg = replace(cfg, mesh=config.Mesh(dp, pp, tp))
+        mesh = utils.mesh_of(shuffled, cfg)
+        assert mesh.shape == cfg.mesh.shape and mesh.axis_names == ("slice", *utils.AXES)
+        assert [{x.slice_index for x in half.flat} for half in mesh.devices] == [{0}, {1}]
+    # GPUs may have other slices than nodes, if mesh.dp says so: here pp is over the nodes.
+    cfg = checks.resolve(replace(config.tiny(), mesh=config.Mesh("1x4", 2, 1)), 8, slices=2)
+    assert utils.mesh_of(devices, cfg).shape == dict(dp=4, pp=2, tp=1)
+
+
+def test_a_mesh_that_would_use_the_slow_network_for_more_is_refused_with_both_numbers():
+    cfg = replace(config.tiny(), mesh=config.Mesh(1, 2, 4))
+    with pytest.raises(UserError, match="mesh.dp=1 must be a multiple of the 2 slices or nodes"):
+        checks.resolve(cfg, 8, slices=2)
+    cfg = replace(cfg, mesh=config.Mesh("4x2"))
+    with pytest.raises(UserError, match=r"mesh.dp=4x2 has 4 slice\(s\), but the devices are in 2"):
+        utils.mesh_of(nodes(4, 4, platform="tpu"), cfg)
+    with pytest.raises(UserError, match="the slices or nodes have 8 or 4 devices"):
+        utils.count_slices(nodes(8, 4))
+    assert on_mesh(config.tiny(), ("2x2", 1, 2)).mesh.sizes == (4, 1, 2)  # simulated
+    simulated = jax.sharding.get_mesh().devices
+    assert [x.id for x in simulated.flat] == [x.id for x in jax.devices()]
 
 
 def test_only_options_that_xla_accepts_are_set(monkeypatch, capsys):
