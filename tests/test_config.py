@@ -60,6 +60,8 @@ MOE = ["--model.pattern", "moe", "--model.n_experts", "4", "--model.d_expert", "
      ["mesh.tp=3 must divide the embedding's rows (a multiple of 128)=4096"]),
     (["--mesh.dp", "3"],
      ["mesh.dp=3 must divide model.d_model=128", "= 6 must divide train.batch_size=16"]),
+    (["--mesh.dp", "3x3"],
+     ["mesh.dp=3x3: 3 must divide model.d_model=128", "= 18 must divide"]),
     (["--train.batch_size", "6"],
      ["train.grad_accum*mesh.dp*mesh.pp = 1*2*2 = 4 must divide train.batch_size=6"]),
     (["--train.microbatches", "5"],
@@ -142,6 +144,20 @@ def test_a_config_reads_back_from_its_json(preset, tmp_path):
     path.write_text(cli.to_json(cfg, argv=["x"], run_id="1"))
     assert cli.parse(["--config", str(path)]) == cfg != cli.parse(["--config", preset])
     assert cli.parse(["--config", str(path), "--run.seed", "6"]).run.seed == 6
+
+
+def test_dp_may_be_slices_and_their_ranks_here_and_in_a_file(tmp_path, capsys):
+    path = tmp_path / "config.json"
+    cfg = cli.parse(["--config", "tiny", "--mesh.dp", "2x4"])
+    assert cfg.mesh.sizes == (8, 1, 1) and cfg.mesh.shape == dict(slice=2, dp=4, pp=1, tp=1)
+    path.write_text(cli.to_json(cfg))
+    assert cli.parse(["--config", str(path)]) == cfg
+    mesh = cli.parse(["--config", str(path), "--mesh.dp=4"]).mesh
+    assert mesh.dp == 4 and mesh.slices == 1
+    for wrong in ("2x", "0x4", "2x-1", "2x4x2", "two"):
+        with pytest.raises(SystemExit) as end:
+            cli.parse(["--config", "tiny", f"--mesh.dp={wrong}"])
+        assert end.value.code == USAGE and "is not a number such as 8" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text, words", [

@@ -103,6 +103,15 @@ def test_slices_have_the_gradient_of_one_device(cfg, mesh, how):
 >>>>>>> 3f8ebe2 (dp may be given as slices x ranks: weights are whole in each slice, and only the sum of the gradients crosses the network between slices, once an update)
 
 
+def test_gradients_are_rounded_between_slices_only_if_asked():
+    cfg, want = replace(PLAIN, mesh=config.Mesh(slow_dtype="bfloat16")), one_device_gradient(PLAIN)
+    loss, grads, _ = gradient_on(("2x2", 1, 2), cfg)
+    np.testing.assert_allclose(loss, want[0], rtol=1e-6)
+    errors = jax.tree.leaves(relative_errors(grads, want[1]))
+    assert min(errors) > 1e-4 and max(errors) < 1e-2
+    assert_same_gradient(gradient_on((4, 1, 2), cfg), want)  # no slices
+
+
 @pytest.mark.slow
 def test_mixed_blocks_with_capacity_and_documents_have_the_gradient_of_one_device():
     want = one_device_gradient(MIXED)
