@@ -41,8 +41,8 @@ def resolve(
     """Replace a mesh axis of -1, and microbatches, remat and unroll where they are automatic, by
     their values on n_devices devices, and check the result.
 
-    slices: how many groups of devices have a fast network inside.  mesh.dp is split over them,
-    unless it says itself how.  rows: for scripts that do not train; the batch becomes about this
+    slices: the number of TPU slices or GPU nodes, over which mesh.dp is split, unless it says
+    itself how.  rows: for scripts that do not train; the batch becomes about this
     many sequences, a multiple of dp * pp, and settings that only training needs are reset.
 
     Raises UserError USAGE.
@@ -75,10 +75,8 @@ def slice_ranks(slices: int, ranks: int) -> int | str:
 
 def accelerator_choices(cfg: Config) -> dict:
     """The automatic settings of section train for anything but a CPU."""
-    pp, rows = (
-        cfg.mesh.pp,
-        math.gcd(*batch_sizes(cfg)) // (cfg.train.grad_accum * cfg.mesh.sizes[0]),
-    )
+    dp, pp, _ = cfg.mesh.sizes
+    rows = math.gcd(*batch_sizes(cfg)) // (cfg.train.grad_accum * dp)
     counts = range(pp, 4 * pp + 1, pp) if pp > 1 else [1]
     return dict(microbatches=max(n for n in counts if rows % n == 0), remat="layer", unroll=1)
 

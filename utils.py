@@ -212,9 +212,10 @@ def make_mesh(cfg: Config) -> jax.sharding.Mesh:
 
 
 def mesh_of(devices: list, cfg: Config) -> jax.sharding.Mesh:
-    """The mesh of cfg over these devices, one or more of whose slices are a slice of cfg's.
+    """The mesh of cfg over these devices, as many as it has places: its slices are those of the
+    devices, or parts of the devices in their order, if those are in one slice or are GPUs.
 
-    Raises UserError USAGE where it would use the network between TPU slices for more.
+    Raises UserError USAGE for other slices than those of TPUs.
     """
     found, wanted, shape = count_slices(devices), cfg.mesh.slices, cfg.mesh.shape
     sizes = tuple(shape.values())

@@ -33,6 +33,10 @@ class Chip(NamedTuple):
         """JAX's name for the platform."""
         return "tpu" if self.kind.startswith("TPU") else "gpu"
 
+    def speed(self, axis: str) -> float:
+        """Bytes per second that a device receives over a mesh axis."""
+        return self.slow if axis == "slice" else self.link
+
     @property
     def networks(self) -> tuple[str, str]:
         """The networks inside and between slices or nodes."""

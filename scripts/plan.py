@@ -88,9 +88,7 @@ def make_plan(cfg: Config, chip: Chip) -> dict:
     received = {axis: cost.received_over(axis) for axis in cfg.mesh.shape}
     over_slow = received.get(utils.SLICE, 0)
     networks = sum(received.values()) - over_slow, over_slow
-    link = {
-        axis: n / (chip.slow if axis == utils.SLICE else chip.link) for axis, n in received.items()
-    }
+    link = {axis: n / chip.speed(axis) for axis, n in received.items()}
     compute, tokens = sum(seconds.values()), t.batch_size * t.seq_len
     flops_per_token = model.flops_per_token(cfg)
     ideal = flops_per_token * tokens / n_devices / cost_model.peak_flops(chip)

@@ -89,7 +89,9 @@ def lines(cost: Cost, chip) -> list[tuple[str, str, float]]:
     for (name, axis), n in sorted(cost.received.items(), key=lambda x: x[0][::-1]):
         if n > 0.5:
             what = f"{axis} {name.removesuffix('_invariant')}: {cost.calls[name, axis]:,.0f} calls"
-            rows += [(f"{what}, {short(n, 'B')}{took(n / chip.link if chip else 0)}", axis, n)]
+            rows += [
+                (f"{what}, {short(n, 'B')}{took(n / chip.speed(axis) if chip else 0)}", axis, n)
+            ]
     return rows
 
 
@@ -126,7 +128,7 @@ def step_svg(cfg: Config, device_kind: str) -> str:
     def received(box: Box) -> float:
         return max([1, *box.own.received.values(), *map(received, box.inside)])
 
-    mesh = " ".join(f"{axis}={n}" for axis, n in zip(AXES, cfg.mesh.sizes, strict=True))
+    mesh = " ".join(f"{axis}={getattr(cfg.mesh, axis)}" for axis in AXES)
     speeds = f"; times by the data sheet, if nothing overlaps ({chip.kind})" if chip else ""
     note = f"{mesh}: work and received bytes of a device{speeds}"
     elements, y = [f'<text x="10" y="20">{escape(note)}</text>'], 30

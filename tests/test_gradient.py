@@ -61,7 +61,6 @@ def test_every_mesh_has_the_gradient_of_one_device(cfg, mesh):
     assert_same_gradient(gradient_on(mesh, cfg), one_device_gradient(gather))
 
 
-<<<<<<< HEAD
 QUICK = ("gemma3_text", "gpt_oss", "olmo2")  # they have what the other families have, and more
 
 
@@ -82,7 +81,8 @@ def test_experts_with_biases_may_be_elsewhere(capacity_factor):
     cfg = replace(cfg, train=replace(cfg.train, capacity_factor=capacity_factor))
     alltoall = replace(cfg, mesh=config.Mesh(experts="alltoall"))
     assert_same_gradient(gradient_on((4, 1, 2), alltoall), one_device_gradient(cfg))
-=======
+
+
 # Two slices of four devices, with each axis inside alone and with all other settings.
 SLICED = [
     (RICH, ("2x4", 1, 1), dict()),
@@ -100,7 +100,6 @@ SLICED_NAMES = ["rich", "1f1b", "interleaved", "alltoall", "gpt2-none", "mixed",
 def test_slices_have_the_gradient_of_one_device(cfg, mesh, how):
     want = one_device_gradient(replace(cfg, mesh=config.Mesh()))
     assert_same_gradient(gradient_on(mesh, replace(cfg, mesh=config.Mesh(**how))), want)
->>>>>>> 3f8ebe2 (dp may be given as slices x ranks: weights are whole in each slice, and only the sum of the gradients crosses the network between slices, once an update)
 
 
 def test_gradients_are_rounded_between_slices_only_if_asked():
