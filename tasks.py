@@ -20,7 +20,7 @@ from config import END, Config
 from errors import DATA, Problem, UserError
 from files import absolute_path
 from mixture import read_tasks
-from model import TOKEN_SPEC
+from model import token_spec
 
 # ---- text as rows of tokens
 
@@ -58,7 +58,7 @@ def encode(tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
 def make_batch(rows: list[tuple], L: int, cfg: Config) -> list[jax.Array]:
     """[tokens_AMBL, targets_AMBL] on the mesh, for at most train.batch_size rows; what is left of
     the batch has no targets.  Rows of more than L + 1 tokens lose the first ones."""
-    t, sharding = cfg.train, NamedSharding(jax.sharding.get_mesh(), TOKEN_SPEC)
+    t, sharding = cfg.train, NamedSharding(jax.sharding.get_mesh(), token_spec())
     tokens = np.zeros((t.batch_size, L), np.int32)
     targets = np.full_like(tokens, -1)
     for k, (ids, n_scored) in enumerate(rows):

@@ -355,9 +355,7 @@ def eval_step(params, tokens_AMBL, targets_AMBL, cfg: Config):
     is_top_AMBL: whether it is not counted or no token is more likely)."""
     specs, row_spec = model.param_specs(cfg), token_spec()
 
-    @jax.shard_map(
-        in_specs=(specs, row_spec, row_spec), out_specs=(P(), P(), row_spec, row_spec)
-    )
+    @jax.shard_map(in_specs=(specs, row_spec, row_spec), out_specs=(P(), P(), row_spec, row_spec))
     def per_device(params, tokens_AMBL, targets_AMBL):
         def score(slice):
             return model.score_tokens(params, *slice, cfg)
