@@ -63,6 +63,7 @@ def parse() -> tuple[Args, Config]:
 if __name__ == "__main__":  # before jax is imported, see train.py
     ARGS, CFG = cli.quit_on_error(parse)
 
+import numpy as np
 from tqdm import tqdm
 
 import model
@@ -115,11 +116,22 @@ def make_plan(cfg: Config, chip: Chip) -> dict:
             f"{axis} {name}": dict(calls=cost.calls[name, axis], bytes=cost.received[name, axis])
             for name, axis in sorted(cost.calls, key=lambda x: ([*link].index(x[1]), x[0]))
         },
+        decoding={rows: decoding_speed(cfg, chip, rows) for rows in (1, 8, 32)},
         networks=dict(zip(chip.networks, networks, strict=True)),
         seconds=seconds | link,
         best=pace(max(compute, *link.values())),
         worst=pace(compute + sum(link.values())),
     )
+
+
+def decoding_speed(cfg: Config, chip: Chip, rows: int) -> float:
+    """Tokens a second of `rows` sequences that are decoded together, if reading each weight that
+    they meet once a token is all it takes: the stages do it one after another, the tp ranks at the
+    same time.  An expert's weights are read if a token goes to it; rows choose different ones."""
+    whole, active = (model.param_sizes(cfg, active=x) for x in (False, True))
+    lookups = {"position_LD"} if cfg.model.tie_embeddings else {"position_LD", "embed_VD"}
+    read = sum(min(n, rows * active[name]) for name, n in whole.items() if name not in lookups)
+    return rows * chip.hbm * cfg.mesh.tp / (read * np.dtype(cfg.train.dtype).itemsize)
 
 
 def overflowing_class(memory: dict, chip: Chip) -> str:
@@ -173,6 +185,8 @@ def print_plan(plan: dict, cfg: Config, target: str):
         pace = plan[name]
         speed = f"{1e3 * pace['step_time']:,.0f} ms a step, MFU {pace['mfu']:.1%}"
         rows += [(label, f"{speed}, {pace['tokens_per_day']:.3g} tokens a day")]
+    speeds = ", ".join(f"{n} rows {x:,.0f}" for n, x in plan["decoding"].items())
+    rows += [("decoding, at most", f"tokens a second: {speeds.replace('1 rows', '1 row')}")]
     for name, text in rows:
         print(f"{name:22}{text}".rstrip())
 

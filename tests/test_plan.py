@@ -606,3 +606,20 @@ def test_the_boxes_of_the_picture_hold_all_work_of_the_plan_once(schedule):
     for name in whole.received:
         assert found.received[name] == pytest.approx(whole.received[name], abs=1)
         assert found.calls[name] == pytest.approx(whole.calls[name], abs=1e-3)
+
+
+def test_decoding_reads_the_weights_that_the_rows_meet():
+    """GPT-2 reads all except the positions; of experts, those chosen, and at most all."""
+    dense = configure((1, 1, 2), config.PRESETS["gpt2_124m"]())
+    read = 2 * (model.param_count(dense) - 1024 * 768)  # bytes
+    for rows in (1, 32):
+        expected = rows * CHIP.hbm * 2 / read
+        assert plan.decoding_speed(dense, CHIP, rows) == pytest.approx(expected)
+    experts = configure((1, 1, 1), config.PRESETS["qwen3_30b_a3b"]())
+    active, whole = (model.param_count(experts, active=x) for x in (True, False))
+    embedding = experts.model.vocab_rows * experts.model.d_model
+    assert plan.decoding_speed(experts, CHIP, 1) == pytest.approx(
+        CHIP.hbm / 2 / (active - embedding)
+    )
+    at_most = 1000 * CHIP.hbm / 2 / (whole - embedding)
+    assert plan.decoding_speed(experts, CHIP, 1000) == pytest.approx(at_most)
