@@ -46,9 +46,12 @@ class TensorBoard:
         self.writer = SummaryWriter(os.fspath(self.local), **options)
 
     def send(self, row: dict):
-        for name, x in row_fields(row).items():
-            if isinstance(x, Real):
-                self.writer.add_scalar(name, x, row["step"])
+        try:
+            for name, x in row_fields(row).items():
+                if isinstance(x, Real):
+                    self.writer.add_scalar(name, x, row["step"])
+        except Exception as e:  # it is a second reader, and must not stop the run
+            warn(f"tensorboard lost a row ({type(e).__name__}: {str(e)[:200]})")
 
     def upload(self):
         """Bring the file up to date."""

@@ -42,8 +42,8 @@ def resolve(
     their values on n_devices devices, and check the result.
 
     slices: the number of TPU slices or GPU nodes, over which mesh.dp is split, unless it says
-    itself how.  rows: for scripts that do not train; the batch becomes about this
-    many sequences, a multiple of dp * pp, and settings that only training needs are reset.
+    itself how.  rows: for scripts that do not train; the batch becomes about this many sequences,
+    a multiple of dp * pp, and settings that only training needs are reset.
 
     Raises UserError USAGE.
     """
@@ -53,7 +53,8 @@ def resolve(
     if dp % slices:
         what = f"mesh.dp={dp} must be a multiple of the {slices} slices or nodes of the devices: "
         what += "pp and tp cannot use the slow network between them"
-        fix = f"set --mesh.dp to a multiple of {slices}, and --mesh.pp and --mesh.tp to less"
+        fix = f"set --mesh.dp to a multiple of {slices}, and --mesh.pp and --mesh.tp to less, or "
+        fix += f"--mesh.dp 1x{dp} to let every axis use that network"
         raise UserError(USAGE, what, fix)
     cfg = replace(cfg, mesh=replace(cfg.mesh, dp=slice_ranks(slices, dp // slices), pp=pp, tp=tp))
     if rows is not None:

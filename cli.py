@@ -36,7 +36,7 @@ def to_json(cfg: Config, **record) -> str:
     """The text of config.json: the sections of cfg, and some of the facts in RECORD."""
     assert set(record) <= set(RECORD), record
     sections = {section: asdict(getattr(cfg, section)) for section in SECTIONS}
-    sections["run"] |= dict(accept=())  # holds for one start
+    sections["run"] |= dict(accept=(), compile_cache="")  # they hold for one start
     return json.dumps(sections | record, indent=1) + "\n"
 
 
@@ -127,6 +127,8 @@ def file_flags(path: str) -> list[str]:
             if not isinstance(values, dict):
                 raise ValueError(f"{section} is {values!r}, not an object with fields")
             for field, value in values.items():
+                if f"{section}.{field}" == "run.compile_cache" and value:  # its content is run
+                    raise ValueError("run.compile_cache may only be given on the command line")
                 flags += value_flags(section, field, value)
         return flags
     except FileNotFoundError:

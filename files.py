@@ -16,7 +16,7 @@ import numpy as np
 from etils import epath
 
 from config import Config
-from errors import STORAGE, UserError
+from errors import USAGE, UserError
 
 # Without this, gcsfs answers from its first listing of a folder, file sizes included, and does not
 # see what other processes write there.
@@ -93,13 +93,13 @@ def write_whole(path: epath.Path, data: bytes | str):
 
 def make_private_folder(path: str, name: str) -> Path:
     """A folder of this user's that no one else can write to; made if it is not there.  name: of the
-    setting that gives it.  Raises UserError STORAGE."""
+    setting that gives it.  Raises UserError USAGE."""
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     owner = os.lstat(folder)
     if not stat.S_ISDIR(owner.st_mode) or owner.st_uid != os.getuid() or owner.st_mode & 0o022:
         what = f"{name}={path} belongs to another user, is a link, or others can write to it"
-        raise UserError(STORAGE, what, f"set --{name} to a folder of your own, of mode 700")
+        raise UserError(USAGE, what, f"set --{name} to a folder of your own, of mode 700")
     return folder
 
 

@@ -380,11 +380,12 @@ def draw_loss(path: epath.Path, train_losses: dict, eval_losses: dict, scores: d
         axes.plot(list(losses), list(losses.values()), "o-", label=label)
     axes.set(xlabel="update", ylabel="loss (nats per token)", title=path.parent.name)
     if scores:
-        axes = figure.add_subplot(1, 2, 2, xlabel="update", ylabel="centred accuracy")
+        axes = figure.add_subplot(1, 2, 2, xlabel="update", ylabel="accuracy")
         last = [*scores.values()][-1]
-        for name in (name for name in last if name.endswith("/centred_accuracy")):
+        of_all = (name for name in last if name.count("/") == 1)  # not those of a file
+        for name in (name for name in of_all if name.endswith("accuracy")):
             curve = {step: row[name] for step, row in scores.items() if name in row}
-            axes.plot(list(curve), list(curve.values()), "o-", label=name.rpartition("/")[0])
+            axes.plot(list(curve), list(curve.values()), "o-", label=name.replace("_", " "))
     for axes in figure.axes:
         axes.grid(alpha=0.3)
         axes.legend()

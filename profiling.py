@@ -236,7 +236,7 @@ class Profile:
         self.run, self.cfg, self.path = run, cfg, run / "profile"
         self.learns = cfg.train.pgle and program is not None and learns_from_traces()
         self.first, n_updates = cfg.train.profile
-        if self.learns and self.first == 0:
+        if self.learns and self.first <= start:
             self.first, n_updates = start + 3, 3  # later than what only happens once
         self.last, self.state = self.first + n_updates - 1, "none"
         is_needed = program is not None and (cfg.log.hlo or self.first > 0)
@@ -245,7 +245,10 @@ class Profile:
             from scripts.step_picture import step_svg  # imported here because it imports train
 
             write_whole(run / "step.hlo.txt", self.hlo)
-            write_whole(run / "step.svg", step_svg(cfg, jax.devices()[0].device_kind))
+            try:
+                write_whole(run / "step.svg", step_svg(cfg, jax.devices()[0].device_kind))
+            except Exception as e:  # whatever it is, the run goes on without the picture
+                warn(f"no step.svg ({type(e).__name__}: {str(e)[:200]})")
 
     @contextmanager
     def trace_update(self, step: int, log: MetricsLog):

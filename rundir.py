@@ -195,8 +195,8 @@ def read_record(path: epath.Path) -> dict:
 
 SAME_NUMBERS = {
     "data.train", "data.val", "data.cache", "data.cache_gb", "data.prefetch", "data.epochs_max",
-    "train.eval_every", "train.eval_batches",
-    "train.eval_rolling", "train.sample_every", "train.sample_tokens", "train.profile",
+    "train.eval_every", "train.eval_batches", "train.eval_rolling", "train.sample_every",
+    "train.sample_tokens", "train.profile", "train.pgle",
 }  # fmt: skip
 """Besides the sections eval, checkpoint and log, settings that do not change what is trained; for
 data, the path."""
@@ -222,7 +222,8 @@ def record_facts(record: dict) -> dict:
 def group_of(name: str) -> str:
     """What a change of this fact does to the training."""
     section = name.partition(".")[0]
-    if section == "mesh" or name in ROUNDING or name.startswith("version of "):
+    is_mesh = section == "mesh" and name != "mesh.slow_dtype"
+    if is_mesh or name in ROUNDING or name.startswith("version of "):
         return "within rounding"
     if section in ("eval", "checkpoint", "log") or name in SAME_NUMBERS:
         return "same numbers"
@@ -315,7 +316,8 @@ def record_start(path: epath.Path, cfg: Config, source, step: int):
         for name, (before, value) in names.items():
             say(f"changed since this run's last start ({group}): {name} {before} -> {value}")
     line = dict(time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), argv=sys.argv)
-    line |= dict(mesh=cfg.mesh.sizes, processes=len(process_ids()), step=step)
+    mesh = [cfg.mesh.dp, cfg.mesh.pp, cfg.mesh.tp]
+    line |= dict(mesh=mesh, processes=len(process_ids()), step=step)
     line |= dict(rollback=cfg.rollback) if cfg.rollback >= 0 else {}
     last_end = history[-1]["end"] if history else None
     write_history(path, [*history, line | dict(last_end=last_end, changes=found, id=START)])

@@ -109,6 +109,10 @@ class Tasks:
             n_before, (fs, path) = len(self.rows), fsspec.url_to_fs(absolute_path(pattern))
             for file in filter(fs.isfile, sorted(fs.glob(path))):
                 task, number = f"{name}/{file.rpartition('/')[2].removesuffix('.jsonl')}", 0
+                if task in self.questions:
+                    what = f"{file}: {name} has another file of this name"
+                    problems.append(Problem(what, "rename it, or give it a NAME of its own"))
+                    continue
                 try:
                     for number, line in enumerate(fs.cat_file(file).splitlines(), 1):  # noqa: B007
                         digest.update(line)

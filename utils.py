@@ -244,7 +244,8 @@ def count_slices(devices: list) -> int:
     if len({*sizes}) > 1:
         what = f"the slices or nodes have {errors.or_list([*sizes])} devices, not equally many"
         raise UserError(errors.USAGE, what, "leave devices out, so that all have the same number")
-    return len(sizes)
+    nodes_of_one = devices[0].platform == "gpu" and {*sizes} == {1}  # they have no network inside
+    return 1 if nodes_of_one else len(sizes)
 
 
 def with_slices(*axes: str) -> tuple[str, ...]:
@@ -263,7 +264,7 @@ def shardings(specs):
 
 def keep_programs(folder: str):
     """Let JAX keep every compiled program in a folder, and take it from there when the same one is
-    to be compiled again.  Raises UserError STORAGE where others can write to the folder."""
+    to be compiled again.  Raises UserError USAGE where others can write to the folder."""
     folder = make_private_folder(folder, "run.compile_cache")
     jax.config.update("jax_compilation_cache_dir", os.fspath(folder.absolute()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

@@ -252,7 +252,7 @@ def links(cfg: Config, found: dict):
     for i, (axis, n) in enumerate(mesh.shape.items()):
         if n == 1:
             continue
-        line = np.moveaxis(mesh.devices, i, 0)[:, 0, 0]
+        line = np.moveaxis(mesh.devices, i, 0).reshape(n, -1)[:, 0]
         is_near = len({getattr(x, "slice_index", x.process_index) for x in line}) == 1
         rate = rates.get(utils.PEAK_TFLOPS.get(kind), 0) if is_near else 0
         x_N = jnp.ones(n * size, device=NamedSharding(mesh, P(axis)))
@@ -311,10 +311,12 @@ SHOWN = r"(JAX|XLA|NCCL|TPU|SLURM|OMPI|PMI)_\w+|LIBTPU_INIT_ARGS|CUDA_VISIBLE_DE
 
 def scrub(text: str) -> str:
     """The text without passwords in addresses, and values of variables named like secrets."""
-    for name, value in os.environ.items():
+    by_length = sorted(os.environ.items(), key=lambda x: -len(x[1]))  # one may begin another
+    for name, value in by_length:
         if re.search("KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|JWT", name, re.I) and len(value) > 5:
             text = text.replace(value, "***").replace(json.dumps(value)[1:-1], "***")
-    return re.sub(r"(://)[^/@\s]+@", r"\1***@", text)
+    text = re.sub(r"(://)[^\s\"]*@", r"\1***@", text)
+    return re.sub(r"(://[^\s\"?]*\?)[^\s\"]+", r"\1***", text)  # such as the signature of a link
 
 
 def main(args: Args, cfg: Config):

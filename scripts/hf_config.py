@@ -170,7 +170,7 @@ def read_rope(keys: Keys, name: str) -> dict:
     if name == "gemma3_text":
         local = dict(rope_theta=keys.take("rope_local_base_freq", 1e4))
         if FULL in new:
-            local, new = new.get(SLIDING), new[FULL]
+            local, new = new.get(SLIDING) or {}, new[FULL]
         if local != new:
             fields |= dict(rope_local_theta=local.get("rope_theta"))
             kind = local.get("rope_type", "default")

@@ -232,11 +232,12 @@ class Tpu:
         words += [f"--runtime-version={RUNTIMES[self.type.partition('-')[0]]}"]
         words += ["--spot", *self.extra] if self.spot else self.extra
         say(f"creating {self.name}")
+        before = self.is_ours
         self.is_ours = True  # also if the call fails, which may be after it has made something
         try:
             self.call("queued-resources", "create", *words)
         except UserError:
-            self.is_ours = False
+            self.is_ours = before
             raise
 
     def delete(self):
@@ -244,7 +245,7 @@ class Tpu:
         say(f"deleting {self.name}")
         words = "queued-resources", "delete", self.name, "--force"
         for _ in range(20):
-            with suppress(CloudError):
+            with suppress(CloudError, UserError):  # a login may have run out meanwhile
                 if not self.state():
                     return
                 self.call(*words)
@@ -325,7 +326,10 @@ class Tpu:
         with tempfile.TemporaryDirectory() as folder:
             archive = write_archive(f"{folder}/trifold.tgz")
             if state := self.state():
-                say(f"{self.name} exists ({state}): it is used, and not deleted at the end")
+                say(
+                    f"{self.name} exists ({state}): it is used, and not deleted at the end, "
+                    "unless it was preempted and is made anew"
+                )
             try:
                 return self.train_through(archive)
             finally:
@@ -339,11 +343,13 @@ def write_archive(path: str) -> str:
     """An archive of what git tracks, as it is in the folder.  Raises UserError USAGE."""
     try:
         stash = ["git", "-C", str(ROOT), "stash", "create"]
-        commit = subprocess.check_output(stash, text=True).strip() or "HEAD"
-        subprocess.check_call(["git", "-C", str(ROOT), "archive", "-o", path, commit])
-    except subprocess.CalledProcessError:
-        what = f"{ROOT} is not a git checkout, and what git tracks is copied to the pod"
-        raise UserError(USAGE, what, "clone Trifold with git") from None
+        options = dict(check=True, text=True, capture_output=True)
+        commit = subprocess.run(stash, **options).stdout.strip() or "HEAD"
+        subprocess.run(["git", "-C", str(ROOT), "archive", "-o", path, commit], **options)
+    except subprocess.CalledProcessError as e:
+        why = (e.stderr.strip().splitlines() or ["git failed"])[-1]
+        what = f"{ROOT}: {why}; what git tracks is copied to the pod"
+        raise UserError(USAGE, what, "clone Trifold with git, and tell git your name") from None
     return path
 
 
@@ -364,7 +370,8 @@ trap 'scancel --signal=TERM $SLURM_JOB_ID' USR1
 trap : TERM
 srun --cpu-bind=none {command} &
 srun=$!
-while kill -0 $srun 2>/dev/null; do wait $srun; code=$?; done
+while kill -0 $srun 2>/dev/null; do wait $srun; done
+wait $srun; code=$?
 state=$(squeue -h -j $SLURM_JOB_ID -o %T)
 if [ $code = {again} ] && [ "$state" = RUNNING ]; then scontrol requeue $SLURM_JOB_ID; fi
 exit $code

@@ -122,8 +122,8 @@ def step_svg(cfg: Config, device_kind: str) -> str:
     chip = chip_of(device_kind)
     if device_kind == "cpu" and cfg.train.attention == "auto":  # the trace is for an accelerator
         cfg = replace(cfg, train=replace(cfg.train, attention="xla"))
-    jaxpr = trace_step(cfg, chip or CHIPS["v5p"])
-    _, boxes = boxes_in(jaxpr, cfg, chip or CHIPS["v5p"])
+    other = CHIPS["h200" if device_kind.startswith("NVIDIA") else "v5p"]
+    _, boxes = boxes_in(trace_step(cfg, chip or other), cfg, chip or other)
 
     def received(box: Box) -> float:
         return max([1, *box.own.received.values(), *map(received, box.inside)])

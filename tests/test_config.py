@@ -462,3 +462,12 @@ def test_a_huge_number_is_an_error_within_a_second():
     began = time.monotonic()
     assert problems("--mesh.dp", "3", "--model.d_model", str(10**18 + 3))
     assert time.monotonic() - began < 1
+
+
+def test_a_config_file_cannot_name_a_folder_of_programs_to_run(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(dict(run=dict(compile_cache=str(tmp_path)))))
+    with pytest.raises(UserError, match="run.compile_cache may only be given on the command line"):
+        cli.parse(["--config", str(file)])
+    cfg = cli.parse(["--config", "tiny", "--run.compile_cache", str(tmp_path)])
+    assert cfg.run.compile_cache and json.loads(cli.to_json(cfg))["run"]["compile_cache"] == ""

@@ -19,7 +19,7 @@ import pages
 import shards
 import train
 from dataset import Dataset, Source
-from errors import DATA, STORAGE, UserError
+from errors import DATA, USAGE, UserError
 from shards import Shard
 
 
@@ -597,4 +597,4 @@ def test_a_cache_that_others_can_write_to_is_refused(tmp_path):
     cache.chmod(0o777)
     with pytest.raises(UserError, match="others can write to it") as error:
         pages.DiskCache(cache, 1000)
-    assert error.value.code == STORAGE
+    assert error.value.code == USAGE

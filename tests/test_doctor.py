@@ -140,6 +140,12 @@ def test_speeds_are_compared_with_the_data_sheet(monkeypatch, peak, status):
     assert all(row.what.endswith("; data sheet: 90") == (peak == 275) for row in sums)
 
 
+def test_every_axis_of_a_mesh_with_slices_is_measured():
+    mesh = jax.make_mesh((2, 2, 1, 2), (utils.SLICE, *utils.AXES))
+    found = [row.what.split(":")[0] for row in doctor.links(config.tiny(), dict(mesh=mesh))]
+    assert found == ["slice=2", "dp=2", "tp=2"]
+
+
 def test_the_device_with_the_least_free_memory_is_shown(monkeypatch):
     class Device:
         device_kind, limit = "TPU v4", 32 * GIB

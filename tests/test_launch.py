@@ -68,9 +68,16 @@ def plain_env(**more) -> dict:
     return {name: x for name, x in os.environ.items() if name not in names} | more
 
 
+def default_signals():
+    """What tests under nohup, which ignore some signals, do not hand on to launch.py."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def launch(*words, cwd=ROOT, **kwargs) -> subprocess.Popen:
     command = [sys.executable, "-c", DRIVER, *map(str, words)]
     options = dict(stdin=subprocess.DEVNULL, text=True, cwd=cwd) | kwargs
+    options |= dict(preexec_fn=default_signals)
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     return subprocess.Popen(command, **pipes, **options)
 

@@ -113,7 +113,7 @@ def test_every_setting_is_in_a_group():
             "data.document_mask", "data.end_id", "train.seq_len", "train.batch_size", "train.steps",
             "train.dtype", "train.dropout", "train.z_loss", "train.balance_loss", "train.bias_rate",
             "train.capacity_factor", "train.batch_ramp", "train.spike_sigma", "data.stages",
-            "data.skip",
+            "data.skip", "mesh.slow_dtype",
         )
     }  # fmt: skip
 

@@ -179,6 +179,13 @@ def test_tasks_without_files_names_or_a_tokenizer_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"x=.*\.jsonl has no questions") as error:
         Tasks(cfg, byte_tokenizer())
     assert error.value.code == errors.DATA
+    for n in range(2):
+        (tmp_path / f"{n}").mkdir()
+        (tmp_path / f"{n}" / "same.jsonl").write_text(
+            '{"query": "a", "choices": ["b", "c"], "gold": 0}'
+        )
+    with pytest.raises(UserError, match="1/same.jsonl: x has another file of this name"):
+        Tasks(with_tasks(cfg, f"x={tmp_path}/*/same.jsonl"), byte_tokenizer())
     with pytest.raises(UserError, match=r"tokenizer\.json does not exist") as error:
         train.open_tasks(None, cfg)
     assert error.value.code == errors.DATA

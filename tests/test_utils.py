@@ -10,7 +10,7 @@ from conftest import on_mesh
 import checks
 import config
 import utils
-from errors import STORAGE, UserError
+from errors import USAGE, UserError
 
 
 def test_a_mesh_too_large_or_too_small_names_both_numbers():
@@ -48,6 +48,7 @@ def test_dp_is_laid_over_the_slow_network_and_pp_and_tp_inside():
         mesh = utils.mesh_of(devices, cfg)
         assert mesh.shape == cfg.mesh.shape and mesh.axis_names == ("slice", *utils.AXES)
         assert [{x.slice_index for x in half.flat} for half in mesh.devices] == [{0}, {1}]
+    assert utils.count_slices(nodes(1, 1, 1)) == 1  # which have no fast network inside
     # GPUs may have other slices than nodes, if mesh.dp says so: here pp is over the nodes.
     cfg = checks.resolve(replace(config.tiny(), mesh=config.Mesh("1x4", 2, 1)), 8, slices=2)
     assert utils.mesh_of(devices, cfg).shape == dict(dp=4, pp=2, tp=1)
@@ -111,4 +112,4 @@ def test_a_cache_of_programs_that_others_can_write_to_is_refused(tmp_path):
     tmp_path.chmod(0o770)
     with pytest.raises(UserError, match="run.compile_cache") as e:
         utils.keep_programs(str(tmp_path))
-    assert e.value.code == STORAGE
+    assert e.value.code == USAGE
