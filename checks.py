@@ -476,10 +476,25 @@ def other_problems(cfg: Config):
     if t.profile != (0, 0) and not (0 < first < first + n <= t.steps + 1):
         what = f"train.profile={first} {n} must be updates between 1 and train.steps={t.steps}"
         yield Problem(what, "give the number of the first update and how many to trace, or 0 0")
-    paths = [("run.dir", r.dir)] + ([("run.start_from", r.start_from)] if r.start_from else [])
     if r.start_with != "weights" and not r.start_from:
         what = f"run.start_with={r.start_with} has no effect without --run.start_from"
         yield Problem(what, "name the run to start from, as --run.start_from runs/NAME@STEP")
+    yield from text_problems(cfg)
+    port = re.fullmatch(r".+:(\d{1,5})", r.coordinator)
+    complete = port and 0 < int(port[1]) < 65536 and 0 <= r.process_id < r.num_processes
+    if (r.coordinator or r.num_processes or r.process_id >= 0) and not complete:
+        what = (
+            f"run.coordinator={r.coordinator!r} run.num_processes={r.num_processes} "
+            f"run.process_id={r.process_id} must go together: "
+            "HOST:PORT, a count, and a number below it"
+        )
+        yield Problem(what, "set all three, or none of them where JAX detects the cluster")
+
+
+def text_problems(cfg: Config):
+    """Of settings that are paths, or words with a form of their own."""
+    r, t = cfg.run, cfg.train
+    paths = [("run.dir", r.dir)] + ([("run.start_from", r.start_from)] if r.start_from else [])
     try:
         sets = {name: read_sets(field_value(cfg, name)) for name in ("data.train", "data.val")}
         paths += [(name, part.path) for name, parts in sets.items() for part in parts.values()]
@@ -504,12 +519,3 @@ def other_problems(cfg: Config):
         if not path or "\0" in path or re.match(r"[a-z]+://[^/]*@", path):
             what = f"{name}={path!r} must be a path without NUL bytes or credentials"
             yield Problem(what, f"give --{name} a local path or gs://bucket/path")
-    port = re.fullmatch(r".+:(\d{1,5})", r.coordinator)
-    complete = port and 0 < int(port[1]) < 65536 and 0 <= r.process_id < r.num_processes
-    if (r.coordinator or r.num_processes or r.process_id >= 0) and not complete:
-        what = (
-            f"run.coordinator={r.coordinator!r} run.num_processes={r.num_processes} "
-            f"run.process_id={r.process_id} must go together: "
-            "HOST:PORT, a count, and a number below it"
-        )
-        yield Problem(what, "set all three, or none of them where JAX detects the cluster")
