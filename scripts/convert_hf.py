@@ -374,7 +374,7 @@ def export_hf(run_dir, hf_dir, step=-1, dtype="float32", shard_size=5_000_000_00
     cfg = cli.config_of_run(os.fspath(run), config.Mesh(1, 1, 1))
     tokenizer = run / "tokenizer.json"
     tokenizer = tokenizer.read_text() if tokenizer.exists() else ""
-    end = cfg.data.end_id if cfg.data.end_id >= 0 else tokenizer_end_id(tokenizer)
+    end, end_text = end_token(tokenizer, cfg.data.end_id)
     hf = hf_config.write_config(cfg, dtype, end)
     item = train.weights_item(cfg, weights)
     step, meta = find_checkpoint(run, cfg, step, item)
@@ -394,17 +394,23 @@ def export_hf(run_dir, hf_dir, step=-1, dtype="float32", shard_size=5_000_000_00
         raise
     if tokenizer:
         (folder / "tokenizer.json").write_text(tokenizer)
+        about = dict(tokenizer_class="PreTrainedTokenizerFast", eos_token=end_text)
+        (folder / "tokenizer_config.json").write_text(json.dumps(about, indent=2) + "\n")
     (folder / "config.json").write_text(json.dumps(hf, indent=2, sort_keys=True) + "\n")
     utils.say(f"{run} after update {step} -> {folder}: {hf['model_type']}, {dtype}")
 
 
-def tokenizer_end_id(tokenizer: str) -> int | None:
-    """The id of the token that ends a document, from the text of a tokenizer.json."""
+def end_token(tokenizer: str, end_id: int) -> tuple[int | None, str | None]:
+    """(id, text) of the token that ends a document, as far as they are known.  tokenizer: the text
+    of a tokenizer.json, or "".  end_id: data.end_id, which is -1 if it is not known."""
     try:
         added = json.loads(tokenizer).get("added_tokens", []) if tokenizer else []
-        return next((x["id"] for x in added if x["content"] == config.END), None)
+        texts = {x["id"]: x["content"] for x in added}
     except (ValueError, AttributeError, KeyError, TypeError):
-        return None
+        texts = {}
+    if end_id < 0:
+        end_id = next((n for n, text in texts.items() if text == config.END), None)
+    return end_id, texts.get(end_id)
 
 
 def find_checkpoint(run, cfg: config.Config, step: int, item: str) -> tuple[int, dict]:

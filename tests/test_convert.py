@@ -252,7 +252,8 @@ def test_an_imported_model_is_exported_bit_for_bit(family, tmp_path):
     if family == "deepseek_v3":
         extra = {"model.layers.3.eh_proj.weight": np.ones((D, 2 * D), np.float32)}
     hf_dir(tmp_path / "hf", family, tensors | extra)
-    (tmp_path / "hf" / "tokenizer.json").write_text('{"added_tokens": []}')
+    added = [dict(id=5, content="<end>"), dict(id=6, content=config.END)]
+    (tmp_path / "hf" / "tokenizer.json").write_text(json.dumps(dict(added_tokens=added)))
     convert_hf.import_hf(tmp_path / "hf", tmp_path / "runs" / "a")
     convert_hf.export_hf(tmp_path / "runs" / "a", tmp_path / "out", shard_size=20_000)
     names = sorted(p.name for p in (tmp_path / "out").glob("*.safetensors"))
@@ -268,7 +269,10 @@ def test_an_imported_model_is_exported_bit_for_bit(family, tmp_path):
     configs = [cli.config_of_run(str(tmp_path / "runs" / x), config.Mesh()) for x in "ab"]
     assert configs[0].model == configs[1].model
     assert configs[0].train.dtype == configs[1].train.dtype == "float32"
-    assert (tmp_path / "out" / "tokenizer.json").read_text() == '{"added_tokens": []}'
+    assert json.loads((tmp_path / "out" / "tokenizer.json").read_text())["added_tokens"] == added
+    about = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    end = {5: "<end>", -1: config.END}.get(configs[0].data.end_id)
+    assert about == dict(tokenizer_class="PreTrainedTokenizerFast", eos_token=end)
 
 
 def test_an_imported_run_resumes_on_any_mesh_and_with_any_data(tmp_path):
