@@ -53,6 +53,17 @@ def test_rows_after_the_checkpoint_and_incomplete_lines_are_dropped(tmp_path, ca
     assert path.read_text() == kept + '{"kind": "train", "step": 3}\n'
 
 
+def test_lost_rows_are_said(tmp_path, capsys):
+    cfg, path = on_mesh(config.tiny(), (1, 1, 1)), epath.Path(tmp_path)
+    train_row = dict(kind="train", loss=2.0, grad_norm=1.0, tokens=1)
+    rows = [json.dumps(dict(train_row, step=step)) + "\n" for step in range(1, 7)]
+    for kept, said in ((range(6), ""), ((0, 3, 5), "has lost 3 of the rows up to update 6, from")):
+        (path / "metrics.jsonl").write_text("".join(rows[n] for n in kept))
+        metrics.MetricsLog(path, cfg, 6, flops_per_token=1.0).close()
+        warnings = capsys.readouterr().err
+        assert said in warnings and ("lost" in warnings) == bool(said)
+
+
 def test_rows_are_written_one_update_late_and_nan_is_null(tmp_path, capsys):
     cfg = on_mesh(config.tiny(), (1, 1, 1), log=dict(every=1))
     log = metrics.MetricsLog(epath.Path(tmp_path), cfg, 0, flops_per_token=1.0)
