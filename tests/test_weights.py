@@ -41,14 +41,16 @@ def test_no_device_needs_more_than_its_part_and_the_weights_once_more(preset, me
     cfg = on_mesh(config.PRESETS[preset](), mesh)
     shapes, specs = train.state_shapes(cfg), utils.shardings(train.state_specs(cfg))
 
-    def part(shapes, shardings) -> int:
-        parts = jax.tree.map(lambda x, s: 4 * np.prod(s.shard_shape(x.shape)), shapes, shardings)
-        return sum(jax.tree.leaves(parts))
+    def parts(shapes, shardings) -> list[int]:
+        sizes = jax.tree.map(lambda x, s: 4 * np.prod(s.shard_shape(x.shape)), shapes, shardings)
+        return jax.tree.leaves(sizes)
 
     program = jax.jit(train.new_state, static_argnums=0, out_shardings=specs).lower(cfg).compile()
     found = program.memory_analysis()
-    assert found.output_size_in_bytes == pytest.approx(part(shapes, specs), rel=0.001)
-    assert found.temp_size_in_bytes < 1.05 * part(shapes.params, specs.params)
+    assert found.output_size_in_bytes == pytest.approx(sum(parts(shapes, specs)), rel=0.001)
+    weights = parts(shapes.params, specs.params)
+    copied = max(weights) if jax.__version_info__ >= (0, 12) else 0  # that XLA copies one of them
+    assert found.temp_size_in_bytes < 1.05 * (sum(weights) + copied)
 
 
 @pytest.mark.parametrize("middle", [7 * 2**32, 3132 * 9_600_000 + 100])
