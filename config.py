@@ -1,4 +1,4 @@
-"""A run's settings, to be edited here: sections, presets, and their meaning.
+"""A run's settings: sections of flags, presets, and what follows from a model's layer pattern.
 
 Checks of settings are in checks.py; the command line and config files are in cli.py.
 """
@@ -31,8 +31,8 @@ class Run:
     It is not changed, and not needed once this run has a checkpoint of its own."""
     start_with: Literal["weights", "state"] = "weights"
     """What run.start_from gives.
-    weights: the weights, for a new training from update 0.
-    state: all, to go on from its update; of another optimizer, the weights and the update."""
+    weights: the weights, to train from update 0.
+    state: everything, to go on from its update; if optim.name differs, weights and update only."""
     seed: int = 0
     """Seed of the initial weights, the order of the data, dropout and the sampled text."""
     coordinator: str = ""
@@ -43,13 +43,13 @@ class Run:
     process_id: int = -1
     """Number of this process, from 0, together with run.coordinator; -1 leaves it to JAX."""
     restarts: int = 0
-    """How often in a row, without a new checkpoint, training is started again when it has ended.
-    It is after errors that may pass: storage, a lost process, a hang, a preemption, a kill."""
+    """How often training is restarted without a new checkpoint in between.
+    Only after what may be temporary: storage errors, a lost process, a hang, preemption, a kill."""
     accept: Annotated[tuple[str, ...], tyro.conf.arg(metavar="SETTINGS")] = ()
     """Settings, such as optim.lr, that may differ from those of the run's last start.
-    Only those that change the training need to be named; for other data, data.train."""
+    Only those that change the training need to be named; data.train permits other data."""
     start_timeout: int = 120
-    """Seconds in which all processes have to come; after them the run ends with exit code 7."""
+    """Seconds within which all processes must connect; otherwise the run ends with exit code 7."""
     compile_cache: str = ""
     """Local folder that keeps compiled programs for later starts; empty keeps none.
     Its content is run as code, so no one else may be able to write to it."""
@@ -114,7 +114,6 @@ class Mesh:
     alltoall: each expert stays on one dp rank, and the tokens are sent to it.
     Without train.capacity_factor, alltoall keeps room for all ranks' tokens on each rank.
     Its token buffers and expert matmuls are then dp times as large."""
-
     slow_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type in which gradients cross the network between slices, if mesh.dp has several."""
 
@@ -162,9 +161,9 @@ class Model:
     """Multiply the embedding by the root of model.d_model, or of model.mup_base_width if set."""
     mup_base_width: int = 0
     """model.d_model of the model whose learning rate this one is to share (muP); 0 uses no muP.
-    Rates of the layers' matrices, the logits and first values are scaled by the ratio of widths."""
+    Rates of the layers' matrices, logits and initial values are scaled by the ratio of widths."""
     mup_base_depth: int = 0
-    """Its model.n_layers: what a layer adds is scaled by the ratio (CompleteP); 0 does not."""
+    """Its model.n_layers: a layer's output is scaled by the ratio (CompleteP); 0 scales nothing."""
     mup_base_head: int = 0
     """Its model.d_head: attention scores fall as 1 / width of a head; 0 takes this model's."""
     logit_softcap: float = 0.0
@@ -202,7 +201,7 @@ class Model:
     attn_width: int = 0
     """Attention scores are divided by the root of this; 0 takes the width of a key head."""
     attn_sinks: bool = False
-    """gqa: give each head a learned score that no key has, so that it can attend to nothing."""
+    """gqa: give each head a learned score for attending to no key."""
     window: int = 0
     """Number of tokens that a local layer attends to, including the current one."""
 
@@ -245,7 +244,7 @@ class Model:
     norm_bias: bool = False
     """Add a bias to each norm."""
     norm_offset: bool = False
-    """Store the gain of each norm as what it adds to 1."""
+    """Store the gain of each norm minus 1, as Gemma does."""
     norm_eps: float = 1e-6
     """Added to the mean square or variance inside a norm."""
     d_ff: int = 128
@@ -314,8 +313,8 @@ class Data:
     """Held-out set for evaluation, in the same formats.
     NAME=PATH,NAME=PATH: several, each evaluated; the first decides which checkpoints are best."""
     stages: Annotated[tuple[str, ...], tyro.conf.arg(metavar="STAGES")] = ()
-    """Other weights from some update on: UPDATES:NAME=WEIGHT,NAME=WEIGHT for each stage.
-    UPDATES is the number of updates before it."""
+    """Later weights of a mixture: UPDATES:NAME=WEIGHT,NAME=WEIGHT for each stage.
+    UPDATES is the number of updates before the stage."""
     skip: str = ""
     """Updates whose rows are left out, such as 1200:1250,1311: those from 1200 to 1249, and 1311.
     Later rows move up.  Updates are counted as without data.skip."""
@@ -345,8 +344,8 @@ class Train:
     batch_size: int = 32
     """Sequences in an update, over all devices."""
     batch_ramp: str = ""
-    """Other numbers of sequences from some update on, such as 0:16,2000:32.
-    The last of them takes the place of train.batch_size."""
+    """Batch sizes as UPDATES:SEQUENCES, such as 0:16,2000:32, which doubles after 2000 updates.
+    The last size replaces train.batch_size."""
     microbatches: int = 0
     """Pipeline microbatches in each slice of train.grad_accum.
     0 takes 1 if mesh.pp is 1, else the most that divide the batch, up to 4 per stage.
@@ -473,13 +472,13 @@ class Checkpoint:
     0 saves by checkpoint.minutes alone.
     If that is 0 too, the next save starts whenever the last one is complete."""
     minutes: float = 0.0
-    """Minutes between checkpoints, besides checkpoint.every; 0 does not look at the clock."""
+    """Minutes between checkpoints, besides checkpoint.every; 0 sets no time."""
     keep: int = 2
     """Number of newest checkpoints to keep; at least 2."""
     best: bool = False
     """True: save after each evaluation too, and keep the two checkpoints of lowest loss."""
     patience: int = 600
-    """Seconds for which saving may fail and is tried again."""
+    """Seconds for which saving is retried after it has failed."""
 
 
 @dataclass(frozen=True)
@@ -702,7 +701,7 @@ PRESETS = {
 }
 
 
-# ---- what the sections mean
+# ---- derived from the settings
 
 END = "<|endoftext|>"  # the token that our tokenizers put after each document
 
