@@ -14,7 +14,7 @@ import sys
 
 
 def quit_early(number, frame):
-    """What SIGTERM and Ctrl-C do until main has made its Stop; nothing can be lost before."""
+    """The handler of SIGTERM and Ctrl-C until main makes its Stop; there is nothing to save yet."""
     os.write(2, b"\ninterrupted while starting: nothing is lost, run the same command again\n")
     os._exit(75)  # errors.INTERRUPTED, which is not imported yet
 
@@ -26,8 +26,8 @@ if __name__ == "__main__":  # before the imports, which take seconds
 
 import cli
 
-# Before jax is imported: a bad command line and a run that is live are answered at once, and XLA
-# reads its flags once.
+# Before jax is imported, so that a bad command line or a live run is reported at once, and because
+# XLA reads its flags only once.
 if __name__ == "__main__":
     CFG = cli.start()
     import lock  # takes 0.3 s
@@ -150,7 +150,7 @@ def init_state(cfg: Config) -> State:
 
 def checkpoint_items(state: State) -> dict:
     """A State as the items of a checkpoint.  The weights are an item of their own, so that they can
-    be read alone; so is what not every run has."""
+    be read alone, and so are the parts that only some runs have."""
     items = dict(params=state.params, rest=dict(step=state.step, opt=state.opt))
     items |= {} if state.ema is None else dict(ema=state.ema)
     norms = state.recent_norms
@@ -158,7 +158,7 @@ def checkpoint_items(state: State) -> dict:
 
 
 def state_of(items: dict) -> State:
-    """The State that `checkpoint_items` has taken apart."""
+    """The inverse of `checkpoint_items`."""
     norms = items.get("recent_norms", {}).get("norm_U")
     return State(params=items["params"], ema=items.get("ema"), recent_norms=norms, **items["rest"])
 
@@ -217,7 +217,8 @@ def restore_or_init(run, train: Dataset, cfg: Config) -> tuple[Checkpoints, Stat
 
 
 def branch_state(run, source, cfg: Config) -> State:
-    """The first State of a run that starts from another; source: its training data."""
+    """The first State of a run that starts from another's checkpoint.  source: the training data of
+    this run."""
     parent = Parent(cfg, source.tokenizer)
     abstract, keeps_all = checkpoint_items(abstract_state(cfg)), cfg.run.start_with == "state"
     taken = {item for item in abstract if keeps_all and parent.has(item, abstract)} | {"params"}
@@ -226,7 +227,7 @@ def branch_state(run, source, cfg: Config) -> State:
 
     def fill(found):
         state = make_state(found["params"], cfg)
-        if keeps_all:  # what the parent has of these takes their place
+        if keeps_all:  # the items that the parent has replace these
             opt = with_count(state.opt, parent.step)
             state = state._replace(step=jnp.int32(parent.step), opt=opt)
         return checkpoint_items(state) | found
@@ -270,8 +271,8 @@ def fixed_settings(cfg: Config, fingerprint: str | None) -> dict:
 
 
 def model_settings(cfg: Config) -> dict:
-    """`fixed_settings` of weights that were not trained by this run: whoever trains them further
-    may choose the batch and the data."""
+    """`fixed_settings` of weights from elsewhere, which may be trained further with any batch size
+    and data."""
     settings = fixed_settings(cfg, fingerprint=None)
     return {name: x if name.startswith("model.") else None for name, x in settings.items()}
 
@@ -462,7 +463,7 @@ def save(store, step: int, state: State, last: bool, log: MetricsLog, stop):
     while not (saved := store.save(step, items, loss, last)) and last:
         time.sleep(1)
         stop.poll()  # so that the Watchdog sees that the run goes on
-    stop.saves = stop.saves and not saved  # what a signal asked for is done when it can be
+    stop.saves = stop.saves and not saved  # a save that a signal asked for is tried until it works
 
 
 def train_loop(run, store, state: State, train: Dataset, vals, tasks, stop, cfg: Config):
@@ -495,7 +496,7 @@ def train_loop(run, store, state: State, train: Dataset, vals, tasks, stop, cfg:
         c, last = cfg.checkpoint, step == cfg.train.steps
         with jax.profiler.TraceAnnotation(DATA_WAIT):
             error = train.batch_error(step)
-            # The first batches of an evaluation are read, and known to be there, before it begins.
+            # All processes learn NOTICE updates ahead that a batch of an evaluation cannot be read.
             at = next_evaluation(step, cfg)
             for val in vals:
                 val.read_eval(val.eval_indices(at))
@@ -526,7 +527,8 @@ def train_loop(run, store, state: State, train: Dataset, vals, tasks, stop, cfg:
 
 
 def main(cfg: Config, held=None) -> State | None:
-    """Make or resume a run and train it, or only evaluate it.  held: its lock, if taken."""
+    """Make or resume a run and train it, or only evaluate it.  held: the run's lock, if this
+    process has it already."""
     stop = processes.Stop()
     if held is not None and not utils.is_lead():
         held.release()
