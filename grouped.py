@@ -10,8 +10,8 @@ For `outer` in tiles one of the two factors must be zero there, and in the rows 
 rows to a multiple of Z.
 
 A platform's kernels, of JAX's own libraries, take experts of any size.  Elsewhere rows are
-multiplied in tiles of one expert each, for which each size must be a multiple of Z.  To a function
-here Z=1 means kernels.
+multiplied in tiles of one expert each, for which each size must be a multiple of Z.  In this file
+Z=1 selects the kernels.
 """
 
 import importlib
@@ -34,8 +34,7 @@ def tile_shape(U: int, E: int) -> tuple[int, int]:
 
 
 def split_into_tiles(size_E, Z: int, *arrays):
-    """The expert of each tile, which is some expert for tiles of no expert, and the tiles of each
-    array."""
+    """(expert_Y, tiles of each array): the expert of each tile; for tiles of no expert, any."""
     tiles = [x.reshape(-1, Z, x.shape[-1]) for x in arrays]
     tile_Y = jnp.arange(len(tiles[0]))
     expert_Y = jnp.searchsorted(jnp.cumsum(size_E) // Z, tile_Y, side="right")
@@ -45,11 +44,11 @@ def split_into_tiles(size_E, Z: int, *arrays):
 def grouped_tiles(x_OD, w_EDF, size_E, Z: int, transposed: bool):
     """`grouped`, one tile after the other, because lax.ragged_dot multiplies with all E experts on
     CPUs and GPUs, and on TPUs for the gradients of weights (XLA's programs of jax 0.10.2)."""
-    sums = "ZF,DF->ZD" if transposed else "ZD,DF->ZF"
+    dims = "ZF,DF->ZD" if transposed else "ZD,DF->ZF"
 
     def one_tile(tile):
         expert, x_ZD = tile
-        return multiply(sums, x_ZD, w_EDF[expert])
+        return multiply(dims, x_ZD, w_EDF[expert])
 
     return lax.map(one_tile, split_into_tiles(size_E, Z, x_OD)).reshape(len(x_OD), -1)
 

@@ -75,8 +75,8 @@ NORMS = dict(before=BEFORE, after=AFTER, both=BEFORE + AFTER)
 
 
 HEAD_STD = 0.25
-"""Standard deviation of the first logits.  The first loss is above log(vocab_size) by half of its
-square, 0.03."""
+"""Standard deviation of the initial logits.  The initial loss is above log(vocab_size) by half of
+its square, 0.03."""
 
 
 def ends_table(cfg: Config) -> dict:
@@ -195,8 +195,8 @@ def prepare_weights(params, cfg: Config, dtype) -> dict:
 
 @jax.custom_vjp
 def lookup(grads_VD, table_VD, row_BL):
-    """(grads_VD, table_VD[row_BL]).  Backward, the gradient of each looked-up row is added to the
-    sum that is the cotangent of grads, as in `tap_gradient`; None is for a forward pass only.
+    """(grads_VD, table_VD[row_BL]).  As in `tap_gradient`, the cotangent of grads is a running sum,
+    to which the backward pass adds the gradient of each row; None where there is no backward pass.
 
     The sum is float32: in bfloat16 it would stop growing at 256 times the size of a term, which a
     frequent token's gradient soon reaches.
@@ -229,8 +229,8 @@ def logits(x_BLD, ends, cfg):
     """This tp shard's columns of the logits, float32, for the normed x of all tp shards.  Ids from
     vocab_size on get a logit of -1e30."""
     tied = cfg.model.tie_embeddings
-    sums, w = ("BLD,VD->BLV", ends["embed_VD"]) if tied else ("BLD,DV->BLV", ends["unembed_DV"])
-    logit_BLV = einsum(sums, x_BLD, w, jnp.float32)
+    dims, w = ("BLD,VD->BLV", ends["embed_VD"]) if tied else ("BLD,DV->BLV", ends["unembed_DV"])
+    logit_BLV = einsum(dims, x_BLD, w, jnp.float32)
     if base := cfg.model.mup_base_width:  # Yang et al. 2022, table 8
         logit_BLV *= base / cfg.model.d_model
     logit_BLV = softcap(logit_BLV, cfg.model.logit_softcap)
@@ -263,8 +263,8 @@ def cross_entropy(x_BLD, target_BL, ends, cfg):
 
 
 def residual_scale(cfg: Config) -> float:
-    """The factor on what a layer adds to the residual stream: with model.mup_base_depth, that
-    depth / depth (Dey et al. 2025, CompleteP with alpha 1)."""
+    """The factor on what a layer adds to the residual stream: model.mup_base_depth / n_layers, if
+    that is set (Dey et al. 2025, CompleteP with alpha 1)."""
     m = cfg.model
     return m.mup_base_depth / m.n_layers if m.mup_base_depth else 1.0
 
@@ -400,7 +400,7 @@ def scan_layers(layer: Callable, x, kinds: list[str], inputs: dict, first_layer,
 
 
 def stacked_shape(w) -> tuple[int, ...]:
-    """How many layers a kind's stacked weights are of, or parts and layers in each."""
+    """The leading dims of a kind's stacked weights: (layers,), or (parts, layers in each)."""
     return next(x.shape[:-1] for name, x in w.items() if name.endswith("_norm_D"))
 
 
@@ -416,15 +416,15 @@ def fold_key(key, n):
 
 @jax.custom_vjp
 def tap_gradient(grads, w, row):
-    """(grads, w) unchanged; it changes the backward pass, where it adds the gradient of w to one
-    row of the cotangent of grads.
+    """(grads, w) unchanged.  In the backward pass the gradient of w is added to one row of the
+    cotangent of grads.
 
-    So that cotangent is a running sum: whoever calls the backward pass gives the sum so far as the
-    cotangent of the grads returned, and gets the new sum as the gradient of grads.  The values of
-    grads are not used.  The sum grows in place (in an interleaved schedule, in a copy of one part).
-    Otherwise a loop stacks the gradients of the layers, and they are added to the sum afterwards:
-    0.18 GiB more for llama_1b with 1f1b on v5p 2x2x2, one row a microbatch, and 5 % more cycles by
-    XLA's count.
+    That cotangent is a running sum of gradients: the caller of the backward pass gives the sum so
+    far as the cotangent of the grads returned, and gets the new sum as the gradient of grads, whose
+    values are not used.  The sum grows in place (in an interleaved schedule, in a copy of one
+    part).  Without this the loop over layers would stack their gradients, to be added to the sum
+    afterwards: 0.18 GiB more for llama_1b with 1f1b on v5p 2x2x2, one row a microbatch, and 5 %
+    more cycles by XLA's count.
     """
     return grads, w
 
@@ -467,11 +467,9 @@ def apply_layers(
         x_BLD, stats = rematerialize(partial(compute, kind), cfg)(x_BLD, w, n)
         return (x_BLD, grads), stats
 
-    inputs = {kind: (w, jnp.arange(count_layers({kind: w}))) for kind, w in params.items()}
-    x_and_grads = x_BLD, grads
-    unroll = cfg.train.unroll
-    x_and_grads, stats = scan_layers(layer, x_and_grads, kinds, inputs, first_layer, unroll)
-    x_BLD, grads = x_and_grads
+    inputs = {kind: (w, jnp.arange(stacked_shape(w)[0])) for kind, w in params.items()}
+    args = (x_BLD, grads), kinds, inputs, first_layer, cfg.train.unroll
+    (x_BLD, grads), stats = scan_layers(layer, *args)
     return x_BLD, mark_varying(stats), grads
 
 
