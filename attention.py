@@ -101,10 +101,10 @@ def full_row_span(token_MBL, m, cfg: Config, first_row=0) -> Span:
 def rope_frequencies(width, m):
     """Radians per token of each rotated pair of a head of that width.
 
-    Linear scaling slows all pairs down by rope_factor (Chen et al. 2023).  Llama 3.1 and YaRN slow
-    down those that turn seldom within rope_original tokens, and not those that turn often.  In
-    between is a linear ramp: in turns for Llama 3.1 (its reference code), in the index of the pair
-    for YaRN (Peng et al. 2023, section 3.2).
+    Linear scaling divides all frequencies by rope_factor (Chen et al. 2023).  Llama 3.1 and YaRN
+    divide those of pairs that make few turns within rope_original tokens, and keep those with many.
+    In between is a linear ramp: in turns for Llama 3.1 (its reference code), in the index of the
+    pair for YaRN (Peng et al. 2023, section 3.2).
     """
     pair_A = np.arange(width // 2)
     freq_A = m.rope_theta ** (-2 * pair_A / width)
@@ -175,8 +175,8 @@ def score_scale(cfg, width: int) -> float:
 
 
 def decoding_attention(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int, sink_H=None):
-    """Attention of new tokens, which begin at another place in each row, to the keys of a cache.
-    All scores are in memory."""
+    """Attention of new tokens, whose first index differs by row, to the keys of a cache.  All
+    scores are in memory."""
     B, L, H, K = q_BLHK.shape
     S, G = k_BSGK.shape[1:3]
     q_BGRLK = q_BLHK.reshape(B, L, G, H // G, K).transpose(0, 2, 3, 1, 4)
@@ -280,8 +280,9 @@ def why_unsupported(kernel: str, q_BLHK, v_BSGW, at: Span, cfg: Config) -> str:
     limits = {f"runs on {platforms[0]}, and this is {platform()}": platform() not in platforms}
     limits |= {"has no attention sinks (model.attn_sinks)": cfg.model.attn_sinks}
     if kernel == "cudnn":
-        found = str(getattr(jax.devices()[0], "compute_capability", "9.0"))  # a plan's is Hopper
-        capability = float(found) if re.fullmatch(r"\d+\.\d+", found) else 0.0  # AMD's is a name
+        # Without a GPU, as in scripts/plan.py, it is Hopper's.  AMD's is a name.
+        found = str(getattr(jax.devices()[0], "compute_capability", "9.0"))
+        capability = float(found) if re.fullmatch(r"\d+\.\d+", found) else 0.0
         widest = 256 if capability >= 9 else 128
         limits |= {
             "needs an NVIDIA GPU of compute capability 8.0": capability < 8,
@@ -327,11 +328,10 @@ def attend(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int, sink_H=None):
 
 
 def logit_stats(q_BLHK, k_BSGK, at: Span, cfg, width: int) -> dict:
-    """With log.norms_every, a layer's statistic `logit`, summed over this device's rows and heads:
-    the mean square of the scores of all pairs of a row's tokens, before softcap and mask.
+    """With log.norms_every, a layer's statistic `logit`: the mean square of the scores of all pairs
+    of a row's tokens, before softcap and mask, summed over this device's rows and heads.
 
-    The sum over i, j of (q_i . k_j)^2 is <Q'Q, K'K>, which needs no scores.  It is a sum over rows
-    and heads, so that every mesh gives the same number.
+    The sum over i, j of (q_i . k_j)^2 is <Q'Q, K'K>, which needs no scores.
     """
     if not cfg.log.norms_every or at.decoding:
         return {}

@@ -75,8 +75,8 @@ def visit_blocks(visit: Callable, carry, L: int, how: Options):
     """The last carry of carry = visit(carry, i, j, n), called for each block of queries, which
     begins at index i, with all keys that it sees: n at a time, from index j on.
 
-    The keys at the block's own place come first.  Each query sees itself there, so that from then
-    on its maximum is that of scores that count.
+    The keys at the block's own indices come first: each query sees itself there, so that its
+    running maximum is that of scores that count.
     """
     starts = range(0, L, how.block)
     first_key = {i: max(0, i - how.window + 1) if how.window else 0 for i in starts}
@@ -118,7 +118,7 @@ def forward(q_PRLK, k_PLK, v_PLW, document_PL, sink_PR, how: Options):
         score_PRQS = jnp.where(seen_P1QS, score_PRQS, -1e30)
         new_max_PRQ1 = jnp.maximum(max_PRQ1, score_PRQS.max(-1, keepdims=True))
         exp_PRQS = jnp.exp(score_PRQS - new_max_PRQ1)
-        rescale_PRQ1 = jnp.exp(max_PRQ1 - new_max_PRQ1)  # what is there was relative to the old max
+        rescale_PRQ1 = jnp.exp(max_PRQ1 - new_max_PRQ1)  # the sums are relative to the old maximum
         new_PRQW = multiply("PRQS,PSW->PRQW", exp_PRQS.astype(v_PSW.dtype), v_PSW, jnp.float32)
         new = (
             rescale_PRQ1 * y_PRQW + new_PRQW,

@@ -42,8 +42,8 @@ def moe_table(cfg: Config) -> dict:
     """The weights of `moe`."""
     m = cfg.model
     D, E, F, C = m.d_model, m.n_experts, m.d_expert, m.in_matrices
-    where = dict(stays_sharded=cfg.mesh.experts == "alltoall")
-    if where["stays_sharded"]:
+    by_rank = dict(stays_sharded=cfg.mesh.experts == "alltoall")
+    if by_rank["stays_sharded"]:
         in_spec, out_spec = P("dp", None, None, "tp"), P("dp", "tp", None)
     else:
         in_spec, out_spec = P(None, "dp", None, "tp"), P(None, "tp", "dp")
@@ -51,12 +51,12 @@ def moe_table(cfg: Config) -> dict:
         router_DE=Param(
             (D, E), P("dp", None), normal(D), keep_float32=True, rows=(0,), columns=(1,)
         ),
-        in_EDCF=Param((E, D, C, F), in_spec, normal(D), rows=(1,), columns=(3,), **where),
-        out_EFD=Param((E, F, D), out_spec, to_residual(m, F), rows=(1,), columns=(2,), **where),
+        in_EDCF=Param((E, D, C, F), in_spec, normal(D), rows=(1,), columns=(3,), **by_rank),
+        out_EFD=Param((E, F, D), out_spec, to_residual(m, F), rows=(1,), columns=(2,), **by_rank),
     )
     if m.expert_bias:
         spec = P(in_spec[0], None, "tp")
-        table |= dict(in_bias_ECF=zero_bias(E, C, F, spec=spec, **where))
+        table |= dict(in_bias_ECF=zero_bias(E, C, F, spec=spec, **by_rank))
         table |= dict(out_bias_ED=zero_bias(E, D))
     if m.router_logit_bias:
         table |= dict(router_logit_bias_E=zero_bias(E))
@@ -176,8 +176,8 @@ set_gradient(from_slots, to_slots)
 
 
 def gates_to_slots(gate_U, pair_O, slot_U):
-    """gate_O: the gate of the pair in each slot, and 0 in an empty one, which therefore has no part
-    in any gradient."""
+    """gate_O: the gate of the pair in each slot, and 0 in an empty one, so that it adds to no
+    gradient."""
     gate_O1 = to_slots(gate_U[:, None], pair_O, slot_U, 1)
     return jnp.where(pair_O < gate_U.size, gate_O1[:, 0], 0)
 
@@ -186,8 +186,8 @@ def gates_to_slots(gate_U, pair_O, slot_U):
 
 
 def hidden_rows(x_OD, in_EDCF, bias_ECF, size_E, Z, cfg):
-    """(h_OF, backward): the hidden units of each row, and the function from their gradient to those
-    of h_OJ, gate beside up before the biases, and of the biases, which may be None."""
+    """(h_OF, backward): the hidden units of each row, and the function from their gradient to the
+    gradients of h_OJ, which is gate and up side by side before the biases, and of the biases."""
     E, D, C, F = in_EDCF.shape
     h_OJ = grouped(x_OD, in_EDCF.reshape(E, D, C * F), size_E, Z)
 
@@ -316,7 +316,7 @@ def dispatch_with_capacity(x_BLD, gate_BLX, expert_BLX, w, cfg):
 
 def output_biases(gate_BLX, expert_BLX, kept_BLX, bias_ED):
     """The sum over each token's kept experts of their output biases times the gates, float32.  It
-    needs no dispatch: these biases depend on the expert alone."""
+    needs no dispatch, because the biases do not depend on the token."""
     gate_BLX = jnp.where(kept_BLX, gate_BLX, 0)
     gate_BLE = (gate_BLX[..., None] * jax.nn.one_hot(expert_BLX, len(bias_ED))).sum(-2)
     return jnp.einsum("BLE,ED->BLD", gate_BLE, bias_ED)
