@@ -70,9 +70,8 @@ def zero_total(w, cfg: Config) -> Total:
     groups = {group: w[group] for group in ("layers", "prefix") if group in w}
     stats = {group: {k: stats(k, x) for k, x in kinds.items()} for group, kinds in groups.items()}
     grads = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), w)
-    return Total(
-        lax.pcast(jnp.float32(0), with_slices(*BATCH), to="varying"), grads, mark_varying(stats)
-    )
+    zero = lax.pcast(jnp.float32(0), with_slices(*BATCH), to="varying")
+    return Total(zero, grads, mark_varying(stats))
 
 
 def accumulate(total, new):
@@ -87,8 +86,8 @@ def prepare_parts(params, cfg: Config, dtype) -> dict:
 
 
 def copy_to_slices(params, cfg: Config):
-    """The weights, typed as different in every slice.  The transpose sums the gradients over the
-    slices, in mesh.slow_dtype; its rounding of the weights is used by nothing."""
+    """The weights, typed as different in every slice.  Only its transpose is used, which sums the
+    gradients over the slices, in mesh.slow_dtype; no one reads the rounded weights."""
     if cfg.mesh.slices == 1:
         return params
 
@@ -105,8 +104,8 @@ def reduce_total(total: Total, params, cfg: Config):
     def prepare(params):
         return prepare_parts(copy_to_slices(params, cfg), cfg, jnp.float32)
 
-    # Summing gradients over devices is the transpose of what prepares the weights: first within a
-    # slice, so that only sums, sharded over dp, cross the slow network.
+    # Summing gradients over devices is the transpose of preparing the weights.  It sums within each
+    # slice first, so that only sums, sharded over dp, cross the slow network.
     _, backward = jax.vjp(prepare, params)
     (grads,) = backward(total.grads)
     layers = total.stats["layers"]
@@ -189,15 +188,15 @@ def with_saved_weights(backward, weights):
 
 
 class SavedArrays:
-    """Which arrays of a function from jax.vjp are buffered until the backward pass, for a function
-    of (weights, their gradient so far, x).
+    """Which arrays of a backward function from jax.vjp are buffered until the backward pass; its
+    forward function takes (weights, their gradient so far, x).
 
     An array that depends on the microbatch or the part is typed as varying over pp, if their
-    numbers are; the others are constants.  The weights need no buffer, they are there anyway.
+    numbers are; the others are constants.  The weights need no buffer: they are in memory anyway.
     """
 
     def __init__(self, example):
-        """example: such a function, for a microbatch and part whose numbers vary over pp."""
+        """example: a backward function, for a microbatch and part whose numbers vary over pp."""
         self.constants, self.treedef = jax.tree.flatten(with_saved_weights(example, None))
         varying_axes = [jax.typeof(x).manual_axis_type.varying for x in self.constants]
         self.is_buffered = ["pp" in axes for axes in varying_axes]
@@ -245,8 +244,8 @@ class SliceWork:
         front = ("embed_VD", "position_LD", "prefix")
         self.front = {name: x for name, x in w.items() if name in front}
         self.schedule = make_schedule(cfg, token_MBL.shape[0])
-        # Shapes and types, from an example.  As number of its microbatch and part it has that of
-        # the stage, because SavedArrays wants numbers that vary over pp.
+        # An example, for shapes and types.  Its microbatch and part have the stage's number,
+        # because SavedArrays needs numbers that vary over pp.
         s = lax.axis_index("pp")
         x_BLD = jax.eval_shape(lambda: self.apply_front(s, self.front, None)[0])
         self.x_BLD = mark_varying(jnp.zeros(x_BLD.shape, x_BLD.dtype))

@@ -236,12 +236,12 @@ def run_schedule(schedule: Schedule, work: Work, x_BLD, saved, total, branch: Ca
 
 
 def with_buffer(work: Work, size: int, y_waits: bool):
-    """(forward, backward): those of the work, but what backward needs, and if y_waits the output,
-    is written to a buffer and read from it.
+    """(forward, backward): those of the work, which also write what backward needs, and if y_waits
+    the output, to a buffer and read it from there.
 
-    They are parts of branches.  Outside of the branches XLA would copy what they write and read:
-    gpt2_1.5b with pp 4 and remat=attention on v6e then needs 1.7 GiB more and, by XLA's count, 1.9
-    times the time.
+    The buffer is used inside the branches of `tick`, because outside of them XLA would copy what is
+    written and read: gpt2_1.5b with pp 4 and remat=attention on v6e then needs 1.7 GiB more and, by
+    XLA's count, 1.9 times the time.
     """
 
     def forward(x_BLD, m, r, buffer, total):
@@ -288,7 +288,7 @@ def work_when_due(due, f, skip, *args):
 
 
 def work_in_lock_step(due, f, skip, *args):
-    """Where any stage has work all stages work, and those without drop the results."""
+    """All stages work if any has work; the others drop their results."""
     this_stage = due(lax.axis_index("pp"))
     any_stage = due(jnp.arange(lax.axis_size("pp"))).any()
 
@@ -301,9 +301,9 @@ def work_in_lock_step(due, f, skip, *args):
 def branch_policy(cfg: Config) -> Callable:
     """The `branch` of run_schedule that mesh.skip_bubbles chooses.
 
-    A single stage needs no branches.  On a CPU with several devices it has them all the same,
-    because they keep collectives in order, except with train.remat=offload: arrays in host memory
-    cannot leave a branch.
+    A single stage needs no branches.  On several CPU devices it has them anyway, because they keep
+    collectives in order, except with train.remat=offload: arrays in host memory cannot leave a
+    branch.
     """
     one_device = cfg.mesh.sizes == (1, 1, 1)
     if cfg.mesh.pp == 1 and (one_device or platform() != "cpu" or cfg.train.remat == "offload"):
