@@ -37,8 +37,8 @@ def norm_table(cfg: Config, name: str = "norm") -> dict:
     instead of 5.36 with ones, and as in Gemma 3 4.73 instead of 5.92.
     """
     D = cfg.model.d_model
-    first = to_residual(cfg.model, 1).std if "post" in name else 1.0
-    table = {f"{name}_D": norm_gain(D, adds_one=cfg.model.norm_offset, first=first)}
+    initial = to_residual(cfg.model, 1).std if "post" in name else 1.0
+    table = {f"{name}_D": norm_gain(D, adds_one=cfg.model.norm_offset, initial=initial)}
     return table | {f"{name}_bias_D": zero_bias(D)} if cfg.model.norm_bias else table
 
 

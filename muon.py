@@ -25,8 +25,8 @@ OPTIMAL = (
     (3.3184196573706015, -2.488488024314874, 0.51004894012372),
     (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
 )
-# Rounding may take a value above 1, and from there the steps would go to infinity.  The margin of
-# 1 % is theirs too: what is between 0.001 and 1.01 ends between 0.85 and 1.13.
+# Rounding may take a value above 1, and from there the steps would diverge.  The margin of 1 % is
+# theirs too: values between 0.001 and 1.01 end between 0.85 and 1.13.
 STEPS = (*((a / 1.01, b / 1.01**3, c / 1.01**5) for a, b, c in OPTIMAL[:-1]), OPTIMAL[-1])
 RMS = 0.2
 """The root mean square of an update's elements, which is about that of AdamW's, so that the rates
@@ -35,11 +35,11 @@ and the weight decay of AdamW fit (Liu et al. 2025, "Muon is scalable for LLM tr
 
 def orthogonalize(x_ST, dtype: str):
     """x with its singular values moved to between 0.85 and 1.13, if they are at least a hundredth
-    of the largest and x has at most 10,000 rows; smaller ones end nearer to zero.  The products of
-    the five steps are computed in `dtype`, those of the norm in float32."""
+    of the largest and x has at most 10,000 rows; smaller ones end nearer to zero.  The five steps
+    are computed in `dtype`, the norm in float32."""
     x_ST /= jnp.maximum(jnp.linalg.norm(x_ST), 1e-30)
     # The largest singular value is at most the fourth root of the sum of all fourth powers, which
-    # is far closer to it than the Frobenius norm where many are alike.
+    # is a far closer bound than the Frobenius norm where many are alike.
     gram_SS = jnp.matmul(x_ST, x_ST.T, precision="float32")
     x_ST = (x_ST / jnp.sqrt(jnp.linalg.norm(gram_SS) + 1e-30)).astype(dtype)
 
@@ -61,10 +61,10 @@ def update_of(x_RC, dtype: str):
 def update_of_part(x, p: Param, dtype: str):
     """The update of a device's part of a weight, inside shard_map.
 
-    The devices of a pipeline stage share out the whole matrices of its layers (and experts).  Each
-    way takes one all-to-all for each mesh axis of rows and columns, which moves the momentum once,
-    or more often where there are fewer matrices than devices: zeros fill up.  Products of parts
-    would need a collective in each of the five steps.
+    The devices of a pipeline stage share out the whole matrices of its layers (and experts): one
+    all-to-all for each mesh axis of rows and columns brings matrices together, and one takes the
+    updates back.  If there are fewer matrices than devices, zeros are added and sent too.  With
+    matrices that stay sharded each of the five steps would need a collective.
     """
     first = p.is_stacked
     rows, columns = ([first + dim for dim in dims] for dims in (p.rows, p.columns))

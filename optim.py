@@ -69,14 +69,14 @@ def clip(cfg: Config) -> optax.GradientTransformation:
 
 
 def is_hidden(cfg: Config):
-    """The tree that says of each weight whether it is a matrix of a layer."""
+    """A tree of booleans: whether each weight is a matrix of a layer."""
     return jax.tree.map(lambda p: len(p.rows) > 0, param_table(cfg))
 
 
 def scale_hidden(cfg: Config, rate=1.0, power=1.0) -> optax.GradientTransformation:
-    """The directions of the layers' matrices times rate, and with muP times (base width / width) **
-    power: 1 for elements of about one size (Yang et al. 2022, table 8), 0.5 for Muon, the singular
-    values of whose updates grow as the root of the width."""
+    """Scales the updates of the layers' matrices by rate, and with muP by (base width / width) **
+    power.  power: 1 for AdamW and Lion (Yang et al. 2022, table 8); 0.5 for Muon, whose updates
+    have singular values that grow as the root of the width."""
     m = cfg.model
     rate *= (m.mup_base_width / m.d_model) ** power if m.mup_base_width else 1.0
     return optax.masked(optax.scale(rate), is_hidden(cfg))
@@ -133,7 +133,7 @@ def optimizer(cfg: Config) -> optax.GradientTransformation:
 
 
 def count_updates(opt, step):
-    """How many updates an optimizer's state has seen; `step` for a state that does not count."""
+    """How many updates an optimizer's state has had; `step` for a state that does not count."""
     counts = optax.tree.get_all_with_path(opt, "count")
     return counts[-1][1] if counts else step
 
@@ -162,7 +162,7 @@ def average_weights(ema, params, n, cfg: Config):
 # ---- updates that are skipped
 
 SPIKE_WINDOW = 64
-"""How many gradient norms say what is usual."""
+"""How many recent gradient norms a new one is compared with."""
 
 
 def is_finite(loss, grad_norm):
@@ -171,14 +171,14 @@ def is_finite(loss, grad_norm):
 
 def is_spike(grad_norm, recent_U, cfg: Config):
     """Whether a finite gradient norm is train.spike_sigma standard deviations above the mean of
-    those before it.  recent_U, oldest first, has -1 for those that there are not yet."""
+    those before it.  recent_U: oldest first, and -1 for updates that are not made yet."""
     limit = recent_U.mean() + cfg.train.spike_sigma * recent_U.std()
     return jnp.isfinite(grad_norm) & (recent_U[0] >= 0) & (grad_norm > limit)
 
 
 def add_norm(grad_norm, recent_U):
-    """The last finite norms.  Spikes count, so that a new level that stays is not skipped for
-    ever."""
+    """The last finite norms, spikes included, so that a level that stays high is accepted in
+    time."""
     return jnp.where(jnp.isfinite(grad_norm), jnp.append(recent_U[1:], grad_norm), recent_U)
 
 

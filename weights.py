@@ -68,15 +68,15 @@ def normal(fan_in) -> Normal:
     return Normal(fan_in**-0.5)
 
 
-def norm_gain(*shape, adds_one: bool, spec=None, first: float = 1.0) -> Param:
-    """The gain of a norm, `first` at first, by default the same on every device."""
-    spec, stored = spec or P(*[None] * len(shape)), first - adds_one
+def norm_gain(*shape, adds_one: bool, spec=None, initial: float = 1.0) -> Param:
+    """The gain of a norm, by default the same on every device."""
+    spec, stored = spec or P(*[None] * len(shape)), initial - adds_one
     init = lambda key, shape: jnp.full(shape, stored)  # noqa: E731
     return Param(shape, spec, init, is_matrix=False, adds_one=adds_one)
 
 
 def zero_bias(*shape, spec=None, stays_sharded=False) -> Param:
-    """A bias: zeros at first, by default the same on every device."""
+    """A bias, initially zero, by default the same on every device."""
     spec = spec or P(*[None] * len(shape))
     init = lambda key, shape: jnp.zeros(shape)  # noqa: E731
     return Param(shape, spec, init, is_matrix=False, stays_sharded=stays_sharded)
@@ -190,10 +190,10 @@ class LocalPart:
 
 
 def draw_chunk(key_2, first, size_A, start_A, whole_A, std, n: int):
-    """Numbers first .. first + n - 1 of a device's part of a layer: std times those that
-    jax.random.normal(key, whole_A) has in their places, float32 [n].
+    """Numbers first .. first + n - 1 of a device's part of a layer, float32 [n]: std times the
+    elements of jax.random.normal(key, whole_A) at their indices.
 
-    The place in the whole, a number of 64 bits, is what Threefry (Salmon et al. 2011) hashes.
+    Threefry (Salmon et al. 2011) hashes an element's index in the whole, a number of 64 bits.
     """
     i_I = first + lax.iota(jnp.uint32, n)
     at_AI = []
@@ -217,9 +217,9 @@ def draw_chunk(key_2, first, size_A, start_A, whole_A, std, n: int):
 
 
 def equal_copies(x, spec: P):
-    """x, whose copies along the mesh axes that spec does not name are equal, typed as such.
+    """x, whose copies along the mesh axes that spec does not name are equal, typed as equal there.
 
-    JAX has no cast for that; the maximum of equal numbers is the number.
+    JAX has no cast for that, so this takes the maximum of the copies.
     """
     varying = jax.typeof(x).manual_axis_type.varying
     copied = tuple(axis for axis in with_slices(*AXES) if axis in varying and axis not in spec)
