@@ -1,8 +1,6 @@
-"""What every run needs from the machine: what its processes tell each other, the mesh, compiling,
-and peak speeds.
+"""Exchange between processes, the mesh, compiling, and peak speeds.
 
-No maths of the model is here.  How processes start, stop and fail is in processes.py, files and
-folders are in files.py.
+How processes start, stop and fail is in processes.py; files and folders are in files.py.
 """
 
 import json
@@ -86,10 +84,11 @@ def shared_store():
 
 
 def exchange(text: str) -> list[str]:
-    """The texts of all processes, by their ids; every process calls this at the same point.
+    """The texts of all processes, in the order of their ids; every process calls this at the same
+    point.
 
-    They go through the key-value store and not over the mesh, which can be used only once the
-    processes are known to agree about it.
+    They go through the key-value store and not over the mesh, which can be used only once all
+    processes are known to have the same one.
     """
     if len(process_ids()) == 1:
         return [text]
@@ -212,10 +211,10 @@ def make_mesh(cfg: Config) -> jax.sharding.Mesh:
 
 
 def mesh_of(devices: list, cfg: Config) -> jax.sharding.Mesh:
-    """The mesh of cfg over these devices, as many as it has places: its slices are those of the
-    devices, or parts of the devices in their order, if those are in one slice or are GPUs.
+    """The mesh of cfg over these devices, of which there must be as many as it needs.  Its slices
+    are the devices' own; for devices in one slice, and for GPUs, equal parts of the list.
 
-    Raises UserError USAGE for other slices than those of TPUs.
+    Raises UserError USAGE where TPUs are in other slices than the mesh.
     """
     found, wanted, shape = count_slices(devices), cfg.mesh.slices, cfg.mesh.shape
     sizes = tuple(shape.values())
@@ -229,22 +228,23 @@ def mesh_of(devices: list, cfg: Config) -> jax.sharding.Mesh:
         what = f"mesh.dp={cfg.mesh.dp} has {wanted} slice(s), but the devices are in {found}"
         fix = f"set --mesh.dp {found}x{len(devices) // found}, or less with --mesh.pp or --mesh.tp"
         raise UserError(errors.USAGE, what, fix)
-    else:  # in the order of the devices, so of the nodes, where they are no TPUs
+    else:  # GPUs and CPUs stay in their order, which is by node
         grid = mesh_utils.create_device_mesh(sizes, devices, **split)
     return jax.sharding.Mesh(grid, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
 
 
 def count_slices(devices: list) -> int:
-    """How many groups of these devices have a fast network inside: slices of TPUs, nodes of GPUs.
-    XLA numbers both; CPUs are one group.
+    """How many groups with a fast network inside these devices are in: slices of TPUs, nodes of
+    GPUs.  XLA numbers both; CPUs are one group.
 
-    Raises UserError USAGE where they are not of one size.
+    Raises UserError USAGE where the groups have different sizes.
     """
     sizes = Counter(getattr(device, "slice_index", 0) for device in devices).values()
     if len({*sizes}) > 1:
         what = f"the slices or nodes have {errors.or_list([*sizes])} devices, not equally many"
         raise UserError(errors.USAGE, what, "leave devices out, so that all have the same number")
-    nodes_of_one = devices[0].platform == "gpu" and {*sizes} == {1}  # they have no network inside
+    # GPU nodes of one device have no fast network to keep apart.
+    nodes_of_one = devices[0].platform == "gpu" and {*sizes} == {1}
     return 1 if nodes_of_one else len(sizes)
 
 
