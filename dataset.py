@@ -1,8 +1,8 @@
 """Data: sources of tokens, and the batch of step s on the mesh.  The batch is a pure function of
 (data, seed, s).
 
-Which window a row is is decided in order.py; files of tokens are in shards.py and pages.py.
-Another source of tokens is one class and its entry in SOURCES.
+order.py decides which window each row is; shards.py and pages.py read files of tokens.  To add a
+source of tokens, write a subclass of Source and enter it in SOURCES.
 
 Dimension key: A accumulation slices, M microbatches, B sequences, L sequence length.
 """
@@ -54,7 +54,7 @@ class Source:
     """The tokenizer.json, for samples; it is copied into the run directory."""
 
     def problems(self) -> list[Problem]:
-        """Why it cannot be used, besides what every source is asked."""
+        """Why it cannot be used, besides `Dataset.problems`."""
         return []
 
     def windows(self, rows: np.ndarray) -> np.ndarray:
@@ -136,7 +136,7 @@ class TokenFiles(Source):
         return np.concatenate(pieces).astype(np.int32)
 
     def first(self, n: int) -> int:
-        """The place of shard n's first token in the whole."""
+        """The index in the whole set of shard n's first token."""
         return int(self.ends[n]) - self.shards[n].n_tokens
 
     def spans(self, start: int, stop: int):
@@ -148,7 +148,7 @@ class TokenFiles(Source):
             start = end
 
     def read_pieces(self, pieces: list) -> list[np.ndarray]:
-        """As PageReader.read; the error of a damaged page says in which windows it is."""
+        """As PageReader.read; a DamagedPage gets the windows that have tokens of the page."""
         try:
             return self.pages.read(pieces)
         except DamagedPage as e:
@@ -179,9 +179,9 @@ class TokenFiles(Source):
 class Synthetic(Source):
     """Random tokens with structure, which need no files: for benchmarks and first tries.
 
-    Each token has SUCCESSORS tokens that may follow it, the same in every set, and one of them
-    follows by chance.  So the best model's loss is log(SUCCESSORS), 1.386 nats, or a little less
-    where some of a token's successors are the same.
+    Each token has SUCCESSORS successors, the same in every set, of which one is drawn to follow it.
+    So the best model's loss is log(SUCCESSORS), 1.386 nats, or a little less where some of a
+    token's successors are the same.
     """
 
     SUCCESSORS = 4
@@ -264,21 +264,19 @@ class Mixture(Source):
     def gather(self, rows: np.ndarray, what: str) -> np.ndarray | None:
         numbers, found = np.searchsorted(self.ends, rows, side="right"), None
         for n, source in enumerate(self.parts.values()):
-            here = numbers == n
+            if not (here := numbers == n).any():
+                continue
             first = int(self.ends[n]) - self.n_windows[n]
-            part = self.read_part(n, source, rows[here] - first, what) if here.any() else None
+            try:
+                part = getattr(source, what)(rows[here] - first)
+            except DamagedPage as e:
+                e.source = n
+                raise
             if part is not None:
                 if found is None:
                     found = np.ones((len(rows), part.shape[1]), part.dtype)
                 found[here] = part
         return found
-
-    def read_part(self, n: int, source: Source, rows: np.ndarray, what: str):
-        try:
-            return getattr(source, what)(rows)
-        except DamagedPage as e:
-            e.source = n
-            raise
 
 
 def check_tokenizers(sources: dict[str, Source]):
@@ -434,7 +432,7 @@ class Dataset:
         """The error, with the updates that train on the page."""
         if self.split != "train" or error.windows is None:
             return error
-        n_windows = int(self.order.n_windows[error.source])  # what is left does not fill one
+        n_windows = int(self.order.n_windows[error.source])  # no update trains on the rest
         windows = range(error.windows.start, min(error.windows.stop, n_windows))
         updates = self.order.updates_of(error.source, windows)
         feeds = "no update of this run" if not updates else f"updates {name_numbers(updates)}"
@@ -460,8 +458,8 @@ class Dataset:
         return put(tokens), put(targets)
 
     def read_ahead(self, rows_of, numbers) -> list[Future]:
-        """The batches of rows_of(n) for the first of these numbers n, which threads start to read
-        unless they already have."""
+        """The batches of rows_of(n) for the first of these numbers n.  Threads read those that were
+        not asked for before."""
         n_batches = max(self.cfg.data.prefetch, NOTICE + 1)
         keys = [(rows_of.__name__, n) for n in numbers[:n_batches]]
         for key in set(self.reading) - set(keys):
@@ -482,12 +480,12 @@ class Dataset:
         return self.read_train(step)[0].result()
 
     def eval_batch(self, i: int):
-        """Batch i of the set, from what eval_error has started to read if it is there."""
+        """Batch i of the set; eval_error may have started to read it."""
         found = self.reading.get((self.eval_rows.__name__, i))
         return (found or self.read_eval([*range(i, self.n_eval_batches)])[0]).result()
 
     def batch_error(self, step: int) -> BaseException | None:
-        """What prevented the reading of `batch(step)` or of one of the NOTICE batches after it."""
+        """Why `batch(step)` or one of the NOTICE batches after it cannot be read, once known."""
         return first_error(self.read_train(step))
 
     def eval_error(self, numbers: list[int]) -> BaseException | None:
