@@ -1,5 +1,5 @@
-"""The words of data.train, data.val, data.stages, data.skip, train.batch_ramp and eval.tasks.
-Their errors are ValueErrors."""
+"""Parsers of data.train, data.val, data.stages, data.skip, train.batch_ramp and eval.tasks.  They
+raise ValueError."""
 
 import re
 from fractions import Fraction
@@ -90,8 +90,8 @@ def in_stream(step: int, skip: list[tuple[int, int]]) -> int:
 
 
 def trained_before(step: int, skip: str, stages, ramp: dict[int, int]) -> tuple:
-    """What data.skip, data.stages and train.batch_ramp (as from `read_ramp`) say about the first
-    `step` updates of a run."""
+    """The parts of data.skip, data.stages and train.batch_ramp (from `read_ramp`) that the first
+    `step` updates of a run have used."""
     ranges = read_skip(skip)
     last = in_stream(step - 1, ranges) if step else -1
     begun = [word for word in stages if int(word.partition(":")[0]) <= last]

@@ -52,11 +52,11 @@ def permute(i, n: int, key: int, inverse: bool = False):
 
 
 LONGEST_PERIOD = 100_000
-"""Rows after which a mixture's pattern repeats, at most: two numbers of each are kept."""
+"""The largest number of rows after which a mixture's pattern may repeat; each takes memory."""
 
 
 class Pattern:
-    """A period of rows in which each source has its integer weight of them, spread evenly."""
+    """The source of each row, which repeats after a period: integer weights, spread evenly."""
 
     def __init__(self, weights: dict[str, Fraction], names: list[str]):
         """weights: of some or all of the sources, whose order names gives."""
@@ -88,11 +88,11 @@ class Pattern:
 
 
 def spread(weights: list[int]) -> np.ndarray:
-    """The source of each row of a period: every prefix has of each source less than one row more or
-    fewer than its share.
+    """The source of each row of a period.  In every prefix each source has its share of the rows,
+    to within less than one row.
 
-    Of the sources that may have the row without being ahead, it is the one that must have one
-    soonest: Pfair scheduling by earliest deadlines (Baruah and others 1996), for one processor.
+    Of the sources that would not be ahead with the row, the one with the earliest deadline gets it:
+    Pfair scheduling (Baruah and others 1996), for one processor.
     """
     period, had, order = sum(weights), [0] * len(weights), []
     for row in range(period):
@@ -107,11 +107,11 @@ def spread(weights: list[int]) -> np.ndarray:
 
 
 class Order:
-    """Which window of which source each row of a run is: its sources in the pattern of the stage,
-    and of each source all windows, once an epoch, in seeded orders.
+    """Which window of which source each row of a run is: the sources alternate in the pattern of
+    the stage, and each source gives all of its windows once an epoch, in a seeded order.
 
-    Without data.skip update u, counted from 0, trains on the rows after those of the updates before
-    it; an update that is left out is as if it had never been in this stream of rows.
+    The stream is the rows of a run without data.skip: its update u, counted from 0, trains on the
+    rows after those of the updates before it.  A run with data.skip leaves updates of it out.
     """
 
     def __init__(self, cfg: Config, n_windows: list[int]):
@@ -131,7 +131,7 @@ class Order:
             self.before.append(self.before[-1] + pattern.counts(int(n_rows)))
 
     def in_stream(self, step: int) -> int:
-        """The update of the stream that this run makes after `step` others."""
+        """The index in the stream of the run's update step + 1."""
         return in_stream(step, self.skip)
 
     def rows_before(self, update: int) -> int:
@@ -184,7 +184,7 @@ class Order:
         return {self.names[s]: e for s, e in zip(sources[begins].tolist(), epochs, strict=True)}
 
     def key(self, source: int, epoch: int) -> int:
-        """What selects a permutation: the seed, the epoch and the source's name."""
+        """The key of an epoch's permutation: the seed, the epoch and the source's name."""
         name = np.array([zlib.crc32(self.names[source].encode())], np.uint64)
         return self.cfg.run.seed << 32 ^ epoch ^ int(scramble(name)[0])
 
@@ -232,8 +232,8 @@ class Order:
         return sorted(step + 1 for step in before if step < steps)
 
     def row_of(self, source: int, count: int) -> int:
-        """The row of the stream before which there are `count` rows of a source: `place` the other
-        way round."""
+        """The inverse of `place`: the source's row of the stream that comes after `count` others
+        of it."""
         s = max(s for s, before in enumerate(self.before) if before[source] <= count)
         pattern = self.patterns[s]
         periods, rest = divmod(count - int(self.before[s][source]), int(pattern.weights[source]))
