@@ -1,9 +1,9 @@
-"""Reading tokens of shards: many pieces at once, from disk or a bucket, and nothing that is not
-verified where there is a digest.
+"""Reading tokens of shards: many pieces at once, from disk or a bucket, verified where there are
+digests.
 
-Of a shard with digests whole pages are read, each compared with its digest, and kept: some in
-memory, and those from a bucket on local disk too.  Of other shards the bytes are read that are
-asked for.
+Of a shard with digests whole pages are read, each is compared with its digest and kept: some in
+memory, and those from a bucket on local disk too.  Of other shards only the bytes that are asked
+for are read.
 """
 
 import itertools
@@ -81,7 +81,7 @@ class DiskCache:
     def put(self, digest: bytes, data: bytes):
         path = self.path(digest)
         part = path.with_name(f"{uuid.uuid4().hex}.part")
-        with suppress(OSError):  # a full disk makes it slower, no more
+        with suppress(OSError):  # without the cache, as on a full disk, reading is only slower
             path.parent.mkdir(exist_ok=True)
             part.write_bytes(data)
             part.replace(path)
@@ -106,7 +106,7 @@ class DiskCache:
 
 
 class DamagedPage(UserError):
-    """Bytes that are not what their digest promises."""
+    """Bytes that do not match their digest."""
 
     windows: range | None = None
     """The windows of the source in which they are."""
@@ -159,12 +159,12 @@ class PageReader:
         return arrays
 
     def open(self, shard: Shard) -> list[int] | None:
-        """Check what can be known of a file before it is read; its state, if that matters later."""
-        if shard.pages:  # of others the header has been read
+        """Check a file before it is read; returns its file_state, if `is_unchanged` needs it."""
+        state = None
+        if shard.pages:  # the files of other shards were checked when their headers were read
             check_is_part(shard.path)
             check_is_part(digest_list(shard).path)
-        state = None
-        if not shard.pages and not is_remote(shard.path):
+        elif not is_remote(shard.path):
             state = self.state_of(shard)
         if shard.sha256 and file_sha256(shard.path) != shard.sha256:
             what = f"shard {shard.path.name!r}: its checksum is not the manifest's"
@@ -178,14 +178,14 @@ class PageReader:
             raise missing_error(shard.path) from None
 
     def is_unchanged(self, shard: Shard) -> bool:
-        """Whether a file without digests is as it was when it was opened first."""
+        """Whether a file without digests is as it was when it was first read."""
         state = self.states[shard.path]
         return state is None or self.state_of(shard) == state
 
     def load(self, blocks: list[Block]) -> dict[Block, bytes]:
         """The bytes of these blocks, verified where they have a digest."""
         found = {block: self.recall(block) for block in blocks}
-        for _ in range(2):  # a second time, because a damage may be the connection's
+        for _ in range(2):  # a second time, because the connection may have damaged a block
             absent = [block for block, data in found.items() if data is None]
             for block, data in zip(absent, fetch(absent), strict=True):
                 if isinstance(data, FileNotFoundError):
@@ -208,7 +208,7 @@ class PageReader:
             if block.digest in self.memory:
                 self.memory.move_to_end(block.digest)
                 return self.memory[block.digest]
-        data = self.disk_cache(block).get(block.digest) if self.disk_cache(block) else None
+        data = cache.get(block.digest) if (cache := self.disk_cache(block)) else None
         if data is None or page_digest(data) != block.digest:
             return None
         self.remember(block, data)

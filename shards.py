@@ -24,7 +24,7 @@ def data_error(what: str, fix: str) -> UserError:
     return UserError(DATA, what, fix)
 
 
-# ---- pages: what a file is verified by
+# ---- pages: the units in which a file is verified
 
 PAGE = 64 * 1024
 """Bytes of a page."""
@@ -40,7 +40,7 @@ def page_digests(data: bytes) -> bytes:
     return b"".join(page_digest(data[i : i + PAGE]) for i in range(0, len(data), PAGE))
 
 
-# ---- readers: what a file holds, from its header
+# ---- readers: from a file's header to a Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +72,8 @@ class Shard:
 DTYPES = ("uint16", "uint32", "int32", "int64")
 
 
-# What numpy raises for a header that is damaged, since it evaluates it as a Python literal, and for
-# a file that cannot be read.
+# What numpy raises for a damaged header, which it parses as a Python literal, and for a file that
+# cannot be read.
 NPY_ERRORS = (
     *(ValueError, OSError, SyntaxError, TypeError, IndexError, MemoryError, RecursionError),
     tokenize.TokenError,
@@ -227,7 +227,7 @@ def paged_shard(folder: epath.Path, entry: dict, manifest: dict) -> tuple[Shard,
 
 
 def bare_set(paths: list[epath.Path], read) -> TokenSet:
-    """Shards without a manifest, whose headers are read at once, and their masks."""
+    """Shards without a manifest, and their masks.  Their headers are read in parallel."""
     with ThreadPoolExecutor(32) as pool:
         shards = list(pool.map(read, paths))
         return TokenSet(shards, list(pool.map(bare_mask, shards)), {})
@@ -280,7 +280,8 @@ def find_shards(path: epath.Path, split: str) -> TokenSet:
 
 
 def file_state(file: str | int) -> list[int]:
-    """What changes when a file is written or replaced; file: a path or an open file's number."""
+    """Size, time and inode of a file: they change when it is written or replaced.  file: a path or
+    a file descriptor."""
     facts = os.stat(file)
     return [facts.st_size, facts.st_mtime_ns, facts.st_ino]
 
@@ -291,13 +292,13 @@ def file_sha256(path: epath.Path) -> str:
 
 
 SAMPLES, SAMPLE = 64, 16 * 1024
-"""How many samples of a shard without a checksum its fingerprint covers, and their bytes."""
+"""Of a shard without a checksum the fingerprint covers SAMPLES samples of SAMPLE bytes each."""
 
 
 def sample_pages(shard: Shard) -> bytes:
-    """All tokens of a small shard, or pages spread evenly from its first token to its last."""
+    """All bytes of a small shard, or samples spread evenly from its first token to its last."""
     fs, path = fsspec.url_to_fs(os.fspath(shard.path))
-    begin, size = shard.offset, shard.n_tokens * np.dtype(shard.dtype).itemsize
+    begin, size = shard.offset, shard.n_tokens * shard.itemsize
     if size <= SAMPLES * SAMPLE:
         return fs.cat_file(path, begin, begin + size)
     starts = [begin + i * (size - SAMPLE) // (SAMPLES - 1) for i in range(SAMPLES)]
