@@ -64,11 +64,11 @@ UNREACHABLE = (
 
 
 def find_fault(folder: Path) -> str:
-    """What is wrong with a checkpoint's folder on this machine: a link, pipe or device.  "" if
+    """What is wrong with a checkpoint's folder on this machine: a link, pipe or device; "" if
     nothing is.
 
     Orbax would follow a link out of the run directory, and wait for a pipe for ever.  Raises
-    PermissionError for a file that may not be read: that is no damage.
+    PermissionError for a file that may not be read, because its checkpoint is not damaged.
     """
     try:
         for path in [folder, *folder.rglob("*")]:
@@ -93,21 +93,21 @@ class PeerFailed(RuntimeError):
 
 
 class SaveBarrier:
-    """Where the threads meet that write a checkpoint in the background, one in each process.
+    """The barrier of the threads that write a checkpoint in the background, one in each process.
 
-    At JAX's own barrier, orbax's default, the others would wait for ever for one that cannot write.
-    Here each tells process 0 how it went, and process 0 tells all.
+    At JAX's own barrier, orbax's default, all would wait for ever for a process that cannot write.
+    Here each tells process 0 whether it could, and process 0 tells all.
     """
 
     STAGES = ("async_write_complete", "async_commit_complete")
-    """In orbax's names of the moments at which they meet: every process has written its part;
-    process 0 has made the parts a checkpoint."""
+    """Parts of orbax's names for the two meetings: every process has written its part; process 0
+    has made the parts a checkpoint."""
 
     def __init__(self):
         self.save, self.passed, self.over, self.lock = 0, 0, True, threading.Lock()
 
     def begin(self, save: int):
-        """To be called by every process before each save.  save: how many there were before."""
+        """To be called by every process before each save.  save: the number of saves before it."""
         if is_lead() and save > 0:
             shared_store().key_value_delete(f"trifold/save/{save - 1}/")
         self.save, self.passed, self.over = save, 0, False
@@ -122,12 +122,12 @@ class SaveBarrier:
             self.end()
 
     def put(self, stage: int, failed: list[int]):
-        """Let the store say which processes have failed, as far as this one knows."""
+        """Write into the store which processes have failed, as far as this one knows."""
         name = f"trifold/save/{self.save}/{stage}/{process_id()}"
         shared_store().key_value_set(name, json.dumps(failed), allow_overwrite=True)
 
     def meet(self, timeout_ms: int):
-        """Tell that this process has come to the next stage, and wait until all may go on."""
+        """Report that this process has reached the next stage, and wait until all may go on."""
 
         def ask(n: int) -> list[int]:
             name = f"trifold/save/{self.save}/{self.passed}/{n}"
@@ -148,7 +148,7 @@ class SaveBarrier:
             self.passed += 1
 
     def end(self):
-        """Tell that no more comes from this process: where a stage is left, it has failed."""
+        """Report that this process has ended: it has failed in the stages that it did not reach."""
         with self.lock:
             for stage in range(self.passed, len(self.STAGES)) if not self.over else []:
                 self.put(stage, [process_id()])
@@ -176,7 +176,7 @@ class Checkpoints:
             "recent_norms/": "the last gradient norms (train.spike_sigma)",
         }
     )
-    """Arrays that some settings add, which a difference names in one."""
+    """Arrays that some settings add; an error counts them instead of naming each."""
 
     BEST = 2
     """How many checkpoints of lowest validation loss are kept, with best=True."""
@@ -238,16 +238,16 @@ class Checkpoints:
             options = ocp.CheckpointManagerOptions(
                 preservation_policy=checkpoint_managers.AnyPreservationPolicy(kept),
                 create=True,
-                # orbax times a save by the clock, which may jump, so its limit is out of reach;
-                # SLOWEST is ours.
+                # No limit of orbax's, which measures a save by the system's clock, and that may
+                # jump; `is_writing` applies SLOWEST.
                 async_options=ocp.AsyncOptions(timeout_secs=10**7, barrier_sync_fn=self.barrier),
                 **by_loss,
             )
         self.manager = ocp.CheckpointManager(self.path, options=options)
 
     def move_pipes(self):
-        """Move checkpoints to damaged/ whose metadata are a pipe or the like: orbax reads those of
-        all checkpoints when it is opened, and would wait for ever."""
+        """Move checkpoints whose metadata are a pipe or device to damaged/: orbax reads the
+        metadata of all checkpoints when it is opened, and would wait for ever."""
         for path in self.path.glob("*/_CHECKPOINT_METADATA"):
             if not stat.S_ISREG(os.lstat(path).st_mode):
                 self.refuse_if_reader(path.parent.name)
@@ -405,9 +405,9 @@ class Checkpoints:
         return is_writing
 
     def is_late(self, every: int, minutes: float) -> bool:
-        """Whether to save now, whatever the number of the update: the last save has failed and is
-        to be tried again, or was started `minutes` ago; without both, once it is complete.  Raises
-        what `is_writing` and `note_failure` raise."""
+        """Whether a save is due for another reason than the number of the update: the last one has
+        failed and is to be tried again, or was started `minutes` ago; if minutes and every are 0,
+        as soon as the last one is complete.  Raises what `is_writing` and `note_failure` raise."""
         if self.is_writing():
             return False
         self.finish()
@@ -472,7 +472,7 @@ class Checkpoints:
             started = self.manager.save(step, args=args, metrics=metrics, force=True)
             assert started, f"orbax declined to save {step}; it has {self.manager.all_steps()}"
             self.writing = step
-        except Exception as e:  # note_failure raises what is no storage's
+        except Exception as e:  # note_failure raises what storage cannot have caused
             # The other processes wait for this one at orbax's collectives, on the main thread, so
             # it cannot go on with training.
             self.note_failure(step, e, is_final=self.several)
@@ -489,11 +489,11 @@ class Checkpoints:
         try:
             self.manager.wait_until_finished()
             self.check_written(step)
-        except Exception as e:  # note_failure raises what is no storage's
+        except Exception as e:  # note_failure raises what storage cannot have caused
             self.note_failure(step, e)
         else:
             self.complete, self.failing_since = step, None
-            self.remove_parts()  # again: what failed may have gone on in the background
+            self.remove_parts()  # again: a failed save may have gone on in the background
             self.failed = []
 
     def note_failure(self, step: int, error: Exception, is_final: bool = False):
@@ -525,9 +525,9 @@ class Checkpoints:
         """Whether to save now, asked by all processes together after `finish`.
 
         If the last save has failed in one of them, False until process 0's time for the next try.
-        Then what is left of it is cleared away, and orbax's manager opened anew, because the old
-        one counts it as saved.  Raises UserError STORAGE in all processes if saves have failed for
-        self.patience seconds, or the first one has.
+        Then its remains are removed, and orbax's manager is opened anew, because the old one counts
+        it as saved.  Raises UserError STORAGE in all processes if saves have failed for
+        self.patience seconds, or if the run's first save has failed.
         """
         if all_agree(self.failure is None):
             return True
@@ -542,17 +542,17 @@ class Checkpoints:
             self.remove_parts()
             self.open_manager()
             if failed and failed[0] in self.manager.all_steps():
-                self.judge(failed[0])
-        except Exception as e:  # note_failure raises what is no storage's
+                self.check_failed(failed[0])
+        except Exception as e:  # note_failure raises what storage cannot have caused
             self.note_failure(self.newest, e, is_final=self.several)
             self.give_up()
             return False
         self.newest, self.failure = self.complete, None
         return True
 
-    def judge(self, step: int):
-        """Take a checkpoint that is there although its save has failed for complete, or move it to
-        damaged/."""
+    def check_failed(self, step: int):
+        """Decide about a checkpoint that exists although its save has failed: it counts as
+        complete, or is moved to damaged/."""
         fault = ""
         try:
             self.check_written(step)
@@ -564,7 +564,7 @@ class Checkpoints:
             self.move_to_damaged(step)
 
     def give_up(self):
-        """Raise the failure of the last save if there is to be no other try."""
+        """Raise the failure of the last save if it is not to be tried again."""
         if self.failure is not None and self.gives_up:
             raise self.failure
 
@@ -591,7 +591,7 @@ class Checkpoints:
             warn(f"checkpoint {step} could not be looked at ({type(e).__name__}: {str(e)[:200]})")
 
     def count_arrays(self, step: int, item: str) -> int:
-        """How many arrays the database of an item of checkpoint `step` lists."""
+        """The number of arrays in an item of checkpoint `step`, as its database lists them."""
         folder = f"{self.path / str(step) / item}/"
         base = folder if is_remote(self.path) else f"file://{folder}"
         keys = tensorstore.KvStore.open(dict(driver="ocdbt", base=base)).result().list().result()
