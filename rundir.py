@@ -34,8 +34,8 @@ from utils import process_ids, run_on_lead, say, warn
 def run_record(cfg: Config, fingerprint: str, old: dict) -> str:
     """The text of config.json: the resolved configuration, versions, git commit and command line.
 
-    fingerprint: that of the training data.  old: the record that is there, whose run_id (the run's
-    at Weights & Biases) and parent stay.
+    fingerprint: that of the training data.  old: the run's record so far, whose run_id (the run's
+    at Weights & Biases) and parent are kept.
     """
     versions = {module.__name__: module.__version__ for module in (jax, jaxlib, np, ocp)}
     if any(package.name == "libtpu" for package in metadata.distributions()):
@@ -116,9 +116,9 @@ def prepare_run(path: epath.Path, cfg: Config, source, lock) -> FileLock | Lease
 
 
 def roll_back(path: epath.Path, cfg: Config, source):
-    """Move checkpoints and rows from after the newest checkpoint of at most cfg.rollback updates to
-    rolled_back/, unless the last start was by this very command.  Raises UserError CHECKPOINT if
-    there is no such checkpoint, and as check_changes and check_past."""
+    """Go back to the newest checkpoint of at most cfg.rollback updates: move later checkpoints and
+    rows to rolled_back/, unless the last start was by this same command.  Raises UserError
+    CHECKPOINT if there is no such checkpoint, and as check_changes and check_past."""
     history = read_history(path)
     last = history[-1] if history else {}
     if (last.get("argv"), last.get("rollback")) == (sys.argv, cfg.rollback):
@@ -144,8 +144,8 @@ def roll_back(path: epath.Path, cfg: Config, source):
 
 
 def check_is_run(path: epath.Path):
-    """Raises UserError USAGE where the folder has files, and they are not a run's, or where a pipe,
-    which may never end, stands for one of a run's."""
+    """Raises UserError USAGE where the folder has files that are not a run's, or where a pipe, which
+    may never end, has the name of one of a run's files."""
     for name in ("config.json", "history.jsonl", "metrics.jsonl", "samples.jsonl"):
         file = path / name
         # Not file.is_file(), which is True of a pipe.
@@ -198,18 +198,19 @@ SAME_NUMBERS = {
     "train.eval_every", "train.eval_batches", "train.eval_rolling", "train.sample_every",
     "train.sample_tokens", "train.profile", "train.pgle",
 }  # fmt: skip
-"""Besides the sections eval, checkpoint and log, settings that do not change what is trained; for
-data, the path."""
+"""Settings that do not change the training, as those of the sections eval, checkpoint and log.  For
+data.train and data.val that is the path: other data has another FINGERPRINT."""
 ROUNDING = {
     "train.microbatches", "train.grad_accum", "train.remat", "train.unroll", "train.attention",
     "train.loss_chunk", "log.norms_every",
 }  # fmt: skip
-"""Besides the mesh, the device and versions, settings that change it within rounding."""
+"""Settings that change the training within rounding, as the mesh, the device and versions do."""
 FINGERPRINT = "data.train fingerprint"
 
 
 def record_facts(record: dict) -> dict:
-    """{name: value} of what a config.json says about numbers; names as in flags where possible."""
+    """{name: value} of what may change the training in a config.json; settings have their flags'
+    names."""
     facts = {}
     for section in config.SECTIONS:
         facts |= {f"{section}.{name}": x for name, x in record.get(section, {}).items()}
@@ -233,12 +234,12 @@ def group_of(name: str) -> str:
 def changes(old: dict, new: dict, step: int) -> dict[str, dict[str, list]]:
     """{group: {name: [value there, value here]}} of two records.
 
-    step: updates that the run has made.  Where they are all that it was to make, more train.steps
-    change none of them.
+    step: updates that the run has made.  If it had reached the old train.steps, a new number of
+    steps changes nothing that was trained.
     """
     found = {group: {} for group in ("same numbers", "within rounding", "changes the training")}
     there, here = record_facts(old), record_facts(new)
-    if there[FINGERPRINT] is not None:  # records from before these settings
+    if there[FINGERPRINT] is not None:  # a record may be older than these settings
         there = {"data.skip": "", "data.stages": [], "train.batch_ramp": ""} | there
     for name, value in here.items():
         before = there.get(name)
@@ -250,8 +251,8 @@ def changes(old: dict, new: dict, step: int) -> dict[str, dict[str, list]]:
 
 
 def check_changes(found: dict, cfg: Config):
-    """Raises UserError CHECKPOINT if something changes the training and run.accept does not name
-    it."""
+    """Raises UserError CHECKPOINT if one of `changes` changes the training and is not in
+    run.accept."""
     problems = []
     for name, (before, value) in found["changes the training"].items():
         flag = name.removesuffix(" fingerprint")
@@ -283,7 +284,7 @@ def check_past(old: dict, cfg: Config, step: int):
 # ---- history.jsonl: a line for each start
 
 START = uuid.uuid4().hex
-"""The id of this process's starts."""
+"""The id of this process's line in history.jsonl."""
 
 
 def read_history(path: epath.Path) -> list[dict]:
@@ -301,12 +302,12 @@ def write_history(path: epath.Path, lines: list[dict]):
 
 
 def record_start(path: epath.Path, cfg: Config, source, step: int):
-    """Note that training starts after `step` updates, in config.json and history.jsonl, and print
-    what is different since the last start.  Raises as check_changes and write_record."""
+    """Record in config.json and history.jsonl that training starts after `step` updates, and print
+    what has changed since the last start.  Raises as check_changes, check_past and write_record."""
     old, history = read_record(path), read_history(path)
     new = json.loads(run_record(cfg, source.fingerprint, {}))
     found = changes(old, new, step)
-    if history or step:  # otherwise nothing has been trained: it is new, or imported
+    if history or step:  # otherwise nothing has been trained: the run is new, or imported
         check_changes(found, cfg)
         check_past(old, cfg, step)
     if history and "end" not in history[-1]:
@@ -324,7 +325,7 @@ def record_start(path: epath.Path, cfg: Config, source, step: int):
 
 
 def record_end(path: epath.Path, end: str):
-    """Note why the run of this process ends, if it has trained."""
+    """Record in history.jsonl why the run of this process ends, if it has trained."""
     try:
         history = read_history(path)
         if history and history[-1].get("id") == START and "end" not in history[-1]:
