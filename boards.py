@@ -33,7 +33,7 @@ def row_fields(row: dict) -> dict:
 class TensorBoard:
     """The numbers of the rows as scalars for TensorBoard, in tensorboard/ of the run directory.
 
-    A run that resumes writes another file, at whose beginning it takes back what is after `step`.
+    A run that resumes writes another file, which begins by purging what is after `step`.
     """
 
     def __init__(self, run: epath.Path, step: int):
@@ -50,7 +50,7 @@ class TensorBoard:
             for name, x in row_fields(row).items():
                 if isinstance(x, Real):
                     self.writer.add_scalar(name, x, row["step"])
-        except Exception as e:  # it is a second reader, and must not stop the run
+        except Exception as e:  # metrics.jsonl has the row, and the run goes on
             warn(f"tensorboard lost a row ({type(e).__name__}: {str(e)[:200]})")
 
     def upload(self):

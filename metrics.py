@@ -62,19 +62,19 @@ class RowFile:
 
     def append(self):
         if self.failing_since is not None and self.local_path.exists():
-            os.truncate(self.local_path, self.size)  # without the part that a full disk took
+            os.truncate(self.local_path, self.size)  # drop what a full disk has written in part
         with self.local_path.open("ab") as f:
             f.write(self.unwritten)
         self.size, self.unwritten = self.size + len(self.unwritten), b""
 
     def upload(self):
-        """Bring a file on an object store up to date."""
+        """Replace a file on an object store by the local copy."""
         if is_remote(self.path) and self.local_path.exists():
             self.attempt(lambda: self.path.write_text(self.local_path.read_text()))
 
     def attempt(self, f):
-        """f(), which writes.  If storage fails, that is a warning, until it has failed for
-        self.patience seconds."""
+        """Call f, which writes.  A failure of storage is only a warning until storage has failed
+        for self.patience seconds."""
         try:
             f()
             self.failing_since = None
@@ -179,7 +179,7 @@ class MetricsLog:
     def track(self, row: dict):
         """Record the values of a row that the pictures and the count of skipped updates need."""
         if row["kind"] == "train":
-            if row["step"] == self.first_step:  # run.accept may have changed the batch since
+            if row["step"] == self.first_step:  # run.accept may have changed the batch size since
                 self.first_tokens = row["tokens"]
             self.train_losses[row["step"]] = row["loss"]
             self.skips = self.skips + 1 if None in (row["loss"], row["grad_norm"]) else 0
@@ -220,7 +220,7 @@ class MetricsLog:
         others = [name for name in metrics if name not in SCALARS and name not in panels]
         scalars = {name: float(metrics[name]) for name in (*SCALARS, *others)}
         if step == self.first_step + 1:
-            self.start = self.clock  # what came before it, such as compiling, does not come again
+            self.start = self.clock  # the estimate of the end leaves out what happens only once
         now = time.perf_counter()
         seconds, self.clock = now - self.clock, now
         tokens, before = self.tokens_until(step), self.tokens_until(step - 1)
@@ -242,7 +242,7 @@ class MetricsLog:
         self.check_skips(step, scalars)
 
     def write_panel(self, step: int, name: str, arrays: dict):
-        """Write a panel's row, and say what is alarming in it, once in a run."""
+        """Write a panel's row, and warn of its new alarms."""
         before = self.alarms
         self.write(dict(kind=name, step=step) | self.panels[name].row(arrays))
         for key in self.alarms.keys() - before.keys():

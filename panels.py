@@ -1,5 +1,5 @@
-"""Panels: each shows a dict of arrays that the step returns, as rows of a kind, as a part of the
-console line, as numbers for Weights & Biases, as alarms and as a picture."""
+"""Panels.  Each turns a dict of arrays that the step returns into rows of metrics.jsonl, a part of
+the console line, numbers for Weights & Biases, alarms and a picture."""
 
 import io
 import math
@@ -14,14 +14,14 @@ from utils import finite_or_none
 
 
 class Panel:
-    """What all panels have; `ExpertsPanel` describes the methods that each writes."""
+    """What all panels have; `ExpertsPanel` describes the methods that each defines."""
 
     def __init__(self, cfg: Config):
         self.every = cfg.log.every
         """Updates between rows."""
 
     def alarms(self) -> dict[str, str]:
-        """{what is said once: its text}, after the newest row."""
+        """{key: text} of the alarms after the newest row; a run prints each key once."""
         return {}
 
 
@@ -197,8 +197,7 @@ class NormsPanel(Panel):
 
 
 # A dict of arrays that the step returns under one of these names becomes a row of that kind,
-# written every `every` updates.  A panel makes the row, its part of the console line, its numbers
-# for Weights & Biases, and a picture, which is drawn after each evaluation.
+# written every `every` updates.  Pictures are drawn after each evaluation.
 PANELS = dict(moe=ExpertsPanel, norms=NormsPanel)
 
 
