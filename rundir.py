@@ -144,8 +144,8 @@ def roll_back(path: epath.Path, cfg: Config, source):
 
 
 def check_is_run(path: epath.Path):
-    """Raises UserError USAGE where the folder has files that are not a run's, or where a pipe, which
-    may never end, has the name of one of a run's files."""
+    """Raises UserError USAGE where the folder has files that are not a run's, or where a pipe,
+    which may never end, has the name of one of a run's files."""
     for name in ("config.json", "history.jsonl", "metrics.jsonl", "samples.jsonl"):
         file = path / name
         # Not file.is_file(), which is True of a pipe.
