@@ -1,4 +1,4 @@
-"""The processes of a run: how they meet, agree, stop, hang and fail."""
+"""The processes of a run: connecting, agreeing, stopping, hangs and failures."""
 
 import ctypes
 import faulthandler
@@ -40,7 +40,7 @@ from utils import (
     warn,
 )
 
-# ---- meeting
+# ---- connecting
 
 
 def start_processes(cfg: Config):
@@ -75,11 +75,11 @@ def start_processes(cfg: Config):
 
 
 def meet(r: Run):
-    """Return once all processes of run.coordinator have come; process 0 listens at that address.
+    """Return once all processes have connected to process 0, which listens at run.coordinator.
 
-    JAX's own meeting follows at the same address.  It does not say who is missing, and aborts the
-    process instead of raising.  Raises UserError: DISTRIBUTED if one has not come after
-    run.start_timeout, USAGE if their flags contradict each other.
+    JAX then connects them at the same address.  Alone it would not say who is missing, and would
+    abort the process instead of raising.  Raises UserError: DISTRIBUTED if a process has not
+    connected after run.start_timeout, USAGE if their flags contradict each other.
     """
     host, port = r.coordinator.rsplit(":", 1)
     deadline = time.monotonic() + r.start_timeout
@@ -100,16 +100,16 @@ def meet(r: Run):
         error = e
     answer = "" if error is None else json.dumps([error.code, *error.problems[0]])
     for connection in greeted.values():
-        with connection, suppress(OSError):  # one that is gone again greets again, in vain
+        with connection, suppress(OSError):  # a process that is gone will not be told
             connection.sendall(f"{answer}\n".encode())
     if error is not None:
         raise error
 
 
 def listening_address(coordinator: str) -> tuple[int, tuple]:
-    """(address family, address) where process 0 listens: the named one, and all of this host's
-    where that is 127.0.1.1, which Debian gives the host's own name and which the others cannot
-    reach, or an address that is passed on to this host."""
+    """(address family, address) where process 0 listens: the named address, or all of this host's
+    if other hosts cannot reach that one (127.0.1.1, which Debian gives the host's own name), or if
+    it is not this host's, but forwarded to it."""
     host, port = coordinator.rsplit(":", 1)
     found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     family, _, _, _, address = found[0]
@@ -124,7 +124,8 @@ def listening_address(coordinator: str) -> tuple[int, tuple]:
 
 
 def wait_for_greeting(server: socket.socket, r: Run, greeted: dict, deadline: float):
-    """Add the connection of one more process to greeted.  Whatever else connects is ignored."""
+    """Add the connection of one more process to greeted; connections of other programs are
+    ignored."""
     server.settimeout(max(0.01, deadline - time.monotonic()))
     try:
         connection, _ = server.accept()
@@ -155,7 +156,7 @@ def wait_for_greeting(server: socket.socket, r: Run, greeted: dict, deadline: fl
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """Whether the process at the other end has closed it, or is gone."""
+    """Whether the process at the other end has closed the connection, or is gone."""
     connection.setblocking(False)
     try:
         return connection.recv(1, socket.MSG_PEEK) == b""
@@ -205,7 +206,7 @@ OWN_FLAGS = {"run.process_id", "run.coordinator", "data.cache", "data.cache_gb"}
 
 
 def differences(facts: dict[str, str]) -> dict[str, str]:
-    """{name: what it is in which process} of the facts that differ between processes."""
+    """{name: "VALUE in process N, .."} of the facts that differ between processes."""
     text = json.dumps(facts, sort_keys=True)
     if len(set(exchange(hashlib.sha256(text.encode()).hexdigest()))) == 1:
         return {}
@@ -251,7 +252,7 @@ def compare_data(fingerprints: dict[str, str]):
 
 
 NOTICE = 3
-"""Polls from the one at which a process asks for something to the one at which all do it."""
+"""After how many polls all processes do what one has asked for."""
 
 
 class Stop:
@@ -259,14 +260,14 @@ class Stop:
     SIGUSR1 asks it to save.
 
     All processes stop and save after the same update.  All make the same polls, one for each update
-    and each batch of an evaluation.  One that is asked to stop writes into the store the number of
-    the poll NOTICE after its own, and all look there at each poll.  That is in time: an update
-    needs the devices of every process, so none can be NOTICE polls ahead of another.
+    and each batch of an evaluation.  One that is asked to stop writes the number of the poll NOTICE
+    after its own into the store, and at each poll all look there.  No process is past that poll by
+    then: an update needs the devices of every process, so none is NOTICE polls ahead of another.
     """
 
     TOGETHER = 2.0
-    """Seconds in which a second signal counts as the first, where a parent hands signals on: a
-    system that stops a service sends them to both."""
+    """Seconds in which a second signal is ignored if a parent process forwards signals, because who
+    stops a service signals both."""
 
     def __init__(self):
         self.wants_stop = self.wants_save = False
@@ -296,7 +297,7 @@ class Stop:
         self.wants_stop, self.told_at = True, now
 
     def ignore_signals(self):
-        """Do not stop for a signal from here on, because nothing is left to save."""
+        """Ignore signals from here on, because nothing is left to save."""
         for number in (signal.SIGINT, signal.SIGTERM):
             # Not SIG_IGN, which processes that this one starts would inherit.
             signal.signal(number, lambda *_: None)
@@ -310,8 +311,7 @@ class Stop:
             raise self.error
 
     def poll(self):
-        """Note that this process goes on, and take part in the agreement.  All processes make the
-        same polls: one for each update and each batch of an evaluation."""
+        """Note that this process goes on, ask for what it was asked for, and see what all do."""
         self.polls, self.last_poll = self.polls + 1, time.monotonic()
         asked = set()
         if self.wants_stop:  # reset only where it was seen: a signal may come at any line
@@ -319,7 +319,7 @@ class Stop:
             asked.add("stop")
         if self.wants_save:
             self.wants_save = False
-            if self.polls > self.asked_for:  # otherwise the save that it asked for is to come
+            if self.polls > self.asked_for:  # otherwise the save that it asked for is still ahead
                 asked.add("save")
                 self.asked_for = self.polls + (NOTICE if len(process_ids()) > 1 else 0)
         if len(process_ids()) > 1:
@@ -334,8 +334,8 @@ class Stop:
     def agree_to_stop(self, error: BaseException | None = None, updates: bool = False) -> bool:
         """Poll, and return whether to stop now, the same in every process.
 
-        error: why this process cannot go on; with several processes it has to be known NOTICE polls
-        before.  updates: this poll comes once for each update.
+        error: why this process cannot go on; with several processes it must be given NOTICE polls
+        before that.  updates: this poll is that of an update.
         """
         if updates:
             before, self.last_update = self.last_update, time.monotonic()
@@ -355,8 +355,8 @@ HANGS = threading.Event()
 
 
 class Watchdog:
-    """Within its block, ends the process when Stop was not polled for too long: after the stacks of
-    all threads are written, on stderr and to crash/ in the run directory."""
+    """Within its block, ends the process when Stop has not been polled for too long.  First it
+    writes the stacks of all threads to stderr and to crash/ in the run directory."""
 
     FIRST = 12
     """The start and the first update may take this many times as long, and so may what LONG names:
@@ -364,7 +364,7 @@ class Watchdog:
     LONG = re.compile(r"jax/_src/compiler\.py|/checkpoint(_manager)?\.py|/wandb/")
 
     def __init__(self, stop: Stop, run: epath.Path, cfg: Config, record_end):
-        """record_end(run, text): notes in the run directory why the process ends."""
+        """record_end(run, text): records in the run directory why the process ends."""
         self.stop, self.run, self.seconds = stop, run, cfg.run.hang_timeout
         self.record_end = record_end
         self.ended = threading.Event()
@@ -378,7 +378,7 @@ class Watchdog:
         self.ended.set()
 
     def patience(self) -> float:
-        """The seconds from one poll to the next."""
+        """The longest time between polls, in seconds."""
         patience = self.seconds or max(300, 20 * max(self.stop.seconds, default=0))
         is_slow = not self.stop.seconds or main_thread_is_in(self.LONG)
         return patience * self.FIRST if is_slow else patience
@@ -427,7 +427,7 @@ class Watchdog:
         """The processes that have made the fewest polls, as far as the others know."""
         if len(process_ids()) == 1:
             return ""
-        try:  # JAX's store is that of process 0, and waits for it even while it is stopped
+        try:  # JAX's store is in process 0, and a call waits even while that process is stopped
             found = call_within(10, lambda: shared_store().key_value_dir_get("trifold/polls"))
         except (TimeoutError, jax.errors.JaxRuntimeError):
             return "; process 0 does not answer"
@@ -478,7 +478,8 @@ LOST_PEER = rf"{LOST_IN_COLLECTIVE}|coordination service|heartbeat|[Bb]arrier|UN
 
 
 def run_main(main, cfg: Config):
-    """Join the other processes and return main(cfg); exit with config.py's codes, 1 for a bug."""
+    """Join the other processes and return main(cfg); exit with the codes of errors.py, or with 1
+    for a bug."""
     sys.unraisablehook = hide_late_errors
     again = "run the same command again to resume"
     try:
@@ -511,8 +512,8 @@ def run_main(main, cfg: Config):
 
 
 def leave_last(seconds: float):
-    """Let process 0 wait until the others are about to end too: JAX's store ends with it, and JAX
-    then aborts them."""
+    """In process 0, wait until the others are about to end too: JAX's store ends with process 0,
+    and JAX then aborts the others."""
 
     def n_leaving() -> int:
         return len(shared_store().key_value_dir_get("trifold/leaving"))
@@ -532,7 +533,7 @@ def exit_with(error: UserError | None):
 
     At once, because a normal exit waits for lost peers and for failed saves.
     """
-    if HANGS.is_set():  # the error comes from that, as when Gloo waits no longer
+    if HANGS.is_set():  # the hang has caused the error, and the Watchdog ends the process
         threading.Event().wait()
     if error is not None:
         print(error, file=sys.stderr)
