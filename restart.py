@@ -1,5 +1,5 @@
-"""Coming back: a parent process that starts the training again when it has ended for a reason that
-may pass.  It does not import jax."""
+"""Restarts: a parent process that starts the training again when it has ended for a reason that may
+be temporary.  It does not import jax."""
 
 import ctypes
 import json
@@ -14,8 +14,8 @@ from errors import DISTRIBUTED, HUNG, INTERRUPTED, STORAGE
 from files import run_path, saved_steps
 
 LAST_END = "TRIFOLD_LAST_END"
-"""The variable that tells a training process that it has such a parent, and how the last one ended;
-empty for the first."""
+"""The environment variable that tells a training process that it has such a parent, and how the one
+before it ended; empty for the first."""
 
 REASONS = {
     STORAGE: "storage failed",
@@ -31,7 +31,7 @@ def is_parent(cfg: Config) -> bool:
 
 
 def run_id(cfg: Config) -> str | None:
-    """What tells the run in the run directory from one that --fresh has moved away."""
+    """The id of the run in the run directory: another one once --fresh has moved the old run."""
     try:
         return json.loads((run_path(cfg) / "config.json").read_text())["run_id"]
     except Exception:  # none, damaged, or storage that does not answer, which training reports
@@ -48,7 +48,7 @@ def newest_checkpoint(cfg: Config, known: int = -1) -> int:
 
 
 def end_with_parent():
-    """In the new process: the kernel kills it when this one is killed."""
+    """Called in the new process: the kernel kills it when its parent is killed."""
     PR_SET_PDEATHSIG = 1
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -57,12 +57,12 @@ class Child:
     """The training process, in a session of its own, so that Ctrl-C reaches it only from here."""
 
     def __init__(self):
-        self.process, self.told = None, False
+        self.process, self.told_to_stop = None, False
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self.hand_on)
+            signal.signal(number, self.forward)
 
-    def hand_on(self, number, frame):
-        self.told = self.told or number != signal.SIGUSR1
+    def forward(self, number, frame):
+        self.told_to_stop = self.told_to_stop or number != signal.SIGUSR1
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(number)
 
@@ -71,7 +71,7 @@ class Child:
         env = os.environ | {LAST_END: last_end}
         options = dict(env=env, start_new_session=True, preexec_fn=end_with_parent)
         self.process = subprocess.Popen([sys.executable, *words], **options)
-        if self.told:  # while it was started
+        if self.told_to_stop:  # while it was started
             self.process.send_signal(signal.SIGTERM)
         return self.process.wait()
 
@@ -91,10 +91,11 @@ def supervise(cfg: Config) -> int:
         last_end = f"exit code {code}, {REASONS[code]}" if code in REASONS else ""
         if code < 0:
             last_end = f"signal {signal.Signals(-code).name}"
-        if child.told and code in (-signal.SIGTERM, -signal.SIGINT):  # before it could notice
+        # It may have ended before it had a handler.
+        if child.told_to_stop and code in (-signal.SIGTERM, -signal.SIGINT):
             return INTERRUPTED
         code = 128 - code if code < 0 else code
-        if not last_end or child.told:
+        if not last_end or child.told_to_stop:
             return code
         before, newest = newest, newest_checkpoint(cfg, newest)
         tries = 1 if newest != before else tries + 1
@@ -107,7 +108,7 @@ def supervise(cfg: Config) -> int:
         deadline = time.monotonic() + wait
         while time.monotonic() < deadline:
             time.sleep(0.1)
-            if child.told:
+            if child.told_to_stop:
                 return INTERRUPTED
 
 
