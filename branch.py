@@ -33,7 +33,7 @@ class Parent:
         self.path, step = read_name(cfg.run.start_from)
         utils.together(self.check, cfg, tokenizer)
         self.store = Checkpoints(self.path, keep=0)
-        # That of process 0: a parent that still trains may save between two looks.
+        # Process 0 decides: a parent that still trains may save before another process looks.
         found = json.loads(utils.exchange(json.dumps(self.store.find_step(step)))[0])
         if found is None:
             raise UserError(CHECKPOINT, f"{self.path} has no checkpoint", "train it first")
@@ -76,8 +76,8 @@ class Parent:
         return names == utils.leaf_table({item: abstract[item]}).keys()
 
     def restore(self, abstract: dict, cfg: Config) -> dict:
-        """The items of `abstract`, verified.  Learned positions that the parent does not have are
-        those of a new run, and their moments 0."""
+        """The items of `abstract`, verified.  Learned positions beyond the parent's get the initial
+        values of a new run, and moments of 0."""
 
         def with_parents_rows(path, x):
             shape = self.meta["leaves"][path_name(path)][0] if is_position(path) else x.shape

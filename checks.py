@@ -32,7 +32,7 @@ def check(cfg: Config) -> Config:
 
 
 AUTOMATIC = dict(microbatches=0, remat="auto", unroll=0)
-"""The values of settings of section train for which `resolve` chooses others."""
+"""The values of settings of section train that `resolve` replaces."""
 
 
 def resolve(
@@ -41,9 +41,9 @@ def resolve(
     """Replace a mesh axis of -1, and microbatches, remat and unroll where they are automatic, by
     their values on n_devices devices, and check the result.
 
-    slices: the number of TPU slices or GPU nodes, over which mesh.dp is split, unless it says
-    itself how.  rows: for scripts that do not train; the batch becomes about this many sequences,
-    a multiple of dp * pp, and settings that only training needs are reset.
+    slices: the number of TPU slices or GPU nodes, over which mesh.dp is split unless it has the
+    form SLICESxRANKS.  rows: for scripts that do not train; the batch becomes about this many
+    sequences, a multiple of dp * pp, and settings that only training needs are reset.
 
     Raises UserError USAGE.
     """
@@ -83,7 +83,7 @@ def accelerator_choices(cfg: Config) -> dict:
 
 
 CPU_TOKENS = 512
-"""Tokens of a microbatch on a CPU: its arrays fit caches, and the system gives XLA fewer new pages.
+"""Tokens of a microbatch on a CPU: its arrays fit caches, and XLA asks for fewer new pages.
 Updates of models of 5, 2 and 0.8 million parameters took 0.99, 0.94 and 0.74 times as long as with
 twice as many tokens."""
 
@@ -226,7 +226,7 @@ def pattern_problems(cfg: Config):
 
 
 def divisors(n: int) -> list[int]:
-    """All divisors, in order; of a number above 10**8 perhaps not all, so that it takes 1 ms."""
+    """All divisors, in order.  Above 10**8 some may be missing, to keep the time below 1 ms."""
     small = [d for d in range(1, min(math.isqrt(n), 10**4) + 1) if n % d == 0]
     return sorted({*small, *(n // d for d in small)})
 
@@ -362,7 +362,7 @@ def unused_fields(m: Model) -> dict[str, str]:
     return {name: why for names, unused, why in table if unused for name in names.split()}
 
 
-# A preset may have set these when a flag makes them unused, and that is no problem.
+# Not reported: presets set these, and a flag that makes them unused need not unset them.
 MAY_BE_UNUSED = {"n_kv_heads", "d_ff", "mlp_bias"}
 
 
@@ -492,7 +492,7 @@ def other_problems(cfg: Config):
 
 
 def text_problems(cfg: Config):
-    """Of settings that are paths, or words with a form of their own."""
+    """Paths, and settings whose text is parsed, that are malformed."""
     r, t = cfg.run, cfg.train
     paths = [("run.dir", r.dir)] + ([("run.start_from", r.start_from)] if r.start_from else [])
     try:

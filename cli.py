@@ -36,14 +36,14 @@ def to_json(cfg: Config, **record) -> str:
     """The text of config.json: the sections of cfg, and some of the facts in RECORD."""
     assert set(record) <= set(RECORD), record
     sections = {section: asdict(getattr(cfg, section)) for section in SECTIONS}
-    sections["run"] |= dict(accept=(), compile_cache="")  # they hold for one start
+    sections["run"] |= dict(accept=(), compile_cache="")  # these apply to one start only
     return json.dumps(sections | record, indent=1) + "\n"
 
 
 def read_file(path: str) -> str:
     """The text of a config file, local or in a bucket.
 
-    Its kind and size are looked at first, because some files have no end.  Raises ValueError.
+    Its kind and size are checked first, because pipes and devices have no end.  Raises ValueError.
     """
     if "://" in path:
         if not path.startswith("gs://"):
@@ -63,7 +63,8 @@ def read_file(path: str) -> str:
 
 
 def call_within(seconds: float, f):
-    """f(), or TimeoutError after so many seconds: without a network gcsfs tries for minutes."""
+    """Return f(), or raise TimeoutError after so many seconds.  Without a network gcsfs retries for
+    minutes."""
     answers = []
 
     def call():
@@ -250,10 +251,9 @@ def simulate_devices(mesh: Mesh, n_processes: int = 1):
     """Give the CPU as many devices as the mesh needs, and enough threads to run them.
 
     Call it before jax is imported.  Where there is an accelerator, jax uses that and these settings
-    do nothing.  XLA runs the fake devices on one thread pool with a thread per core.  Programs with
-    collectives wait for each other there, and hang for good on fewer threads than twice the
-    devices; NPROC sets the number of threads.  The timeout turns any hang that is left into an
-    error.
+    do nothing.  XLA runs the fake devices on one thread pool with a thread per core.  With fewer
+    threads than twice the devices, programs with collectives deadlock; NPROC sets the number of
+    threads.  The timeout turns any hang that is left into an error.
     """
     xla_flags = os.environ.get("XLA_FLAGS", "")
     wanted = math.prod(size for size in mesh.sizes if size > 0) // max(1, n_processes)
@@ -304,8 +304,8 @@ def quit_on_error(f, *args):
 def start() -> Config:
     """The Config of train.py's command line, with its fake devices prepared; exits on a mistake."""
     cfg = quit_on_error(parse, sys.argv[1:])
-    # JAX's programs are a million objects that live long, and to look through them again and again
-    # took a twentieth of the start.
+    # JAX's programs are a million long-lived objects.  With Python's defaults, scanning them took a
+    # twentieth of the start.
     gc.set_threshold(100_000, 50)
     simulate_devices(cfg.mesh, cfg.run.num_processes)
     return cfg

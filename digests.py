@@ -1,4 +1,4 @@
-"""Digests of arrays: whether a checkpoint is what was saved, on any mesh."""
+"""Digests of arrays, by which a checkpoint is verified on any mesh."""
 
 import jax
 import jax.numpy as jnp

@@ -62,7 +62,8 @@ def absolute_path(path: str) -> epath.Path:
 def leaves_folder(path, folder) -> bool:
     """Whether a path of this machine is a link to something outside of the folder.
 
-    Snapshots in a Hugging Face cache are folders of links to blobs beside them, which are theirs.
+    A snapshot in a Hugging Face cache is a folder of links to the blobs beside it, which count as
+    inside.
     """
     root = os.path.realpath(folder)
     cache = re.fullmatch(r"(.*/models--[^/]+)/snapshots/[^/]+", root)
@@ -71,8 +72,8 @@ def leaves_folder(path, folder) -> bool:
 
 
 def read_limited(path, limit: int = 2**28) -> str:
-    """The text of a file from a stranger.  Its size (in bytes) is looked at before it is read.
-    Raises ValueError if it is above the limit."""
+    """The text of a file from an untrusted source.  Raises ValueError, before reading, if it has
+    more than `limit` bytes."""
     file = epath.Path(path)
     if (size := file.stat().length) > limit:
         raise ValueError(f"it has {size} bytes, more than {limit}")
@@ -80,8 +81,8 @@ def read_limited(path, limit: int = 2**28) -> str:
 
 
 def write_whole(path: epath.Path, data: bytes | str):
-    """Replace a file.  A reader finds the old content or the new, never a part, even if this
-    process is killed.  (After a crash of the machine it may: nothing is synced to disk.)"""
+    """Replace a file atomically: a reader finds the old content or the new, even if this process is
+    killed.  (After a crash of the machine it may find a part: nothing is synced to disk.)"""
     data = data.encode() if isinstance(data, str) else data
     if is_remote(path):
         path.write_bytes(data)  # an object becomes visible only when it is complete

@@ -29,7 +29,7 @@ from utils import with_slices
 
 
 def own_spec() -> P:
-    """The spec of what each device has for itself: [dp, pp, tp, *the shape on a device]."""
+    """The spec of arrays that differ on every device: [dp, pp, tp, *the shape on a device]."""
     return P(with_slices("dp"), "pp", "tp")
 
 
@@ -48,10 +48,10 @@ def own_layers(cfg: Config, group: str) -> list[tuple[str, int]]:
 def decoding_weights(params, cfg: Config) -> dict:
     """The weights as `next_logits` uses them: cast, and those of the layers in lists.
 
-    One token meets each weight once, so that reading them is all the time it takes.  Casting them
-    and slicing stacked ones, which copies, for each token made it 2.9 times as long (gpt2_124m in
-    float32, one row, one CPU core).  The price is a program that grows with the number of layers:
-    a tiny model with 48 compiles in 19 s instead of 2, once for prompts and once for a token.
+    A token's time is that of reading each weight once.  Casting them and slicing stacked ones for
+    each token, which copies, made it 2.9 times as long (gpt2_124m in float32, one row, one CPU
+    core).  The price is a program that grows with the number of layers: a tiny model with 48
+    compiles in 19 s instead of 2, once for prompts and once for a token.
     """
 
     @jax.shard_map(in_specs=(param_specs(cfg),), out_specs=own_spec())

@@ -162,11 +162,11 @@ RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 def take_early(cfg: Config) -> FileLock | None:
     """The lock of a local run that exists, taken before jax is imported; None where only
-    rundir.open_run can tell.
+    rundir.open_run can decide.
 
-    Which process is process 0, and may have the lock, is known only after JAX has started.  So on a
-    cluster a lock that another host holds may be that of this run's process 0.  Raises UserError
-    BUSY if a process of this host holds it.
+    Only process 0 takes the lock, and on a cluster JAX has to start before a process knows whether
+    it is process 0.  So a lock that another host holds may be that of this run's process 0.  Raises
+    UserError BUSY if a process of this host holds it.
     """
     run = run_path(cfg)
     is_rank = cfg.run.process_id > 0 or any(name in os.environ for name in RANKS)

@@ -215,7 +215,7 @@ def ledger(data, hlo: str, sizes: tuple[int, ...]) -> dict[str, float]:
 
 
 def learns_from_traces() -> bool:
-    """Whether XLA's compiler for these devices takes the times of a trace; warns if not."""
+    """Whether XLA's compiler for these devices can use the times of a trace; warns if not."""
     if jax.devices()[0].platform == "gpu":
         return True
     warn(f"train.pgle has no effect on {jax.devices()[0].device_kind}, only on NVIDIA GPUs")

@@ -41,7 +41,7 @@ def load_tokenizer(path: epath.Path | None, cfg: Config, fix: str):
 
 
 def find_end_id(tokenizer, cfg: Config) -> int | None:
-    """The token that ends a document, as far as it is known."""
+    """The token that ends a document; None if it is not known."""
     return cfg.data.end_id if cfg.data.end_id >= 0 else tokenizer.token_to_id(END)
 
 
@@ -74,8 +74,9 @@ def make_batch(rows: list[tuple], L: int, cfg: Config) -> list[jax.Array]:
 
 
 def read_question(line: bytes) -> tuple[list[tuple[str, str]], int | None]:
-    """([(query, answer)], number of the right one) of a line's choices.  None: there is one, and it
-    is right if each of its tokens is the most likely one.  Raises ValueError."""
+    """([(query, answer)], number of the right one) of a line's choices.  With a single choice the
+    number is None: the model is right if each of the answer's tokens is its most likely one.
+    Raises ValueError."""
     try:
         x = dict(json.loads(line))
     except (TypeError, RecursionError):
@@ -139,8 +140,8 @@ class Tasks:
         self.rows += [self.make_row(*pair) for pair in pairs]
 
     def make_row(self, query: str, answer: str) -> tuple[list[int], int]:
-        """The answer's tokens are those after the ones that are also the first of the query
-        alone."""
+        """The row of a choice.  Scored are the tokens after the prefix that it shares with the
+        tokens of the query alone."""
         before, L = query.rstrip(), self.cfg.train.seq_len
         space = query[len(before) :] or ("" if answer[:1].isspace() else " ")
         ids = encode(self.tokenizer, before + (space if before else "") + answer)
