@@ -170,7 +170,7 @@ def score_scale(cfg, width: int) -> float:
     """The factor on the scores of heads of that width; with muP it falls as 1 / width (Yang et al.
     2022, definition 4.1)."""
     m = cfg.model
-    scale = (m.attn_width or width) ** -0.5 * yarn_magnitudes(cfg.model)[1]
+    scale = (m.attn_width or width) ** -0.5 * yarn_magnitudes(m)[1]
     return scale * (m.mup_base_head / m.d_head) ** 0.5 if m.mup_base_head else scale
 
 

@@ -80,7 +80,8 @@ class Parent:
         values of a new run, and moments of 0."""
 
         def with_parents_rows(path, x):
-            shape = self.meta["leaves"][path_name(path)][0] if is_position(path) else x.shape
+            name = utils.path_name(path)
+            shape = self.meta["leaves"][name][0] if is_position(path) else x.shape
             return jax.ShapeDtypeStruct(shape, x.dtype, sharding=x.sharding)
 
         @partial(jax.jit, static_argnums=(0, 2))
@@ -115,10 +116,6 @@ def read_name(text: str) -> tuple[epath.Path, int]:
     """(path, step) of RUN@STEP; -1 for RUN."""
     name, step = re.fullmatch(r"(.+?)(?:@(\d{1,9}))?", text).groups()
     return absolute_path(name), int(step or -1)
-
-
-def path_name(path) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def is_position(path) -> bool:

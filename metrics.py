@@ -387,8 +387,7 @@ def draw_loss(path: epath.Path, train_losses: dict, eval_losses: dict, scores: d
     if scores:
         axes = figure.add_subplot(1, 2, 2, xlabel="update", ylabel="accuracy")
         last = [*scores.values()][-1]
-        of_all = (name for name in last if name.count("/") == 1)  # not those of a file
-        for name in (name for name in of_all if name.endswith("accuracy")):
+        for name in (name for name in last if name.count("/") == 1):  # not those of a file
             curve = {step: row[name] for step, row in scores.items() if name in row}
             axes.plot(list(curve), list(curve.values()), "o-", label=name.replace("_", " "))
     for axes in figure.axes:

@@ -31,6 +31,7 @@ from shards import (
     data_error,
     file_sha256,
     file_state,
+    missing_error,
     page_digest,
 )
 
@@ -239,11 +240,6 @@ class PageReader:
                     folder = os.path.join(cfg.data.cache, "trifold-pages")
                 self.disk = DiskCache(folder, int(cfg.data.cache_gb * 2**30))
         return self.disk
-
-
-def missing_error(path: epath.Path) -> UserError:
-    what = f"shard {path.name!r} is missing from {path.parent}"
-    return data_error(what, "copy it there again")
 
 
 def digest_list(shard: Shard) -> Block:

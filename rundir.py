@@ -103,13 +103,11 @@ def prepare_run(path: epath.Path, cfg: Config, source, lock) -> FileLock | Lease
         if not record.exists():
             write_record(path, cfg, source)
         return lock
-    except UserError:
+    except (UserError, OSError) as e:
         if lock is not None:
             lock.release()
-        raise
-    except OSError as e:
-        if lock is not None:
-            lock.release()
+        if isinstance(e, UserError):
+            raise
         what = f"cannot write to {e.filename or path}: {e.strerror or e}"
         fix = "choose a --run.dir that this user can write to"
         raise UserError(errors.STORAGE, what, fix) from None

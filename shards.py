@@ -24,6 +24,11 @@ def data_error(what: str, fix: str) -> UserError:
     return UserError(DATA, what, fix)
 
 
+def missing_error(path: epath.Path) -> UserError:
+    what = f"shard {path.name!r} is missing from {path.parent}"
+    return data_error(what, "copy it there, or make the data set again")
+
+
 # ---- pages: the units in which a file is verified
 
 PAGE = 64 * 1024
@@ -99,8 +104,7 @@ def npy_shard(path: epath.Path) -> Shard:
             offset = f.tell()
         size = path.stat().length
     except FileNotFoundError:
-        what = f"shard {path.name!r} is missing from {path.parent}"
-        raise data_error(what, "copy it there, or make the data set again") from None
+        raise missing_error(path) from None
     except PermissionError:
         raise  # becomes STORAGE: the data may be sound
     except NPY_ERRORS as e:

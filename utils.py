@@ -363,7 +363,10 @@ def finite_or_none(x) -> float | None:
     return float(x) if math.isfinite(x) else None
 
 
+path_name = partial(jax.tree_util.keystr, simple=True, separator="/")
+"""params/layers/q_DHK: a JAX key path as text."""
+
+
 def leaf_table(tree) -> dict:
     """The leaves by path: {"params/layers/q_DHK": leaf}."""
-    path_name = partial(jax.tree_util.keystr, simple=True, separator="/")
     return {path_name(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
