@@ -54,14 +54,14 @@ class Run:
     """Local folder that keeps compiled programs for later starts; empty keeps none.
     Its content is run as code, so no one else may be able to write to it."""
     hang_timeout: int = 0
-    """Seconds without an update, save or evaluation batch that end the run with exit code 9.
+    """Seconds without an update, save or evaluation batch after which the run exits with code 9.
     The stacks of all threads are then in crash/ in the run directory.
     0 takes 20 times the slowest recent update, and at least 300.
     The start, compiling, and waiting for a save may take 12 times as long."""
 
 
 def read_ranks(words: list[str]) -> int | str:
-    """The number of ranks of a flag, or its SLICESxRANKS.  Raises ValueError."""
+    """A value of mesh.dp: a number of ranks, or SLICESxRANKS.  Raises ValueError."""
     if re.fullmatch(r"-?\d{1,18}", words[0]):
         return int(words[0])
     if re.fullmatch(r"[1-9]\d{0,8}x[1-9]\d{0,8}", words[0]):
@@ -86,7 +86,7 @@ class Mesh:
     dp: Annotated[int | str, RANKS] = -1
     """Data parallelism: each of the dp ranks trains on part of the batch.
     Weights, gradients and optimizer state are sharded over dp too, as mesh.fsdp says.
-    2x4: 8 ranks in 2 slices, in each of which the weights are whole.
+    2x4: 8 ranks in 2 slices, each of which stores all weights.
     Only the sum of the gradients crosses the network between slices, once an update.
     A plain number is split where devices are in several slices (TPU) or nodes (GPU)."""
     pp: int = 1
@@ -123,7 +123,7 @@ class Mesh:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Of dp, over all slices, pp and tp."""
+        """(dp over all slices, pp, tp)"""
         dp = math.prod(map(int, self.dp.split("x"))) if isinstance(self.dp, str) else self.dp
         return dp, self.pp, self.tp
 
@@ -213,7 +213,7 @@ class Model:
     """rope: base of the rotation frequencies."""
     rope_local_theta: float = 0.0
     """rope: base of the frequencies of local layers, which are then not scaled.
-    0: local layers have the frequencies of all."""
+    0: as in the other layers."""
     rope_scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
     """rope: how frequencies are slowed, for a longer context.
     linear: all of them.  llama3: the low ones, as in Llama 3.1.  yarn: the low ones, as in YaRN."""
@@ -377,7 +377,7 @@ class Train:
     unroll: int = 0
     """Number of iterations of the loops over layers that are compiled as one.
     A larger number copies less and takes longer to compile.
-    0 takes 1; a CPU that recomputes nothing takes all of up to 12 layers of larger models."""
+    0 takes 1, or on a CPU that recomputes nothing all layers, if they are large and at most 12."""
     attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"
     """Attention kernel.
     auto: cudnn on NVIDIA GPUs, splash on TPUs, xla elsewhere.

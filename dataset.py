@@ -108,11 +108,11 @@ class TokenFiles(Source):
             return None
         return self.cut(rows, self.masks, 1, np.uint8) != 0
 
-    def cut(self, rows: np.ndarray, files: list, otherwise: int, dtype) -> np.ndarray:
-        """[len(rows), seq_len + 1] of what files hold for these windows: the shards or the masks;
-        `otherwise` where there is none."""
+    def cut(self, rows: np.ndarray, files: list, fill: int, dtype) -> np.ndarray:
+        """[len(rows), seq_len + 1]: these windows of the files, which are self.shards or
+        self.masks; `fill` after the last token, and where a shard has no mask."""
         L = self.cfg.train.seq_len
-        windows = np.full((len(rows), L + 1), otherwise, dtype)
+        windows = np.full((len(rows), L + 1), fill, dtype)
         places, pieces = [], []
         for window, row in zip(windows, rows.tolist(), strict=True):
             at = row * L
@@ -199,7 +199,7 @@ class Synthetic(Source):
     def problems(self) -> list[Problem]:
         if self.path == "synthetic":
             return []
-        return [Problem(f"{self.path} is not a data set", "give synthetic, without more")]
+        return [Problem(f"{self.path} is not a data set", "give synthetic, without a suffix")]
 
     def windows(self, rows: np.ndarray) -> np.ndarray:
         V, L = self.cfg.model.vocab_size, self.cfg.train.seq_len

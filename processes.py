@@ -293,7 +293,7 @@ class Stop:
                 return
             os.write(2, b"\ninterrupted before all was saved; run the same command again\n")
             os._exit(errors.INTERRUPTED)
-        os.write(2, b"\nstopping after this update; once more stops at once\n")
+        os.write(2, b"\nstopping after this update; a second signal stops at once\n")
         self.wants_stop, self.told_at = True, now
 
     def ignore_signals(self):

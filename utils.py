@@ -125,7 +125,7 @@ def together(f, *args):
     for n, answer in enumerate(answers):
         if answer:
             code, what = json.loads(answer)
-            raise UserError(code, f"process {n} stopped: {what}", "see what it has printed")
+            raise UserError(code, f"process {n} stopped: {what}", "see the output of that process")
     return result
 
 
