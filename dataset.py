@@ -280,8 +280,8 @@ class Mixture(Source):
 
 
 def check_tokenizers(sources: dict[str, Source]):
-    """Raise UserError DATA unless these sources, {name: source}, have one tokenizer and one token
-    that ends documents, as far as they say which."""
+    """Raise UserError DATA if these sources, {name: source}, state different tokenizers, or
+    different tokens that end documents."""
     parts = {}
     for name, source in sources.items():
         within = source.parts if isinstance(source, Mixture) else {"": source}

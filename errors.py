@@ -1,4 +1,4 @@
-"""Errors that people make, and the exit codes of all programs."""
+"""Errors that users can correct, and the exit codes of all programs."""
 
 import re
 from typing import NamedTuple

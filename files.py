@@ -1,4 +1,4 @@
-"""Files and folders, local or in a bucket: paths, whole writes, free names, moves, .npy bytes.
+"""Files and folders, local or in a bucket: paths, atomic writes, unused names, moves, .npy bytes.
 
 This module does not import jax, so that scripts that only prepare files start at once.
 """

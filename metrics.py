@@ -228,6 +228,7 @@ class MetricsLog:
         mfu = None if self.peak is None else rate * self.flops_per_token / self.peak
         speed = dict(step_time=seconds, tokens_per_sec=rate, mfu=mfu)
         fields = {name: finite_or_none(x) for name, x in scalars.items()}
+        # Goes on from the parent's tokens, or from those of updates with another batch size.
         tokens += self.first_tokens - self.tokens_until(self.first_step)
         sources = self.by_source(step)
         by_source = {} if "" in sources else dict(tokens_by_source=sources)

@@ -101,10 +101,10 @@ def supervise(cfg: Config) -> int:
         tries = 1 if newest != before else tries + 1
         say(f"training ended with {last_end}; the newest checkpoint is {newest}")
         if tries > cfg.run.restarts:
-            say(f"it was started again {cfg.run.restarts} times without a new one: giving up")
+            say(f"gave up after {cfg.run.restarts} restarts without a new checkpoint")
             return code
         wait = min(60, 2**tries)
-        say(f"start {tries} of at most {cfg.run.restarts} without a new one, in {wait} s")
+        say(f"try {tries} of at most {cfg.run.restarts} without a new checkpoint, in {wait} s")
         deadline = time.monotonic() + wait
         while time.monotonic() < deadline:
             time.sleep(0.1)

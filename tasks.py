@@ -158,9 +158,11 @@ class Tasks:
         return make_batch(self.rows[i * n : (i + 1) * n], self.cfg.train.seq_len, self.cfg)
 
     def scores(self, nll, is_top) -> dict[str, float]:
-        """{"NAME/FILE/accuracy", "NAME/FILE/centred_accuracy", and as "NAME/.." the means over its
-        files: number}, from each row's loss and whether all of its tokens are the most likely ones.
-        Centred: 0 is chance, 1 is perfect."""
+        """{"NAME/FILE/accuracy": number, "NAME/FILE/centred_accuracy": number}, and under "NAME/.."
+        the means over its files.  Centred: 0 is chance, 1 is perfect.
+
+        nll, is_top: of each row, the loss, and whether all of its tokens are the most likely ones.
+        """
         found = {}
         for task, questions in self.questions.items():
             results = []
