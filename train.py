@@ -466,6 +466,52 @@ def save(store, step: int, state: State, last: bool, log: MetricsLog, stop):
     stop.saves = stop.saves and not saved  # a save that a signal asked for is tried until it works
 
 
+def evaluate_if_due(params, step: int, vals, tasks, log: MetricsLog, stop, cfg: Config) -> bool:
+    """Score the validation sets and the tasks that the log does not have for this step, if an
+    evaluation is due; returns whether it was."""
+    if not is_due(step, cfg.train.eval_every, cfg) or log.is_evaluated(step):
+        return False
+    for val in vals:
+        if step not in log.eval_losses[val.name]:
+            result = log.run_untimed(evaluate, params, val, step, cfg, stop)
+            log.add_evaluation(step, result)
+    if tasks and step not in log.scores:
+        result = log.run_untimed(score_tasks, params, tasks, cfg, stop)
+        log.add_evaluation(step, result, "tasks")
+    return True
+
+
+def sample_if_due(params, step: int, train: Dataset, log: MetricsLog, cfg: Config):
+    every = cfg.train.sample_every
+    if every > 0 and is_due(step, every, cfg) and step not in log.sampled_steps:
+        log.add_sample(log.run_untimed(sample_row, params, step, cfg, train))
+
+
+def read_ahead(step: int, train: Dataset, vals, cfg: Config) -> BaseException | None:
+    """Begin to read the next evaluation.  Returns why the next batches, or those of an evaluation
+    that is at most NOTICE updates away, cannot be read."""
+    with jax.profiler.TraceAnnotation(DATA_WAIT):
+        error, at = train.batch_error(step), next_evaluation(step, cfg)
+        for val in vals:
+            indices = val.eval_indices(at)
+            val.read_eval(indices)
+            if at - step <= NOTICE:
+                error = error or val.eval_error(indices)
+    return error
+
+
+def save_if_due(store, step: int, state: State, last: bool, evaluated: bool, log, stop, cfg):
+    """Save if it is the last step, a save is due, or a signal or a failed save asks for one."""
+    c = cfg.checkpoint
+    if store.is_late(c.every, c.minutes) and utils.is_lead():
+        stop.ask_to_save()
+    keeps_best = evaluated and c.best
+    if keeps_best:
+        store.finish()  # so that this one is not skipped
+    if last or stop.saves or is_due(step, c.every, cfg) or keeps_best:
+        log.run_untimed(save, store, step, state, last, log, stop)
+
+
 def train_loop(run, store, state: State, train: Dataset, vals, tasks, stop, cfg: Config):
     """(state, log) after training to the last step, or until `stop`, with the evaluations, samples
     and checkpoints on the way."""
@@ -482,33 +528,11 @@ def train_loop(run, store, state: State, train: Dataset, vals, tasks, stop, cfg:
     first = min(max(start, cfg.train.profile[0] - 1), cfg.train.steps - 1)
     profile = Profile(run, programs.get(len(train.order.batch_rows(first))), cfg, start)
     for step in range(start, cfg.train.steps + 1):
-        evaluates = is_due(step, cfg.train.eval_every, cfg) and not log.is_evaluated(step)
-        for val in vals if evaluates else []:
-            if step not in log.eval_losses[val.name]:
-                result = log.run_untimed(evaluate, state.params, val, step, cfg, stop)
-                log.add_evaluation(step, result)
-        if evaluates and tasks and step not in log.scores:
-            result = log.run_untimed(score_tasks, state.params, tasks, cfg, stop)
-            log.add_evaluation(step, result, "tasks")
-        wants_sample = cfg.train.sample_every > 0 and step not in log.sampled_steps
-        if wants_sample and is_due(step, cfg.train.sample_every, cfg):
-            log.add_sample(log.run_untimed(sample_row, state.params, step, cfg, train))
-        c, last = cfg.checkpoint, step == cfg.train.steps
-        with jax.profiler.TraceAnnotation(DATA_WAIT):
-            error = train.batch_error(step)
-            # All processes learn NOTICE updates ahead that a batch of an evaluation cannot be read.
-            at = next_evaluation(step, cfg)
-            for val in vals:
-                val.read_eval(val.eval_indices(at))
-                if at - step <= NOTICE:
-                    error = error or val.eval_error(val.eval_indices(at))
-        last = last or stop.agree_to_stop(error, updates=True)
-        if store.is_late(c.every, c.minutes) and utils.is_lead():
-            stop.ask_to_save()
-        if evaluates and c.best:
-            store.finish()  # so that this one is not skipped
-        if last or stop.saves or is_due(step, c.every, cfg) or (evaluates and c.best):
-            log.run_untimed(save, store, step, state, last, log, stop)
+        evaluated = evaluate_if_due(state.params, step, vals, tasks, log, stop, cfg)
+        sample_if_due(state.params, step, train, log, cfg)
+        last = step == cfg.train.steps
+        last = last or stop.agree_to_stop(read_ahead(step, train, vals, cfg), updates=True)
+        save_if_due(store, step, state, last, evaluated, log, stop, cfg)
         if last:
             break
         for name, epoch in train.order.new_epochs(step).items():
@@ -591,14 +615,17 @@ def print_sizes(train: Dataset, vals: list[Dataset], tasks: Tasks | None, cfg: C
 def evaluate_once(state: State, vals: list[Dataset], tasks: Tasks | None, stop, cfg: Config):
     """What --eval_only does."""
     step = int(state.step)
-    work = [(print_eval, evaluate, (val, step, cfg, stop)) for val in vals]
-    work += [(print_scores, score_tasks, (tasks, cfg, stop))] if tasks else []
-    for show, f, args in work:
-        result = f(state.params, *args)
+
+    def show(print_result, result):
         utils.together(stop.raise_error)
         if result is None:
             sys.exit(INTERRUPTED)
-        show(step, result)
+        print_result(step, result)
+
+    for val in vals:
+        show(print_eval, evaluate(state.params, val, step, cfg, stop))
+    if tasks:
+        show(print_scores, score_tasks(state.params, tasks, cfg, stop))
 
 
 if __name__ == "__main__":
