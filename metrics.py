@@ -161,9 +161,10 @@ class MetricsLog:
         self.sampled_steps = {row["step"] for row in self.samples_file.rows}
         for row in self.metrics_file.rows:
             self.track(row)
-        first = parent["step"] if cfg.run.start_with == "state" and parent else 0
-        lost = sorted(set(range(first + 1, step + 1)) - self.train_losses.keys())
-        if lost and (run / "metrics.jsonl").exists():  # one of average.py has none
+        # The rows of a branch or an average begin after its first step.
+        first = min(self.train_losses, default=step + 1 if self.metrics_file.rows else 1)
+        lost = sorted(set(range(first, step + 1)) - self.train_losses.keys())
+        if lost and (run / "metrics.jsonl").exists():
             what = f"{run / 'metrics.jsonl'} has lost {len(lost)} of the rows up to update {step}"
             warn(f"{what}, from that of update {lost[0]} on: they cannot be made again")
         self.wandb = run_on_lead(start_wandb, run, cfg)

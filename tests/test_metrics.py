@@ -57,7 +57,10 @@ def test_lost_rows_are_said(tmp_path, capsys):
     cfg, path = on_mesh(config.tiny(), (1, 1, 1)), epath.Path(tmp_path)
     train_row = dict(kind="train", loss=2.0, grad_norm=1.0, tokens=1)
     rows = [json.dumps(dict(train_row, step=step)) + "\n" for step in range(1, 7)]
-    for kept, said in ((range(6), ""), ((0, 3, 5), "has lost 3 of the rows up to update 6, from")):
+    rows.append(json.dumps(dict(kind="eval", step=6, loss=2.0)) + "\n")  # before a first update
+    lost = "has lost {} of the rows up to update 6, from"
+    cases = {range(6): "", range(4, 6): "", (6,): "", (0, 3): lost.format(4), (): lost.format(6)}
+    for kept, said in cases.items():
         (path / "metrics.jsonl").write_text("".join(rows[n] for n in kept))
         metrics.MetricsLog(path, cfg, 6, flops_per_token=1.0).close()
         warnings = capsys.readouterr().err
