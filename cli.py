@@ -20,7 +20,7 @@ from typing import Annotated, Literal
 import tyro
 
 from checks import check
-from config import PRESETS, SECTIONS, Config, Mesh
+from config import PRESETS, SECTIONS, Config, Mesh, YesNo
 from errors import INTERRUPTED, STORAGE, USAGE, UserError, or_list
 
 # ---- config files
@@ -223,6 +223,20 @@ class Precision:
     @property
     def flags(self) -> list[str]:
         return ["--train.dtype", self.dtype] if self.dtype else []
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunArgs:
+    """The flags of every script that computes with a run's weights."""
+
+    run: str
+    """A run directory, local or gs://."""
+    step: int = -1
+    """Number of updates of the checkpoint to use; -1 is the newest."""
+    weights: Literal["last", "ema"] = "last"
+    """last: those after that update.  ema: their moving average, if the run has optim.ema."""
+    mesh: YesNo[Mesh] = Mesh()
+    train: Precision = Precision()
 
 
 def config_of_run(run: str, mesh: Mesh, *flags: str) -> Config:

@@ -11,7 +11,6 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import tyro
 
@@ -25,9 +24,7 @@ from mixture import read_sets
 
 
 @dataclass(frozen=True)
-class Args:
-    run: str
-    """A run directory, local or gs://."""
+class Args(cli.RunArgs):
     data: str = ""
     """The data set; by default the run's validation set."""
     per_token: str = ""
@@ -35,13 +32,7 @@ class Args:
     They are in the order of the data."""
     batch_size: int = 64
     """Sequences in a batch, rounded to what the mesh needs; does not change the result."""
-    step: int = -1
-    """Number of updates of the checkpoint to use; -1 is the newest."""
-    weights: Literal["last", "ema"] = "last"
-    """last: those after that update.  ema: their moving average, if the run has optim.ema."""
     eval: config.Eval = config.Eval()
-    mesh: config.YesNo[config.Mesh] = config.Mesh()
-    train: cli.Precision = cli.Precision()
 
 
 def parse() -> tuple[Args, config.Config]:

@@ -13,7 +13,6 @@ from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
 
 import tyro
 
@@ -28,9 +27,7 @@ import files
 
 
 @dataclass(frozen=True)
-class Args:
-    run: str
-    """A run directory, local or gs://."""
+class Args(cli.RunArgs):
     tasks: str
     """Names of the harness' tasks, groups or tags, with commas between them."""
     include_path: str | None = None
@@ -43,14 +40,8 @@ class Args:
     """A file to write the results to."""
     batch_size: int = 64
     """Sequences in a batch, rounded to what the mesh needs; does not change the result."""
-    step: int = -1
-    """Number of updates of the checkpoint to use; -1 is the newest."""
-    weights: Literal["last", "ema"] = "last"
-    """last: those after that update.  ema: their moving average, if the run has optim.ema."""
     seq_len: int = 0
     """Number of tokens that the model can look back on; 0 is the run's train.seq_len."""
-    mesh: config.YesNo[config.Mesh] = config.Mesh()
-    train: cli.Precision = cli.Precision()
 
 
 def parse() -> tuple[Args, config.Config]:

@@ -8,7 +8,6 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import tyro
 
@@ -21,9 +20,7 @@ import files
 
 
 @dataclass(frozen=True)
-class Args:
-    run: str
-    """A run directory, local or gs://."""
+class Args(cli.RunArgs):
     prompt: tuple[str, ...] = ("",)
     """Texts to continue; an empty one starts a new document."""
     stop: tuple[str, ...] = ()
@@ -41,16 +38,10 @@ class Args:
     """Draw from the fewest tokens that have this much probability together."""
     seed: int = 0
     """The same seed gives the same text, on any mesh."""
-    step: int = -1
-    """Number of updates of the checkpoint to use; -1 is the newest."""
-    weights: Literal["last", "ema"] = "last"
-    """last: those after that update.  ema: their moving average, if the run has optim.ema."""
     tokenizer: str = ""
     """A tokenizer.json; needed if the run's data has none."""
     seq_len: int = 0
     """Number of tokens that the model can look back on; 0 is the run's train.seq_len."""
-    mesh: config.YesNo[config.Mesh] = config.Mesh()
-    train: cli.Precision = cli.Precision()
 
 
 def parse() -> tuple[Args, config.Config]:
