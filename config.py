@@ -69,6 +69,8 @@ def read_ranks(words: list[str]) -> int | str:
     raise ValueError(f"{words[0]!r} is not a number such as 8, or slices and their ranks as in 2x4")
 
 
+SLICE = "slice"
+"""The first axis of a mesh with several slices; see Mesh.shape."""
 RANKS = tyro.constructors.PrimitiveConstructorSpec(
     nargs=1,
     metavar="INT|SLICESxINT",
@@ -132,7 +134,7 @@ class Mesh:
         """{axis: size} of the device mesh; with several slices the first axis is "slice", and "dp"
         has the ranks of a slice."""
         dp, pp, tp = self.sizes
-        slices = dict(slice=self.slices) if self.slices > 1 else {}
+        slices = {SLICE: self.slices} if self.slices > 1 else {}
         return slices | dict(dp=dp // self.slices, pp=pp, tp=tp)
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from attention import full_row_span
-from config import Config, layer_kinds
+from config import SLICE, Config, layer_kinds
 from experts import MOE_STATS
 from layers import BATCH, STAGE, gather_rows, mark_varying, norm, norm_table, sequences_to_rows
 from model import (
@@ -30,7 +30,7 @@ from model import (
     stacked_shape,
 )
 from pipeline import branch_policy, layers_to_parts, make_schedule, run_schedule
-from utils import AXES, SLICE, with_slices
+from utils import AXES, with_slices
 
 # ---- sums over microbatches
 

@@ -16,10 +16,10 @@ import numpy as np
 from etils import epath
 from jax.experimental.profiler import get_profiled_instructions_proto
 
-from config import Config
+from config import SLICE, Config
 from files import is_remote, write_whole
 from metrics import MetricsLog
-from utils import AXES, SLICE, exchange, is_lead, run_on_lead, say, warn
+from utils import AXES, exchange, is_lead, run_on_lead, say, warn
 
 UPDATE, DATA_WAIT = "update", "data wait"  # the events with which the host marks a trace
 

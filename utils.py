@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import errors
 from checks import AUTOMATIC, resolve
-from config import Config
+from config import SLICE, Config
 from errors import UserError
 from files import make_private_folder
 
@@ -31,8 +31,6 @@ for package in ("absl", "asyncio"):  # they log tracebacks of errors that they a
     logging.getLogger(package).setLevel(logging.CRITICAL)
 
 AXES = ("dp", "pp", "tp")
-SLICE = "slice"
-"""The first axis of a mesh with several slices; see config.Mesh.shape."""
 IMPORTED = time.monotonic()  # before the processes meet and JAX looks for devices
 
 

@@ -6,6 +6,7 @@ It needs no jax, so that plan.py can check a topology before it imports jax.
 import math
 from typing import NamedTuple
 
+from config import SLICE
 from errors import USAGE, UserError, or_list
 
 GIB = 2**30
@@ -21,10 +22,10 @@ class Chip(NamedTuple):
     hbm: float
     """Bytes per second between the device and its memory."""
     link: float
-    """Bytes per second that a device receives in a ring: both directions of one axis of a TPU's
-    torus, or all of NVLink."""
+    """Bytes per second that a device receives from the devices of its slice or node, in a ring:
+    both directions of one axis of a TPU's torus, or all of NVLink."""
     slow: float
-    """Bytes per second that a device receives over the network between slices or nodes."""
+    """Bytes per second that a device receives from other slices or nodes."""
     clock: float
     """Cycles per second."""
 
@@ -35,19 +36,20 @@ class Chip(NamedTuple):
 
     def speed(self, axis: str) -> float:
         """Bytes per second that a device receives over a mesh axis."""
-        return self.slow if axis == "slice" else self.link
+        return self.slow if axis == SLICE else self.link
 
     @property
     def networks(self) -> tuple[str, str]:
-        """The networks inside and between slices or nodes."""
+        """The names of the networks inside and between slices or nodes."""
         return ("ICI", "DCN") if self.platform == "tpu" else ("NVLink", "InfiniBand")
 
 
 # Memory: for TPUs, what XLA's out-of-memory message calls usable; for the H200, what its driver
 # reports.  Rates: Google Cloud's TPU pages, the "TPU specs" table of the JAX scaling
 # book (Austin et al. 2025, chapter 2), and NVIDIA's H200 data sheet.  Between slices: the NICs of a
-# host on the TPU pages, shared by its chips; for v4, of which they have none, the 81 Tbit/s that
-# PaLM's 6,144 chips reached (Chowdhery et al. 2022, section 4); for the H200, a DGX's 400 Gbit/s.
+# host on the TPU pages, divided by its chips; those pages have no NICs of a v4 host, so there the
+# 81 Tbit/s that PaLM's 6,144 chips reached (Chowdhery et al. 2022, section 4); for the H200, the
+# 400 Gbit/s per GPU of a DGX.
 CHIPS = {
     "v4": Chip("TPU v4", 30.75 * GIB, 1.23e12, 0.9e11, 1.6e9, 1.05e9),
     "v5e": Chip("TPU v5e", 15.75 * GIB, 0.81e12, 0.9e11, 3.1e9, 1.5e9),

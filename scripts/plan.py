@@ -87,7 +87,7 @@ def make_plan(cfg: Config, chip: Chip) -> dict:
     update = cost_model.update_bytes(cfg) / chip.hbm
     seconds = dict(matmuls=cost.matmul_seconds, idle=idle * cost.matmul_seconds, update=update)
     received = {axis: cost.received_over(axis) for axis in cfg.mesh.shape}
-    over_slow = received.get(utils.SLICE, 0)
+    over_slow = received.get(config.SLICE, 0)
     networks = sum(received.values()) - over_slow, over_slow
     link = {axis: n / chip.speed(axis) for axis, n in received.items()}
     compute, tokens = sum(seconds.values()), t.batch_size * t.seq_len

@@ -149,7 +149,7 @@ def test_speeds_are_compared_with_the_data_sheet(monkeypatch, peak, status):
 
 
 def test_every_axis_of_a_mesh_with_slices_is_measured():
-    mesh = jax.make_mesh((2, 2, 1, 2), (utils.SLICE, *utils.AXES))
+    mesh = jax.make_mesh((2, 2, 1, 2), (config.SLICE, *utils.AXES))
     found = [row.what.split(":")[0] for row in doctor.links(config.tiny(), dict(mesh=mesh))]
     assert found == ["slice=2", "dp=2", "tp=2"]
 
