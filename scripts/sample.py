@@ -24,10 +24,10 @@ class Args(cli.RunArgs):
     prompt: tuple[str, ...] = ("",)
     """Texts to continue; an empty one starts a new document."""
     stop: tuple[str, ...] = ()
-    """A text ends where the first of these would begin; prompts are not searched."""
+    """Stop strings: a text ends before the first of them; they are not looked for in prompts."""
     json: bool = False
-    """Print an object for each text, on a line: prompt, text (what was added) and tokens (how many
-    were drawn for it, those of --stop included)."""
+    """Print each text as a line of JSON: prompt, text (the continuation) and tokens (how many were
+    sampled, including those of a stop string)."""
     tokens: int = 128
     """Tokens to add to each text, unless the document ends before."""
     temperature: float = 0.8
@@ -77,21 +77,13 @@ import train
 import utils
 
 
-def encode(tokenizer, text: str) -> list[int]:
-    try:
-        return tasks.encode(tokenizer, text)
-    except ValueError as e:
-        fix = "use characters of the training text"
-        raise errors.UserError(errors.USAGE, f"the prompt {e}", fix) from None
-
-
 def print_as_it_grows(texts, held: int):
-    """Print what each text adds to the one before.  The last `held` characters wait for the next
-    text, because they may be the beginning of a --stop."""
+    """Stream a growing text: print what is new in each of `texts`.  The last `held` characters
+    are held back until the next text, because they may be the beginning of a stop string."""
     printed = text = ""
     for text in texts:
         ready = text[: max(0, len(text) - held)]
-        # Half a character waits for the rest.
+        # A character of several tokens decodes to U+FFFD until the last of them is there.
         if len(ready) > len(printed) and not ready.endswith("\ufffd") and utils.is_lead():
             print(ready[len(printed) :], end="", flush=True)
             printed = ready
@@ -99,7 +91,7 @@ def print_as_it_grows(texts, held: int):
 
 
 def main(args: Args, cfg: config.Config):
-    """Print each prompt with its continuation, a single one while it grows."""
+    """Print each prompt with its continuation; a single one is streamed."""
     path = files.absolute_path(args.tokenizer or f"{args.run}/tokenizer.json")
     tokenizer = tasks.load_tokenizer(path, cfg, "name one with --tokenizer tokenizer.json")
     texts = args.prompt or ("",)
@@ -108,15 +100,20 @@ def main(args: Args, cfg: config.Config):
         print(f"sampling in {cfg.train.dtype}", file=sys.stderr, flush=True)
     params = train.load_params(files.absolute_path(args.run), cfg, args.step, args.weights)
     end_id = tasks.find_end_id(tokenizer, cfg)
-    prompts = [encode(tokenizer, text) or [end_id or 0] for text in texts]
+    try:
+        prompts = [tasks.encode(tokenizer, text) or [end_id or 0] for text in texts]
+    except ValueError as e:
+        fix = "use characters of the training text"
+        raise errors.UserError(errors.USAGE, f"the prompt {e}", fix) from None
     for text, prompt in zip(texts, prompts, strict=True):
         if len(prompt) > cfg.train.seq_len:
             what = f"the prompt {text[:40]!r} has {len(prompt)} tokens, more than --seq_len"
             utils.warn(f"{what} {cfg.train.seq_len}: only its end is seen")
 
     def added(n: int, row: list[int]) -> str:
-        """What row n adds to its prompt, decoded together with it: a tokenizer may join the two."""
-        first = 0 if texts[n] else 1  # the token that starts a document if the prompt is empty
+        """The text of row n after its prompt.  Both are decoded together, because the text of a
+        token may depend on those before it."""
+        first = 0 if texts[n] else 1  # an empty prompt is the end-of-document token
         return tokenizer.decode(row[first:])[len(tokenizer.decode(prompts[n][first:])) :]
 
     def is_over(n: int, row: list[int]) -> bool:
