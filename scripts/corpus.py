@@ -18,7 +18,7 @@ class File(NamedTuple):
     source: str | bytes
     size: int
     modified: int | str = 0
-    """Its time in nanoseconds, or a bucket's number for its content; 0 where nothing is known."""
+    """Its modification time in ns, or a bucket's generation number; 0 if neither is known."""
 
 
 def find_files(root: Path, suffix: str, excluded: set[str]) -> list[tuple[str, Path]]:
@@ -73,7 +73,7 @@ def find_input(pattern: str, suffix: str) -> list[File]:
     found, is_named = [], os.path.exists(pattern)
     if is_remote(pattern):
         found = find_remote(pattern, suffix)
-    # What is named, or a file that matches, may be a link; a folder's links are left out.
+    # --input may name a link, and a pattern may match links to files; links in folders are ignored.
     for match in [pattern] if is_named else sorted(glob.glob(pattern, recursive=True)):
         path, pairs = Path(match), []
         if path.is_dir() and (is_named or not path.is_symlink()):

@@ -11,9 +11,9 @@ near its end instead.  An interrupted command, given again, continues with the s
 missing.  A finished data set is not changed.
 """
 
-# This file has the flags, the plan and the manifests.  What files there are is in corpus.py, their
-# formats in readers.py, the tasks in shard_tasks.py, the processes that run them in workers.py, and
-# the tokenizers in vocabularies.py.
+# This file has the flags, the plan and the manifests.  Finding files is in corpus.py, their formats
+# in readers.py, the tasks in shard_tasks.py, the processes that run them in workers.py, and the
+# tokenizers in vocabularies.py.
 
 import hashlib
 import json
@@ -81,10 +81,10 @@ class Args:
     val_fraction: float = 0.02
     """Share of the documents that is held out for validation."""
     shard_tokens: int = 100_000_000
-    """Tokens of a shard, about: texts are shared out by their size in bytes.
-    A smaller corpus is cut into up to 256 shards of 4 MB of text or more, for all workers."""
+    """Tokens of a shard, roughly: texts are assigned to shards by their size in bytes.
+    A smaller corpus gets up to 256 shards of at least 4 MB of text, to keep all workers busy."""
     workers: int = 0
-    """Processes that work side by side; 0 takes one for each core."""
+    """Processes that tokenize in parallel; 0 is one for each core."""
     ray: str = ""
     """Address of a Ray cluster that does the work; local starts one on this machine."""
 
@@ -143,9 +143,9 @@ def cut_corpus(files: list[File], options: Options, val_fraction: float) -> list
 
 
 def group(pieces: Iterable[Piece], size: int) -> Iterator[list[Piece]]:
-    """Lists of pieces, each complete with the piece that brings it to this many bytes.
+    """Lists of consecutive pieces, each of at least `size` bytes except for the last.
 
-    Neighbours in a file are joined, so that it is opened once.
+    Pieces that follow each other in a file are joined, so that it is opened once.
     """
     found, n_bytes = [], 0
     for piece in pieces:
@@ -168,8 +168,8 @@ def group(pieces: Iterable[Piece], size: int) -> Iterator[list[Piece]]:
 def sample_texts(
     pieces: list[Piece], options: Options, threshold: int, limit: int, n_pieces: int = 256
 ) -> Iterator[str]:
-    """The texts of a rank from the threshold on; of a corpus above the limit, so many bytes from
-    the beginnings of pieces that are spread evenly over it."""
+    """The texts of which the rank is not below the threshold.  Of a corpus of more than `limit`
+    bytes, about that many: the beginnings of `n_pieces` pieces spread evenly over it."""
     if sum(piece.size for piece in pieces) > limit:
         pieces = pieces[:: -(-len(pieces) // n_pieces)]
         limit //= len(pieces)
@@ -197,10 +197,12 @@ def make_tokenizer(args: Args, pieces: list[Piece], options: Options, threshold:
 
 
 def choose_threshold(pieces: list[Piece], options: Options, val_fraction: float) -> int:
-    """Documents of a lower rank are held out: that fraction of them, but at least one and not all.
+    """The rank below which documents are for validation, so that about val_fraction of them are,
+    but at least one is and one is not.
 
-    It reads until there is a document for each split.  Raises UserError DATA if there cannot be.
+    It reads until both splits have a document.  Raises UserError DATA if that is impossible.
     """
+    # Ranks are hashes, uniform below 2**64.
     threshold, low, high, why = round(val_fraction * 2**64), 2**64, -1, "no rows"
     for found in chain.from_iterable(readers.read_documents(piece, options) for piece in pieces):
         if isinstance(found, Document):
@@ -221,9 +223,8 @@ def choose_threshold(pieces: list[Piece], options: Options, val_fraction: float)
 def make_plan(
     args: Args, out: epath.Path, pieces: list[Piece], options, recipe: dict, times: str
 ) -> dict:
-    """The recipe, what is held out, and the bytes of a task; and the tokenizer, in its files.
-
-    The plan of an interrupted command is kept.
+    """{recipe, threshold, size (bytes of text of a task)}, also written to progress/plan.json, and
+    the tokenizer in its files.  If an interrupted command has written them, they are kept.
     """
     path, tokenizer_path = out / "progress" / "plan.json", out / "train" / "tokenizer.json"
     if path.exists() and tokenizer_path.exists():
@@ -248,14 +249,15 @@ def make_plan(
 
 
 def is_finished(out: epath.Path, recipe: dict, times: str) -> bool:
-    """Whether both splits have a manifest.  Raises UserError DATA if one was made with another
-    recipe, or with files of other times, since nothing is overwritten.
+    """Whether both splits have a manifest.  Raises UserError DATA if `out` was begun with another
+    recipe, or the input files have been modified since, because nothing is overwritten.
 
-    Progress that --strict refused is removed if the documents have been corrected.
+    If --strict has refused a row, and the files have been corrected, the progress is removed.
     """
     paths = [out / split / "manifest.json" for split in SPLITS]
     found = [path for path in (*paths, out / "progress" / "plan.json") if path.exists()]
-    old_times = out / "times.sha256"  # not in the manifests, which have the same bytes everywhere
+    # Not in the manifests, which do not depend on when the files were copied to a machine.
+    old_times = out / "times.sha256"
     is_edited = bool(times and found) and old_times.exists() and old_times.read_text() != times
     for path in found:
         try:
@@ -263,7 +265,7 @@ def is_finished(out: epath.Path, recipe: dict, times: str) -> bool:
         except (ValueError, KeyError, TypeError) as e:
             what = f"{path} is damaged: {type(e).__name__} {e}"
             raise UserError(DATA, what, f"delete {out}, or choose another --out") from None
-        # A flag that did not exist when the data was made had its default.
+        # Flags added since the data was made count as their defaults.
         old = {f.name: f.default for f in fields(Args) if f.name in recipe} | old
         differ = [k for k in old | recipe if old.get(k) != recipe.get(k)]
         if is_edited and not differ:
@@ -283,7 +285,7 @@ def is_finished(out: epath.Path, recipe: dict, times: str) -> bool:
 
 
 def find_repeats(tasks: list[Task], args: Args, n_workers: int) -> list[Task]:
-    """The tasks, which now know their documents that repeat an earlier one."""
+    """The tasks with `repeats` set."""
     bar = progress_bar(total=sum(task.size for task in tasks), desc="find repeats")
     with bar, closing(run_tasks(hash_documents, tasks, n_workers, args.ray)) as results:
         for task, _ in zip(tasks, results, strict=True):
@@ -311,9 +313,9 @@ def skipped_rows(tasks: list[Task], all_facts: Iterable[dict]) -> Iterator[dict]
 
 
 def run_all(tasks: list[Task], args: Args, n_workers: int) -> list[dict]:
-    """The facts of all tasks, of which only those are run that have none.
+    """The facts of all tasks, after running those that have none yet.
 
-    Raises UserError DATA for the first skipped row, with --strict.
+    With --strict, raises UserError DATA for the first skipped row.
     """
     done = {path.name for path in (epath.Path(args.out) / "progress").iterdir()}
     paths = [task.path(".json") for task in tasks]
@@ -392,7 +394,7 @@ def check_args(args: Args):
         raise UserError(USAGE, what, "choose one of those, or give the path of a tokenizer.json")
 
 
-# Flags that do not change what is written, or only where.
+# Flags that do not change the content of what is written.
 NOT_RECIPE = ("out", "input", "strict", "workers", "ray")
 
 
@@ -420,7 +422,7 @@ def main(args: Args):
     groups = enumerate(group(pieces, plan["size"]))
     common = dict(options=options, shard_tokens=args.shard_tokens, threshold=plan["threshold"])
     tasks = [Task(n, found, str(out), **common) for n, found in groups]
-    # A process takes about as long to start as a million bytes to be tokenized.
+    # Starting a process takes about as long as tokenizing a million bytes.
     n_workers = args.workers or len(os.sched_getaffinity(0))
     n_workers = min(n_workers, 1 + sum(piece.size for piece in pieces) // 1_000_000)
     if args.dedup:

@@ -48,15 +48,16 @@ class Piece(NamedTuple):
     """A path, or the text itself."""
     start: int
     stop: int
-    """From where to where: bytes, row groups, or (of a streamed data set) number and count."""
+    """The range of bytes or of row groups; of a streamed data set, the shard's number and how many
+    there are."""
     size: int
-    """Bytes of text, about."""
+    """Bytes of text, estimated where they are compressed."""
     rank: int | None = None
-    """Of a part of a text: the rank of the whole text."""
+    """The rank of the whole text, if this is a part of a long one."""
     ends: bool = True
-    """Of a part of a text: whether the text ends here."""
+    """Whether the text ends here; False for the other parts of a long one."""
     why: str = ""
-    """Why nothing of it can be read."""
+    """Why it cannot be read; empty if it can."""
 
 
 class Document(NamedTuple):
@@ -100,7 +101,8 @@ def open_source(source: str | bytes):
 
 
 def find_cut(source: str | bytes, at: int, seek_line: bool = True) -> int:
-    """A position from byte `at` on, where a line begins, or in very long lines a character."""
+    """The first position from byte `at` on where a line begins; without seek_line, or in a line
+    longer than PIECE, where a character begins."""
     with open_source(source) as f:
         f.seek(max(0, at - 1))
         if seek_line and f.readline(PIECE)[-1:] == b"\n":
@@ -110,7 +112,7 @@ def find_cut(source: str | bytes, at: int, seek_line: bool = True) -> int:
 
 
 def check_text(source: str | bytes) -> tuple[int, str]:
-    """A text's rank, and why it cannot be used; without holding it in memory."""
+    """(rank, "") of a text, or (0, reason) if it cannot be used.  Reads it block by block."""
     digest, decoder = hashlib.blake2b(digest_size=16), codecs.getincrementaldecoder("utf-8")()
     with open_source(source) as f:
         try:
@@ -140,7 +142,7 @@ def cut_text(file: File, options: Options) -> list[Piece]:
 
 
 def split_text(file: File, val_fraction: float) -> list[Piece]:
-    """A single text: its last part has the lowest rank, so that it is held out.
+    """The pieces of a single text.  Its last part gets rank 0, so that it is held out.
 
     Raises UserError DATA.
     """
@@ -167,7 +169,8 @@ def read_text(piece: Piece, options: Options) -> Iterator[bytes]:
 
 
 def read_lines(f) -> Iterator[bytes]:
-    """The lines of a file; of one that is too long only a beginning that is too long."""
+    """The lines of a file.  One of more than LIMIT bytes is cut to a bit more than LIMIT, so that
+    read_documents skips it."""
     while line := f.readline(LIMIT + 3):
         yield line
         while line[-1:] != b"\n" and (line := f.readline(PIECE)):
@@ -195,7 +198,7 @@ def read_range(piece: Piece, options: Options) -> Iterator[bytes]:
 
 
 def take_whole(file: File, options: Options) -> list[Piece]:
-    """The whole file.  A compressed text is taken to be a third of its size."""
+    """A compressed file, as one piece.  Its text is estimated at three times its size."""
     return [Piece(kind_of(file, options), file.source, 0, file.size, 3 * file.size)]
 
 
@@ -237,7 +240,7 @@ def rows_of(batch, options: Options) -> Iterator[dict]:
     schema = pa.schema([batch.schema.field(name) for name in columns_of(options)])
     batch = batch.select(schema.names)
     batch = batch.cast(pa.schema([field.with_type(with_bytes(field.type)) for field in schema]))
-    batch.validate(full=True)  # a damaged file has offsets that lead out of it
+    batch.validate(full=True)  # the offsets of a damaged file may point outside of it
     yield from batch.to_pylist()
 
 
@@ -277,7 +280,7 @@ def read_arrow(piece: Piece, options: Options) -> Iterator[dict]:
 
 
 STREAMED = 2**30
-"""Bytes that a shard of a streamed data set is taken to have: it is a task of its own."""
+"""The size given to a shard of a streamed data set, so large that each is a task of its own."""
 
 
 def open_dataset(source: str):
@@ -335,14 +338,14 @@ FORMATS = {
     "hf://": Format(cut_dataset, read_dataset, dict),
 }
 
-# What the readers raise for a file that is damaged.  zlib's error and zstandard's are Exceptions.
+# What the readers raise for a damaged file.  zlib.error and ZstdError derive from Exception only.
 DAMAGE = (ValueError, NotImplementedError, EOFError, RecursionError, OSError)
 DAMAGE += (zlib.error, zstandard.ZstdError)
 
 
 def damage(e: Exception, source: str | bytes) -> str:
-    """What is wrong with a file, in one line.  Raises an error of the storage again: that has a
-    number, or comes from a bucket."""
+    """What is wrong with a file, in one line.  An error of the storage rather than of the file (it
+    has an errno, or the file is in a bucket) is raised again."""
     is_storage = isinstance(e, OSError) and not isinstance(e, gzip.BadGzipFile)
     if is_storage and (e.errno or is_remote(source)):
         raise e
@@ -359,7 +362,7 @@ def kind_of(file: File, options: Options) -> str:
 
 
 def cut_file(file: File, options: Options) -> list[Piece]:
-    """The pieces of a file; one that says why, if it cannot be read."""
+    """The pieces of a file.  If it cannot be read, one piece that says why."""
     kind = kind_of(file, options)
     try:
         return FORMATS[kind].cut(file, options)
@@ -407,7 +410,7 @@ def parts_of(value, options: Options) -> list[tuple[str, bool]]:
 
 
 def read_documents(piece: Piece, options: Options) -> Iterator[Document | Skipped]:
-    """One for each line, row or text of the piece."""
+    """A Document or a Skipped for each line, row or text of the piece."""
     if piece.why:
         yield Skipped(1, piece.why)
         return
@@ -426,8 +429,8 @@ def read_documents(piece: Piece, options: Options) -> Iterator[Document | Skippe
                 if not data or len(data) > LIMIT:
                     raise ValueError(f"longer than {LIMIT} bytes" if data else "empty")
             except (ValueError, RecursionError) as e:
-                is_code = isinstance(e, UnicodeError)
-                yield Skipped(row, "not UTF-8" if is_code else str(e)[:200])
+                why = "not UTF-8" if isinstance(e, UnicodeError) else str(e)[:200]
+                yield Skipped(row, why)
                 continue
             key = text_hash(data)
             rank = rank_of(key) if piece.rank is None else piece.rank

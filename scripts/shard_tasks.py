@@ -1,15 +1,15 @@
-"""The tasks of prepare_data.py: each makes one shard of each split, or more where its pieces have
-more text than their sizes promised, from a fixed list of pieces.
+"""The tasks of prepare_data.py.  From a fixed list of pieces, a task makes one shard of each split,
+or several if the pieces have more text than their sizes say.
 
-What a task writes depends on nothing else, so any process on any machine may run it, at any time
-and again.  Its facts are written last; a task without facts is still to be done.
+What a task writes depends on its fields only, so any process on any machine may run it, at any time
+and again.  The facts about its shards, task_N.json, are written last: a task without that file has
+not been done.
 """
 
 import json
 import os
 from collections.abc import Iterator
 from functools import cache
-from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +23,7 @@ from shards import page_digest, page_digests
 
 SPLITS = ("train", "val")
 LISTED = 1000
-"""How many of a task's skipped rows are listed; all are counted."""
+"""The most skipped rows of a task that are listed; all are counted."""
 
 
 class Task(NamedTuple):
@@ -33,9 +33,9 @@ class Task(NamedTuple):
     options: Options
     shard_tokens: int
     threshold: int = 0
-    """Documents of a lower rank are held out."""
+    """Documents whose rank is below it are for validation."""
     repeats: frozenset[int] = frozenset()
-    """Which of its documents are left out, counted from 0."""
+    """The numbers, from 0, of its documents that repeat an earlier one; they are left out."""
 
     def path(self, suffix: str) -> epath.Path:
         return epath.Path(self.out) / "progress" / f"task_{self.number:05d}{suffix}"
@@ -62,7 +62,7 @@ class ShardWriter:
         self.n_tokens += len(ids)
 
     def write(self, name: str, data: bytes) -> str:
-        """Write a file and the digests of its pages; returns the digest of those."""
+        """Write a file and the digests of its pages, and return one digest of these."""
         pages = page_digests(data)
         write_whole(self.folder / name, data)
         write_whole(self.folder / f"{name}.pages", pages)
@@ -92,7 +92,8 @@ def load_tokenizer(out: str) -> Tokenizer:
 
 
 def documents_of(task: Task, facts: dict) -> Iterator[Document]:
-    """The documents of a task; into facts go the rows of each piece, and those skipped."""
+    """The documents of a task.  It adds to `facts` how many rows each piece has, and the rows that
+    it skips."""
     facts |= dict(rows=[], skipped=[], n_skipped=0)
     n = 0
     for number, piece in enumerate(task.pieces):
@@ -122,7 +123,7 @@ def batches(documents: Iterator[Document], size: int = 1_000_000) -> Iterator[li
 
 
 def hash_documents(task: Task):
-    """Write the keys of a task's documents, by which repeats are found."""
+    """Write the hashes of a task's documents, to find those that repeat others."""
     if not task.path(".keys").exists():
         keys = b"".join(document.key for document in documents_of(task, {}))
         write_whole(task.path(".keys"), keys)
@@ -130,7 +131,7 @@ def hash_documents(task: Task):
 
 def write_shards(task: Task):
     """Write a task's shards, and then the facts about them."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the tasks are what runs side by side
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the tasks already run in parallel
     tokenizer = load_tokenizer(task.out)
     end_id = tokenizer.token_to_id(END)
     dtype = "uint16" if tokenizer.get_vocab_size() <= 65536 else "uint32"
@@ -141,10 +142,8 @@ def write_shards(task: Task):
         encodings = iter(tokenizer.encode_batch_fast(texts, add_special_tokens=False))
         for document in batch:
             writer = val if document.rank < task.threshold else train
-            for encoding, part in zip(
-                islice(encodings, len(document.parts)), document.parts, strict=True
-            ):
-                writer.add(encoding.ids, part[1])
+            for _, is_scored in document.parts:
+                writer.add(next(encodings).ids, is_scored)
             if document.ends:
                 writer.add([end_id], document.parts[-1][1])
             writer.n_bytes += document.n_bytes
@@ -153,5 +152,5 @@ def write_shards(task: Task):
                 writer.close_shard()
     for writer in writers:
         writer.close_shard()
-    facts |= dict(shards={split: w.shards for split, w in zip(SPLITS, writers, strict=True)})
+    facts["shards"] = {split: w.shards for split, w in zip(SPLITS, writers, strict=True)}
     write_whole(task.path(".json"), json.dumps(facts))

@@ -1,4 +1,4 @@
-"""Where the tasks of prepare_data.py run: in this process, in a pool of processes, or on Ray."""
+"""Runs the tasks of prepare_data.py: in this process, in a pool of processes, or on Ray."""
 
 import multiprocessing
 import os
@@ -16,7 +16,7 @@ from errors import DISTRIBUTED, USAGE, UserError
 
 
 def end_with_parent():
-    """A worker ends as soon as its parent has, even by SIGKILL."""
+    """End this worker as soon as its parent ends, even if by SIGKILL."""
 
     def wait():
         multiprocessing.parent_process().join()
@@ -29,8 +29,8 @@ def run_in_pool(function: Callable, tasks: list, n_workers: int) -> Iterator:
     """function(task) of each task, in the order of the tasks."""
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(n_workers, context, initializer=end_with_parent)
-    # The workers inherit that these signals are blocked: Ctrl-C goes to all processes of a
-    # terminal, and it is the parent that ends them.
+    # Workers inherit the blocked signals: Ctrl-C reaches all processes of a terminal, but it is the
+    # parent that has to end the workers.
     blocked = {signal.SIGINT, signal.SIGTERM}
     try:
         signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
@@ -48,7 +48,7 @@ def run_in_pool(function: Callable, tasks: list, n_workers: int) -> Iterator:
 
 
 def run_in_folder(function: Callable, folder: str, task):
-    """function(task), where paths are relative to that folder, if this machine has it."""
+    """function(task) with `folder` as the working directory, if this machine has it."""
     if os.path.isdir(folder):
         os.chdir(folder)
     return function(task)
@@ -72,7 +72,7 @@ def run_on_ray(function: Callable, tasks: list, address: str) -> Iterator:
             yield ray.get(result)
     except (ray.exceptions.RayError, ConnectionError, RuntimeError) as e:
         if isinstance(e, OSError) and not isinstance(e, ConnectionError):
-            raise  # of the storage
+            raise  # a storage error
         what = f"--ray {address}: {' '.join(str(e).split())[-300:]}"
         fix = "look at the cluster with `ray status`, and run the same command again to go on"
         raise UserError(DISTRIBUTED, what, fix) from None
