@@ -17,7 +17,7 @@ from pathlib import Path
 import tyro
 
 HERE = Path(__file__).resolve().parent
-# Without this folder, where lm_eval.py and evaluate.py would hide the packages of these names.
+# Without this folder, whose lm_eval.py and evaluate.py would hide the packages of those names.
 sys.path[:] = [str(HERE.parent), *(path for path in sys.path if Path(path).resolve() != HERE)]
 
 import cli
@@ -33,7 +33,7 @@ class Args(cli.RunArgs):
     include_path: str | None = None
     """A folder with tasks of your own, as YAML files.  They may name code, which is run."""
     limit: float | None = None
-    """Take only so many questions of each task, or this share if it is below 1."""
+    """The number of questions of each task to use, or their share if it is below 1."""
     num_fewshot: int | None = None
     """Examples before each question, for tasks that do not fix their number."""
     json: str = ""
@@ -73,12 +73,12 @@ import utils
 
 
 class Run(TemplateLM):
-    """A run's weights as a model of the harness.  Every process makes the same calls, and has the
-    same answers."""
+    """A run's weights as a model of the harness.  All processes make the same calls, and get the
+    same results."""
 
     def __init__(self, params, tokenizer, cfg: config.Config):
         super().__init__()
-        self.params, self.text, self.cfg = params, tokenizer, cfg
+        self.params, self.tokenizer, self.cfg = params, tokenizer, cfg
         self.max_length, self.end_id = cfg.train.seq_len, tasks.find_end_id(tokenizer, cfg)
 
     @property
@@ -87,20 +87,20 @@ class Run(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text that has nothing before it."""
-        return [*self.text.encode("").ids, self.eot_token_id][0]
+        """The token that a text without context is conditioned on."""
+        return [*self.tokenizer.encode("").ids, self.eot_token_id][0]
 
     def tok_encode(self, string, add_special_tokens=None, **_) -> list[int]:
         try:
-            return tasks.encode(self.text, string, add_special_tokens is not False)
+            return tasks.encode(self.tokenizer, string, add_special_tokens is not False)
         except ValueError as e:
             fix = "choose tasks of the characters that the run was trained on"
             raise errors.UserError(errors.DATA, f"the text {e}", fix) from None
 
     def batches(self, requests, order, **group) -> tuple[Collator, Iterable]:
-        """The harness' Collator of these requests, and its batches, with a bar."""
-        found = Collator(requests, sort_fn=order, **group)
-        return found, train.progress([*found.get_batched(n=self.cfg.train.batch_size)])
+        """The harness' Collator of these requests, and its batches, with a progress bar."""
+        collator = Collator(requests, sort_fn=order, **group)
+        return collator, train.progress([*collator.get_batched(n=self.cfg.train.batch_size)])
 
     def _loglikelihood_tokens(self, requests, **_) -> list[tuple[float, bool]]:
         rows = [(context + answer, len(answer)) for _, context, answer in requests]
@@ -131,22 +131,22 @@ class Run(TemplateLM):
     def generate_until(self, requests, **_) -> list[str]:
         pairs = [request.args for request in requests]
         collator, batches = self.batches(pairs, lambda x: -len(x[0]), group_by="gen_kwargs")
-        return collator.get_original([text for batch in batches for text in self.go_on(batch)])
+        return collator.get_original([text for batch in batches for text in self.complete(batch)])
 
-    def go_on(self, requests: list[tuple[str, dict]]) -> list[str]:
-        """What is added to these texts, with the settings that all of them have."""
+    def complete(self, requests: list[tuple[str, dict]]) -> list[str]:
+        """The continuations of a batch's prompts, which all have the same settings."""
         s = normalize_gen_kwargs(requests[0][1])
         room = max(1, self.max_length - s["max_gen_toks"])
         prompts = [self.tok_encode(x)[-room:] or [self.prefix_token_id] for x, _ in requests]
 
         def added(k: int, row: list[int]) -> str:
-            return self.text.decode(row[len(prompts[k]) :])
+            return self.tokenizer.decode(row[len(prompts[k]) :])
 
         def is_over(k: int, row: list[int]) -> bool:
             return any(stop in added(k, row) for stop in s["until"])
 
         draw = dict(temperature=s["temperature"], top_k=s.get("top_k", 0), top_p=s.get("top_p", 1))
-        ids = dict(vocab_size=self.text.get_vocab_size(), stop_id=self.end_id, is_over=is_over)
+        ids = dict(vocab_size=self.tokenizer.get_vocab_size(), stop_id=self.end_id, is_over=is_over)
         args = self.params, prompts, s["max_gen_toks"], self.cfg
         *_, rows = generate.generate(*args, **ids, **draw)
         texts = [added(k, row) for k, row in enumerate(rows)]
