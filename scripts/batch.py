@@ -1,9 +1,9 @@
-"""What an update was trained on: sources, shards, documents and text of its rows, and with --loss
-each token's loss.
+"""Show the batch of an update: source, shard, documents and text of each row, and with --loss the
+loss of each token.
 
     python scripts/batch.py --run runs/demo --step 120 --loss --html batch.html
 
-Everything comes from the run's record and its data; nothing is stored about batches.
+The batch is computed again from the run's config.json and its data; nothing about it was stored.
 """
 
 import html
@@ -32,8 +32,8 @@ class Args:
     row: int = -1
     """Only this row of the batch, counted from 0; -1 shows all."""
     loss: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Also each token's loss, by the weights of the newest checkpoint from before the update.
-    Where there is none, by those of the oldest after it."""
+    """Also show each token's loss, with the newest checkpoint from before the update.
+    Where there is none, with the oldest after it."""
     html: str = ""
     """A page to write, with the text coloured by its loss."""
 
@@ -45,7 +45,7 @@ def parse() -> tuple[Args, config.Config]:
         what = f"there is no run in {args.run}: it has no config.json"
         raise errors.UserError(errors.USAGE, what, "set --run to the directory of a run")
     cfg = cli.config_of_run(args.run, config.Mesh(1, 1, 1))
-    t = json.loads(path.read_text())["train"]
+    t = json.loads(path.read_text())["train"]  # config_of_run has replaced these
     batch = dict(batch_size=t["batch_size"], batch_ramp=t.get("batch_ramp", ""))
     cfg = replace(cfg, train=replace(cfg.train, **batch))
     cfg = replace(cfg, data=replace(cfg.data, epochs_max=0))
@@ -73,7 +73,7 @@ from dataset import Dataset, Mixture, TokenFiles
 
 
 def find_weights(run, step: int) -> int:
-    """The checkpoint whose weights come nearest to those that update `step` was made with."""
+    """The newest checkpoint from before update `step`, or else the oldest."""
     saved = files.saved_steps(run)
     if not saved:
         raise errors.UserError(errors.CHECKPOINT, f"{run} has no checkpoint", "leave --loss out")
@@ -81,7 +81,7 @@ def find_weights(run, step: int) -> int:
 
 
 def describe_row(source, window: int, cfg) -> list[str]:
-    """Where a window's tokens are: a line for each shard, with the documents that begin there."""
+    """Where a window comes from: a line for each shard, with the documents that begin there."""
     if not isinstance(source, TokenFiles):
         return [f"window {window:,} of {source}"]
     L, lines = cfg.train.seq_len, []
@@ -102,15 +102,15 @@ def describe_row(source, window: int, cfg) -> list[str]:
 
 
 def count_documents(source: TokenFiles, start: int, stop: int) -> int:
-    """The number, from 0 on, of the document that token `stop` is in, where token `start` begins
-    document 0."""
+    """How many documents end from token `start` to token `stop`: the number of the document that
+    token `stop` is in, where `start` begins document 0."""
     at = range(start, stop, 2**24)
     return sum(int((source.read(a, min(a + 2**24, stop)) == source.end_id).sum()) for a in at)
 
 
 def open_data(args: Args, cfg: config.Config, run) -> Dataset:
-    """The data of the run's record.  Raise UserError DATA if they are no longer there; warn if the
-    record is not that of the update."""
+    """The training set that config.json names.  Raises UserError DATA if it is gone or has changed;
+    warns if settings have changed since the update, because the batch is computed with today's."""
     fix = "start this script in the folder in which train.py was started, or put the data, or a "
     fix += "link to them, back there"
     try:
@@ -128,7 +128,8 @@ def open_data(args: Args, cfg: config.Config, run) -> Dataset:
 
 
 class Row:
-    """One sequence of the batch. nll: of each token after the first; None without --loss."""
+    """One sequence of the batch.  places: lines of describe_row.  scored: whether each token after
+    the first is.  nll: their losses; None without --loss."""
 
     def __init__(self, title: str, places: list[str], tokens, scored, nll):
         self.title, self.places, self.tokens = title, places, tokens
@@ -201,9 +202,8 @@ def page(args: Args, rows: list[Row], decode) -> str:
     parts.append(f"<h1>{title}</h1>")
     for row in rows:
         places = html.escape("; ".join(row.places))
-        parts.append(
-            f"<h2>{html.escape(row.title)}, loss {row.mean():.4f}</h2><p>{places}</p><pre>"
-        )
+        heading = f"{html.escape(row.title)}, loss {row.mean():.4f}"
+        parts.append(f"<h2>{heading}</h2><p>{places}</p><pre>")
         parts.append(html.escape(decode(row.tokens[:1])))
         for token, nll, scored in zip(row.tokens[1:], row.nll, row.scored, strict=True):
             red = f' style="background: rgba(220,40,30,{min(1, float(nll) / 10):.2f})"'

@@ -41,7 +41,7 @@ def parse() -> tuple[Args, config.Config]:
         what = f"batch_size={args.batch_size} must be at least 1"
         raise errors.UserError(errors.USAGE, what, "set --batch_size 1 or more")
     flags = ["--data.val", args.data] if args.data else []
-    flags += ["--eval.tasks", *args.eval.tasks]  # not those of the run
+    flags += ["--eval.tasks", *args.eval.tasks]  # in place of the run's own tasks
     cfg = cli.config_of_run(args.run, args.mesh, *flags, *args.train.flags)
     if args.per_token and len(read_sets(cfg.data.val)) > 1:
         what = f"--per_token takes one set, but data.val={cfg.data.val} has several"
