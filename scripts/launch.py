@@ -4,8 +4,8 @@
     python scripts/launch.py slurm --nodes 2 --gpus 8 --time=4:00:00 -- python train.py ...
     python scripts/launch.py ssh hosts.txt -- python train.py ...
 
-docs/launching.md says what they do.  Flags that are not listed here, as --flag=value, are handed to
-`gcloud compute tpus queued-resources create` and to sbatch.
+docs/launching.md says what they do.  Flags that --help does not list, written as --flag=value, are
+passed on to `gcloud compute tpus queued-resources create` or to sbatch.
 """
 
 import os
@@ -34,8 +34,8 @@ from errors import DISTRIBUTED, HUNG, INTERRUPTED, STORAGE, USAGE, Problem, User
 AGAIN = {STORAGE, DISTRIBUTED, HUNG, INTERRUPTED}
 """The exit codes after which train.py is started again, as with run.restarts."""
 
-# Seconds: between looks at the workers, and at the cloud; of the first wait before another start;
-# for the others when a worker has ended; for train.py to save.
+# Seconds: between polls of the workers, and of the cloud; before the first restart; for the other
+# workers to end after one has ended; for train.py to save.
 POLL, CLOUD_POLL, FIRST_WAIT, GRACE, SAVING = 1, 10, 2, 60, 300
 
 Flag = tyro.conf.FlagCreatePairsOff[bool]
@@ -47,7 +47,7 @@ def say(text: str):
 
 # ---- workers
 
-# However the connection ends, train.py then gets SIGTERM.
+# `cat` returns when the connection ends, for whatever reason; train.py then gets SIGTERM.
 REMOTE = """(cd {folder} && PATH="$PWD/.venv/bin:$PATH" && exec {command}) </dev/null &
 pid=$!
 (cat; kill $pid; sleep {saving}; kill -9 $pid) <&0 >/dev/null 2>&1 &
@@ -63,14 +63,16 @@ def remote(folder: str, command: list[str]) -> str:
 
 
 class Worker:
-    """A command on another machine, for as long as a local program such as ssh has its stdin."""
+    """A command on another machine, run by a local program such as ssh.  It is stopped when the
+    program's stdin is closed."""
 
     def __init__(self, name: str, words: list[str], is_shown: bool):
         self.name, self.is_shown, self.last = name, is_shown, deque(maxlen=20)
         self.code, self.update = None, 0
-        """The command's exit code, None if the connection is lost before; the last update."""
+        """The command's exit code, None until it has ended or if the connection was lost; the
+        number of the last update."""
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        # Ctrl-C does not reach another process group.
+        # In a process group of its own, so that Ctrl-C does not reach it.
         options = dict(text=True, errors="replace", process_group=0)
         self.process = subprocess.Popen(words, **pipes, **options)
         self.reader = threading.Thread(target=self.read, daemon=True)
@@ -107,9 +109,9 @@ def wait_for(workers: list[Worker], seconds: float):
 def run_on_all(commands: dict[str, list[str]], dry_run: bool) -> tuple[int, int]:
     """Run commands, {machine: words}, until all have ended.
 
-    When one ends, and at KeyboardInterrupt, which is passed on, the others are stopped.  Returns
-    the exit code that says most and the last update.  A code that will not pass says more than one
-    of AGAIN; a worker that was lost or killed counts as DISTRIBUTED.
+    When one ends, or at KeyboardInterrupt, which is raised again, the others are stopped.  Returns
+    (exit code, last update).  The exit code is one after which a restart is of no use, if a worker
+    ended so, else one of AGAIN, else 0; a worker that was lost or killed counts as DISTRIBUTED.
     """
     if dry_run:
         print("\n".join(map(shlex.join, commands.values())))
@@ -120,7 +122,7 @@ def run_on_all(commands: dict[str, list[str]], dry_run: bool) -> tuple[int, int]
             workers.append(Worker(name, words, is_shown=not workers))
         while {w.process.poll() for w in workers} == {None}:
             time.sleep(POLL)
-        wait_for(workers, GRACE)  # they notice by themselves
+        wait_for(workers, GRACE)  # usually the others notice, and end by themselves
     finally:
         for worker in workers:
             with suppress(OSError):
@@ -139,7 +141,7 @@ def run_on_all(commands: dict[str, list[str]], dry_run: bool) -> tuple[int, int]
 
 RUNTIMES = dict.fromkeys(("v2", "v3", "v4"), "tpu-ubuntu2204-base")
 RUNTIMES |= dict(v5litepod="v2-alpha-tpuv5-lite", v5p="v2-alpha-tpuv5", v6e="v2-alpha-tpuv6e")
-"""{TPU: the system of its machines}, whose Python is too old, so that uv brings another."""
+"""{TPU: the runtime version of its machines}.  Their Python is too old; SETUP installs another."""
 
 SETUP = """set -e
 mkdir -p trifold && cd trifold && tar xzf ../trifold.tgz
@@ -152,13 +154,13 @@ cp requirements.txt .venv/installed"""
 
 DEAD = {"FAILED", "SUSPENDING", "SUSPENDED", "PREEMPTED", "TERMINATED"}
 """The states from which a pod does not come back."""
-LASTING = "ALREADY_EXISTS|INVALID_ARGUMENT|PERMISSION_DENIED|UNAUTHENTICATED|auth login|"
-LASTING += "required property|unrecognized arguments"
-"""What gcloud says where another try is of no use."""
+PERMANENT = "ALREADY_EXISTS|INVALID_ARGUMENT|PERMISSION_DENIED|UNAUTHENTICATED|auth login|"
+PERMANENT += "required property|unrecognized arguments"
+"""What gcloud's message has where trying again is of no use."""
 
 
 class CloudError(Exception):
-    """gcloud failed or the pod is gone; another try may succeed."""
+    """gcloud failed or the pod is gone; trying again may succeed."""
 
 
 @dataclass
@@ -178,7 +180,7 @@ class Tpu:
     keep: Flag = False
     """Do not delete the pod at the end."""
     restarts: int = 10
-    """How often in a row, without a new update, training is started again."""
+    """The most restarts in a row that make no new update."""
     dry_run: Flag = False
     """Only print the commands, as if each slice had one worker."""
 
@@ -202,9 +204,9 @@ class Tpu:
         return ["gcloud", "compute", "tpus", group, verb, *words, zone, "--quiet"]
 
     def call(self, group: str, verb: str, *words: str) -> str:
-        """What a command of gcloud prints; "" where what it is to describe does not exist.
+        """What a gcloud command prints; "" if it is `describe` and there is no such resource.
 
-        Raises CloudError, and UserError USAGE where another try is of no use.
+        Raises CloudError, or UserError USAGE where trying again is of no use.
         """
         command = self.words(group, verb, *words)
         if self.dry_run:
@@ -216,7 +218,7 @@ class Tpu:
             what = f"gcloud {group} {verb}: {' '.join(done.stderr.strip().splitlines()[-3:])}"
             if verb == "describe" and "NOT_FOUND" in what:
                 return ""
-            if re.search(LASTING, done.stderr):
+            if re.search(PERMANENT, done.stderr):
                 raise UserError(USAGE, what, "correct the flags, or gcloud's login or project")
             raise CloudError(what)
         return done.stdout.strip()
@@ -233,7 +235,7 @@ class Tpu:
         words += ["--spot", *self.extra] if self.spot else self.extra
         say(f"creating {self.name}")
         before = self.is_ours
-        self.is_ours = True  # also if the call fails, which may be after it has made something
+        self.is_ours = True  # even if the call fails, because the pod may exist all the same
         try:
             self.call("queued-resources", "create", *words)
         except UserError:
@@ -279,7 +281,8 @@ class Tpu:
         return workers
 
     def run(self, workers: list, folder: str, command: list[str]) -> tuple[int, int]:
-        """run_on_all, on each machine once what an earlier connection has left there has ended."""
+        """run_on_all.  flock makes each machine wait until a command that an earlier connection has
+        left there has ended."""
         lock = ["flock", "-F", "-E", f"{INTERRUPTED}", "-w", "1000"]
         lock += [os.path.relpath("trifold.lock", folder)]
         words = [f"--command={remote(folder, [*lock, *command])}"]
@@ -301,8 +304,9 @@ class Tpu:
         say(f"starting {shlex.join(self.command)}")
         return self.run(workers, "trifold", self.command)
 
-    def train_through(self, archive: str) -> int:
-        """Train until train.py ends with a code that is not in AGAIN."""
+    def train_with_restarts(self, archive: str) -> int:
+        """Train until train.py ends with a code that is not in AGAIN, or too many restarts in a row
+        have made no new update."""
         tries, reached = 0, 0
         while True:
             try:
@@ -331,7 +335,7 @@ class Tpu:
                     "unless it was preempted and is made anew"
                 )
             try:
-                return self.train_through(archive)
+                return self.train_with_restarts(archive)
             finally:
                 if self.is_ours and not self.keep:
                     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -355,9 +359,9 @@ def write_archive(path: str) -> str:
 
 # ---- Slurm
 
-# JAX takes from Slurm's variables where the processes are, and gives each one GPU.  The warning
-# comes to this shell alone, 300 s before the time limit.  scancel hands it to every train.py: srun
-# would kill them.  After scancel by a user the job is no longer RUNNING, and must not come back.
+# JAX finds the other processes by Slurm's variables, and gives each one GPU.  USR1 comes 300 s
+# before the time limit, to this shell only.  It sends train.py SIGTERM by scancel, because srun
+# would kill it.  If a user has cancelled the job, it is no longer RUNNING, and is not queued again.
 SBATCH = """#!/bin/bash
 #SBATCH --job-name=trifold
 #SBATCH --nodes={nodes}
@@ -412,7 +416,7 @@ class Ssh:
     port: int = 8476
     """Where the processes meet on the first host."""
     ssh: str = "ssh"
-    """The program, with options of its own in the same word."""
+    """The ssh program and its options, as one word: --ssh 'ssh -p 2222'."""
     dry_run: Flag = False
     """Only print the commands."""
 
@@ -455,7 +459,7 @@ def parse(words: list[str]) -> Tpu | Slurm | Ssh:
 
 
 def interrupt(number, frame):
-    """The handler of Ctrl-C, which asks once at a terminal, and of SIGTERM and SIGHUP."""
+    """The handler of SIGINT, SIGTERM and SIGHUP.  At a terminal, the first Ctrl-C asks first."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a second one is an answer
     if number == signal.SIGINT and sys.stdin.isatty():
         os.write(2, b"\nlaunch: stop and clean up? [y/N] ")
@@ -469,7 +473,7 @@ def interrupt(number, frame):
 def main():
     args = parse(sys.argv[1:])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, interrupt)
     sys.exit(args.launch())
 
