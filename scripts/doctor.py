@@ -3,7 +3,7 @@
     python scripts/doctor.py --config demo --report doctor.json
 
 Start it like train.py, with the same flags, in every process of the run.  Without --config, the run
-is that of a small model on random tokens.  What it writes to run.dir, it removes.
+is that of a small model on random tokens.  It removes what it has written to run.dir.
 
 Dimension key: D rows and columns of a matrix, N elements.
 """
@@ -29,7 +29,7 @@ class Args:
     """How long a check may take; those that compile may take three times as long."""
 
 
-# Powers of two, and three times those, divide these sizes, as the mesh has to.
+# These sizes have many divisors, so that nearly any mesh divides them: 1536 = 3 * 2**9.
 SMALL = "--config=tiny --data.train=synthetic --data.val=synthetic --train.batch_size=1536"
 SMALL += " --model.d_model=1536"
 
@@ -75,17 +75,17 @@ from scripts.chips import CHIPS, GIB
 STATUSES = FAIL, WARN, OK = "FAIL", "warn", "ok"
 
 
-# A line of the table.  Of lines that say the same, the one of the lowest score is the worst.
+# A line of the table.  Of lines that differ only in numbers, the lowest score is the worst.
 Row = namedtuple("Row", "status what fix score check", defaults=("", 0.0, ""))
 
 
 def grade(value: float, least: float, enough: float, what: str) -> Row:
-    """FAIL below the least value, a warning below one that is enough."""
+    """A FAIL if the value is below `least`, or else a warning if it is below `enough`."""
     return Row(FAIL if value < least else WARN if value < enough else OK, what, score=value)
 
 
-# ---- checks of one process.  A check yields rows and leaves in `found` what later ones need; its
-# docstring says what to do where its rows do not.
+# ---- checks of one process.  A check yields rows, and puts into `found` what later checks need.
+# Its docstring is the fix of those rows that have none of their own.
 
 RELEASES = dict(python=("3.11.", "3.12.", "3.13."), jax=("0.10.", "0.11.", "0.12."))
 
@@ -95,7 +95,8 @@ def versions(cfg: Config, found: dict):
     has = json.loads(rundir.run_record(cfg, "", {}))["versions"]
     has |= dict(optax=metadata.version("optax"))
     found["facts"] |= has
-    pins = (ROOT / "requirements.in").read_text().replace("-", ".")  # of orbax-checkpoint
+    # The package of the module orbax.checkpoint is named orbax-checkpoint.
+    pins = (ROOT / "requirements.in").read_text().replace("-", ".")
     for name, version in has.items():
         pinned = re.findall(rf"^{name}==([\w.]+)", pins, re.M)
         releases = RELEASES.get(name.removesuffix("lib"), ("",))
@@ -185,9 +186,10 @@ def data(cfg: Config, found: dict):
             with jax.set_mesh(one):
                 source = sources[label] = Dataset(cfg, split, name).source
             for part in source.parts.values() if isinstance(source, Mixture) else [source]:
-                ends = np.array(getattr(part, "ends", part.n_tokens)).ravel()  # of its shards
+                # The last window of each shard, of at most 64 shards; reading verifies them.
+                ends = np.array(getattr(part, "ends", part.n_tokens)).ravel()
                 rows = np.unique(np.maximum(ends - 2, 0) // cfg.train.seq_len)
-                part.windows(rows[:: 1 + len(rows) // 64])  # which verifies what it reads
+                part.windows(rows[:: 1 + len(rows) // 64])
             yield Row(OK, f"{label}: {source}")
         except UserError as e:
             yield from (Row(FAIL, *problem) for problem in e.problems)
@@ -196,11 +198,12 @@ def data(cfg: Config, found: dict):
 
 
 def seconds(f, *args) -> float:
-    """The least that f(*args) takes; the first time it is compiled."""
+    """The least of four timings of f(*args), of which the first compiles it."""
     return min(repeat(lambda: f(*args).block_until_ready(), number=1, repeat=4))
 
 
 def sheet(peak: float) -> str:
+    """The data sheet's figure as the end of a row; nothing where it is unknown."""
     return f"; data sheet: {peak:g}" if peak else ""
 
 
@@ -222,9 +225,10 @@ def matmul(cfg: Config, found: dict):
 
 def clocks(cfg: Config, found: dict):
     """let all hosts take the time from one server (chrony, ntpd)"""
-    for _ in range(2):  # the first brings them together
+    for _ in range(2):  # in the first round processes wait for late ones, so its span is too long
         begin = time.time()
-        utils.exchange("")  # all leave it at one moment, between the two times of each
+        # All processes return from this at about the same moment, which lies in each one's span.
+        utils.exchange("")
         span = begin, time.time()
     spans = np.array([json.loads(x) for x in utils.exchange(json.dumps(span))])
     ours, first = spans[[utils.process_id(), 0]]
@@ -247,7 +251,7 @@ def links(cfg: Config, found: dict):
     """see NCCL_DEBUG=INFO or the TPU's log, and measure the network; --seconds 20 waits longer"""
     mesh, kind = found["mesh"], jax.local_devices()[0].device_kind
     size = 2**20 if kind == "cpu" else 2**26  # numbers of 4 bytes on each device
-    # The two tables have other names for a TPU, and the same peaks.
+    # Matched by peak, because the two tables name the same TPU differently.
     rates = {utils.PEAK_TFLOPS[chip.kind]: chip.link for chip in CHIPS.values()}
     for i, (axis, n) in enumerate(mesh.shape.items()):
         if n == 1:
@@ -267,7 +271,7 @@ def links(cfg: Config, found: dict):
 
 
 def run_check(check, cfg: Config, found: dict, limit: float | None = None) -> list[Row]:
-    """The rows of a check.  An error, or no answer after so many seconds, is a red one."""
+    """The rows of a check.  An error, or no answer within `limit` seconds, is a FAIL."""
     rows = []
     try:
         cli.call_within(limit, lambda: rows.extend(check(cfg, found)))
@@ -285,14 +289,14 @@ def run_checks(args: Args, cfg: Config) -> dict:
     waits = {devices: cfg.run.start_timeout, matmul: 3 * args.seconds, clocks: None, same: None}
     for check in (*alone, clocks, same):
         rows += run_check(check, cfg, found, waits.get(check, args.seconds))
-    if utils.all_agree(found.get("is_same", False)):  # otherwise one would wait for others in vain
+    if utils.all_agree(found.get("is_same", False)):  # otherwise the collectives could hang
         rows += run_check(links, cfg, found, 3 * args.seconds)
     return dict(host=os.uname().nodename, facts=found["facts"], rows=rows)
 
 
 def merge(answers: list[dict]) -> list[Row]:
-    """The rows of all processes, red ones first.  Of those that differ only in numbers the worst is
-    kept, with the processes that have one."""
+    """The rows of all processes, FAIL first.  Of rows that differ only in numbers the worst is
+    kept, with the processes that have such a row."""
     groups = {}
     for n, answer in enumerate(answers):
         for row in [Row(*fields) for fields in answer["rows"]]:
@@ -306,12 +310,14 @@ def merge(answers: list[dict]) -> list[Row]:
     return table
 
 
-SHOWN = r"(JAX|XLA|NCCL|TPU|SLURM|OMPI|PMI)_\w+|LIBTPU_INIT_ARGS|CUDA_VISIBLE_DEVICES|NPROC"
+# The environment variables in --report.
+REPORTED = r"(JAX|XLA|NCCL|TPU|SLURM|OMPI|PMI)_\w+|LIBTPU_INIT_ARGS|CUDA_VISIBLE_DEVICES|NPROC"
 
 
 def scrub(text: str) -> str:
     """The text without passwords in addresses, and values of variables named like secrets."""
-    by_length = sorted(os.environ.items(), key=lambda x: -len(x[1]))  # one may begin another
+    # The longest first, because one value may be the beginning of another.
+    by_length = sorted(os.environ.items(), key=lambda x: -len(x[1]))
     for name, value in by_length:
         if re.search("KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|JWT", name, re.I) and len(value) > 5:
             text = text.replace(value, "***").replace(json.dumps(value)[1:-1], "***")
@@ -328,7 +334,7 @@ def main(args: Args, cfg: Config):
         if status != OK:
             utils.say(f"{'':15} fix: {fix}")
     if args.report and utils.is_lead():
-        shown = {name: x for name, x in os.environ.items() if re.fullmatch(SHOWN, name)}
+        shown = {name: x for name, x in os.environ.items() if re.fullmatch(REPORTED, name)}
         facts = json.loads(rundir.run_record(cfg, "", {}))
         facts |= dict(table=table, processes=answers, environment=shown)
         files.write_whole(files.absolute_path(args.report), scrub(json.dumps(facts, indent=1)))
