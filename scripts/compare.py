@@ -1,4 +1,4 @@
-"""Runs beside each other: their losses as a picture, and the settings in which they differ.
+"""Compare runs: a plot of their losses, and a table of the settings in which they differ.
 
 python scripts/compare.py runs/a runs/b --out compare.png
 """
@@ -42,8 +42,8 @@ from scripts.report import read_rows
 
 
 class Curves:
-    """A run's losses, and what they had cost by then: its tokens, with those of a run that it
-    started from, and the seconds and FLOPs of its own updates."""
+    """The losses of a run, over three costs: tokens, including those of a run that it started from,
+    and the seconds and FLOPs of its own updates."""
 
     def __init__(self, run: str):
         self.name, path = run, epath.Path(run)
@@ -68,7 +68,7 @@ class Curves:
 
 
 def smooth(x, n: int):
-    """The mean of each number and the n before it, without NaN."""
+    """The moving mean of n + 1 numbers, without those that are NaN."""
     windows = (x[max(0, i - n) : i + 1] for i in range(len(x)))
     return np.array([np.nanmean(w) if np.isfinite(w).any() else np.nan for w in windows])
 
@@ -107,7 +107,7 @@ def main(args: Args):
         raise UserError(USAGE, f"{len(args.runs)} run(s) named, but 2 are needed", "name more")
     runs = [Curves(run) for run in args.runs]
     sets = sorted({name for run in runs for name in run.evals})
-    n = max(len(run.loss) for run in runs) // 50  # updates that a point of a curve looks back
+    n = max(len(run.loss) for run in runs) // 50  # a point of a curve is the mean of n + 1 updates
     draw(args.out, runs, sets, n)
     rows = [["", *(run.name for run in runs)]]
     rows += [[cost, *(f"{run.costs[cost][-1]:.4g}" for run in runs)] for cost in runs[0].costs]

@@ -30,7 +30,7 @@ def is_installed(module: str) -> bool:
 
 
 def target_devices(topology: str, chip: Chip, n: int, slices: int) -> list:
-    """The devices of so many slices or nodes of n devices, to compile for.
+    """The devices of `slices` slices or nodes of n devices each, to compile for.
 
     Raises UserError USAGE where the compiler is not installed or has no such topology.
     """
@@ -99,11 +99,12 @@ def fusion_cycles(hlo: str, cfg: Config) -> float:
 
 
 def sum_lines(hlo: str, cfg: Config, value: Callable) -> Counter:
-    """The sum of value(line), a Counter, over the lines of a compiled program as often as they run.
+    """The sum of value(line), a Counter, over the lines of a compiled program, each times how often
+    it runs.
 
-    A loop counts as often as the number in its condition says.  A conditional counts as its larger
-    branch; in the pipeline's loop that is multiplied by the share of the ticks in which a stage
-    does that work (cost_model.work_shares).
+    The trip count of a loop is the largest constant in its condition.  Of a conditional the larger
+    branch counts; in the pipeline's loop it is multiplied by the share of the ticks in which a
+    stage does that work (cost_model.work_shares).
     """
     pieces = re.split(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{$", hlo, flags=re.M)
     computations = dict(zip(pieces[1::2], map(str.splitlines, pieces[2::2]), strict=True))

@@ -83,7 +83,7 @@ class FlatJaxpr(NamedTuple):
     avals: list
 
 
-# These are not inlined: their bodies run many times, or not at all, or on parts of the arrays.
+# These are not inlined: their bodies may run many times or never, or on a device's part of arrays.
 HAVE_BODIES = {"scan", "cond", "while", "shard_map", "pallas_call"}
 
 
@@ -146,7 +146,7 @@ class Cost:
     matmul_seconds: float = 0
     """Each matmul at the slower of its arithmetic and its memory traffic."""
     kernel_seconds: float = 0
-    """What kernels take of this."""
+    """The part of matmul_seconds in kernels."""
     calls: Counter = field(default_factory=Counter)
     """Collectives, by (operation, axis)."""
     received: Counter = field(default_factory=Counter)
@@ -177,7 +177,7 @@ COLLECTIVES = {*ONE_ROUND, *TWO_ROUNDS, "ppermute"}
 
 
 def count_flops(op: Op, cfg: Config) -> float:
-    """Two for each multiplication in a matmul or a kernel; 0 for everything else."""
+    """Two FLOPs per multiply-add of a matmul or a kernel; 0 for everything else."""
     shapes = [x.aval.shape for x in (*op.eqn.invars, *op.eqn.outvars)]
     if op.name == "dot_general":
         (contracted, _), _ = op.eqn.params["dimension_numbers"]
@@ -185,7 +185,7 @@ def count_flops(op: Op, cfg: Config) -> float:
     if estimate := op.eqn.params.get("cost_estimate"):  # of a Pallas kernel; splash has none
         return estimate.flops
     if op.name in KERNELS:
-        # Two matmuls forward and five backward, each with the half of the keys that is not masked.
+        # Attention: two matmuls forward and five backward, each with the unmasked half of the keys.
         inputs = (x.aval for x in op.eqn.invars)
         q = next(x.shape for x in inputs if jnp.issubdtype(x.dtype, jnp.floating))
         forward = "fwd" in op.eqn.params.get("name", op.name)
@@ -256,14 +256,14 @@ def peak_flops(chip: Chip) -> float:
 
 # ---- memory
 
-# XLA computes most values where they are used, but stores the outputs of these operations.
+# XLA fuses most operations into those that use their outputs, but stores the outputs of these.
 STORED = {
     "dot_general", "gather", "scatter", "scatter-add", "sort", "top_k", "cumsum",
     "dynamic_update_slice", "reduce_sum", "reduce_max", "argmax",
     *COLLECTIVES, *HAVE_BODIES, *KERNELS,
 }  # fmt: skip
-# It also stores what one of these reads, or what two matmuls read: otherwise each reader would
-# compute it again.
+# It also stores what these operations read, and what two matmuls read, which otherwise would both
+# compute it.
 READ_FROM_MEMORY = {*COLLECTIVES, *HAVE_BODIES, *KERNELS}
 # As a rule these copy nothing.
 VIEWS = {"broadcast_in_dim", "name", "pvary", "reshape", "squeeze", "stop_gradient", "transpose"}
@@ -321,7 +321,7 @@ def overwritten_inputs(op: Op, avals: list, free: set) -> dict[int, int | None]:
 
 
 def count_readers(ops: list[Op]) -> Counter:
-    """How many matmuls read each value or a view of it; an op in READ_FROM_MEMORY counts as two."""
+    """{value: number of matmuls that read it or a view of it}; READ_FROM_MEMORY counts double."""
     readers = Counter()
     for op in reversed(ops):
         for x in {*op.inputs}:
@@ -335,7 +335,7 @@ def count_readers(ops: list[Op]) -> Counter:
 
 
 def is_stored(op: Op, avals: list, readers: Counter, source_bytes: int) -> bool:
-    """Whether XLA keeps an operation's outputs in memory.  source_bytes: the size of the stored
+    """Whether XLA writes an operation's outputs to memory.  source_bytes: the size of the stored
     arrays that they are computed from."""
     if op.name in STORED:
         return True

@@ -1,5 +1,5 @@
-"""Show that muP works: activations that keep their size as the model gets wider, and a best
-learning rate that stays where it is, with model.mup_base_width and without.
+"""Show that muP works: as the model gets wider, activations keep their size and the best learning
+rate stays the same with model.mup_base_width, but not without it.
 
     python scripts/prepare_data.py --pydocs --tokenizer char --out data/chars
     python scripts/mup_check.py --out mup.png          (minutes on two cores)
@@ -54,7 +54,7 @@ def parse() -> tuple[Args, config.Config]:
 
 
 def make_config(args: Args, width: int, is_mup: bool, seed: int = 0) -> config.Config:
-    """A decoder of that width, with heads of 16 and learning rate 1, which `update` scales."""
+    """A decoder of that width, with heads of 16 and learning rate 1, which `update` multiplies."""
     n = width // 16
     m = config.Model(vocab_size=args.vocab_size, d_model=width, n_layers=args.depth)
     m = replace(m, n_heads=n, n_kv_heads=n, d_ff=3 * width)
@@ -91,8 +91,8 @@ from optim import optimizer
 
 @partial(jax.jit, static_argnames="cfg", donate_argnames="state")
 def update(state: train.State, tokens_AMBL, targets_AMBL, lr, cfg: config.Config):
-    """(state, loss) after one update with that peak learning rate: no program of its own for each
-    rate."""
+    """(state, loss) after one update with that peak learning rate, which is an argument so that one
+    program serves all rates."""
     key = jax.random.key(cfg.run.seed)
     loss, grads, _ = train.loss_and_grads(state.params, tokens_AMBL, targets_AMBL, key, cfg)
     updates, opt = optimizer(cfg).update(grads, state.opt, state.params)
@@ -166,7 +166,7 @@ def slope(widths, values) -> float:
 
 
 def draw(args: Args, table: dict):
-    """Sizes over width above, losses over rate below; standard left, muP right."""
+    """Above, sizes over width; below, losses over learning rate.  Left standard, right muP."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 8), layout="constrained")

@@ -35,7 +35,7 @@ class Args:
     topology: str = ""
     """Chips and their shape, such as v5p:4x4x4, v5e:16x16, v6e:4x4, v4:4x4x4 or h200:8."""
     slices: int = 1
-    """How many of them: TPU slices, or nodes of GPUs, over which dp is split."""
+    """How many TPU slices of that topology, or nodes of GPUs; dp is split over them."""
     compile: tyro.conf.FlagCreatePairsOff[bool] = False
     """Compile the step for these chips too, and show XLA's own figures beside the estimate."""
     search: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -125,9 +125,9 @@ def make_plan(cfg: Config, chip: Chip) -> dict:
 
 
 def decoding_speed(cfg: Config, chip: Chip, rows: int) -> float:
-    """Tokens a second of `rows` sequences that are decoded together, if reading each weight that
-    they meet once a token is all it takes: the stages do it one after another, the tp ranks at the
-    same time.  An expert's weights are read if a token goes to it; rows choose different ones."""
+    """Tokens per second of `rows` sequences decoded together, if only reading the weights takes
+    time: an upper bound.  Stages read theirs one after another, tp ranks in parallel.  Of the
+    experts, those that a row chooses are read, taken to be other ones for each row."""
     whole, active = (model.param_sizes(cfg, active=x) for x in (False, True))
     lookups = {"position_LD"} if cfg.model.tie_embeddings else {"position_LD", "embed_VD"}
     read = sum(min(n, rows * active[name]) for name, n in whole.items() if name not in lookups)
@@ -135,7 +135,7 @@ def decoding_speed(cfg: Config, chip: Chip, rows: int) -> float:
 
 
 def overflowing_class(memory: dict, chip: Chip) -> str:
-    """The first class of memory at which the sum exceeds the chip's, or "" if all of it fits."""
+    """The first class with which the running sum exceeds the chip's memory; "" if all fits."""
     sums = zip(memory, accumulate(memory.values()), strict=True)
     return next((name for name, total in sums if total > chip.memory), "")
 
@@ -195,8 +195,8 @@ def print_plan(plan: dict, cfg: Config, target: str):
 
 
 def candidates(cfg: Config, n_devices: int, slices: int) -> Iterator[tuple[Config | None, str]]:
-    """(config, "") for each mesh of so many slices of n_devices with each number of microbatches
-    and remat policy, or (None, reason) for a mesh that the config cannot have."""
+    """(config, "") for each mesh over `slices` slices of n_devices, each number of microbatches and
+    each remat policy; (None, reason) for each mesh that does not suit the config."""
     policies = [x for x in get_args(get_type_hints(config.Train)["remat"]) if x != "auto"]
     for dp in checks.divisors(n_devices):
         for pp in checks.divisors(n_devices // dp):
@@ -217,9 +217,9 @@ def candidates(cfg: Config, n_devices: int, slices: int) -> Iterator[tuple[Confi
 
 
 def search(cfg: Config, chip: Chip, n_devices: int, slices: int = 1) -> dict:
-    """All plans that fit, the fastest first, and how many others were rejected, by reason.
+    """dict(plans=those that fit, fastest first, out={reason: how many others it rules out}).
 
-    Ranked by the step time without overlap: XLA's TPU programs wait for most of a layer's
+    Ranked by the step time without overlap, because XLA's TPU programs wait for most of a layer's
     collectives.
     """
     plans, ruled_out, legal = [], Counter(), []
@@ -228,7 +228,7 @@ def search(cfg: Config, chip: Chip, n_devices: int, slices: int = 1) -> dict:
             ruled_out[re.sub(r" ?=[0-9x:*= ]+must", " must", reason)] += 1
         else:
             legal.append(candidate)
-    # disable=None: no bar where stderr is not a terminal.
+    # disable=None hides the bar where stderr is not a terminal.
     for candidate in tqdm(legal, desc="search", unit="plan", leave=False, disable=None):
         name = overflowing_class(cost_model.state_bytes(candidate), chip)  # needs no trace
         if not name:
