@@ -4,9 +4,9 @@
 
 All flags of train.py work here too.  The script compares Trifold's step on the config's mesh and on
 --meshes, a plain jit on one device, and the models of transformers and nanoGPT under torch.compile
-(torch_peers.py).  It measures them in alternation in one process, from the same initial weights, on
-the same random tokens, which stay on the device.  On a CPU, where other programs disturb the wall
-clock, it compares CPU seconds.
+(torch_peers.py).  It measures them in turn, --repeats times, in one process, from the same initial
+weights, on the same random tokens, which stay on the device.  On a CPU, where other programs
+disturb the wall clock, it compares CPU seconds.
 
 Dimension key (a suffix on every array's name spells its logical shape):
   A  accumulation slices   B  sequences   L  sequence length   D  d_model   F  d_ff   V  vocabulary
@@ -42,7 +42,7 @@ from errors import UserError
 @dataclass(frozen=True)
 class Args:
     repeats: int = 3
-    """Times that each is measured; the table has the medians."""
+    """How often each is measured; the table has the medians."""
     steps: int = 0
     """Updates in a measurement, after some to warm up; 0 means 20, or 3 on a CPU."""
     peers: tuple[Literal["plain", "transformers", "nanogpt"], ...] = ("plain", "transformers")
@@ -84,7 +84,7 @@ def parse() -> tuple[Args, Config, dict[str, Config]]:
     largest = max(meshes, key=lambda mesh: math.prod(n for n in mesh.sizes if n > 0))
     cli.simulate_devices(largest, cfg.run.num_processes)
     if {"transformers", "nanogpt"} & set(args.peers):
-        # Else JAX takes most of a GPU's memory and leaves torch none.
+        # Otherwise JAX would take most of a GPU's memory and leave torch none.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     return args, cfg, others
 
@@ -111,7 +111,7 @@ from model import token_spec
 
 # ---- the plain model: what training on one device takes, and no more.  m is cfg.model.
 
-# Settings of which it supports only one value.
+# Settings that the plain model does not have, with the only value that it supports.
 PLAIN = {
     "model.attention": "gqa", "model.prefix": "", "model.n_experts": 0, "model.window": 0,
     "model.attn_softcap": 0, "model.logit_softcap": 0, "model.rope_scaling": "none",
@@ -206,7 +206,7 @@ class Contestant(NamedTuple):
     """state -> (the next state, {"loss": nats a token}); does not wait for the device."""
     compile_seconds: float
     memory: int | None
-    """Bytes of a device that a step needs: by XLA's plan or torch's count; None where unknown."""
+    """Bytes of a device that a step needs, by XLA's plan or torch's count; None where unknown."""
     loss: float
     """The loss before the first update."""
 
@@ -323,7 +323,7 @@ def time_steps(contestant: Contestant, n_steps: int):
         start = read_clocks()
         for _ in range(n):
             state, metrics = contestant.step(state)
-        float(metrics["loss"])  # waits for all of them
+        float(metrics["loss"])  # waits for all of the updates
     return (read_clocks() - start) / n_steps
 
 
@@ -352,8 +352,8 @@ def matmul_flops(dtype: str) -> float:
 
 
 def palm_flops_per_token(cfg: Config) -> float:
-    """model.flops_per_token with all keys of the sequence, masked or not (PaLM, appendix B): as
-    many as a causal sequence of twice the length sees on average."""
+    """model.flops_per_token as PaLM counts (appendix B), with masked keys too: a query sees L of
+    them, as many as on average in a causal sequence of 2 L - 1."""
     twice_as_long = replace(cfg.train, seq_len=2 * cfg.train.seq_len - 1)
     return model.flops_per_token(replace(cfg, train=twice_as_long))
 
@@ -449,7 +449,7 @@ def measure(args: Args, cfg: Config, others: dict[str, tuple[Config, Mesh]]) -> 
 
 def main(args: Args, others: dict[str, Config], cfg: Config):
     """Measure, and print the table and its ratios.  others: the config on each of --meshes."""
-    jax.config.update("jax_enable_compilation_cache", False)  # else it loads what it should compile
+    jax.config.update("jax_enable_compilation_cache", False)  # to measure the seconds of compiling
     cfg = utils.start_mesh(cfg)
     on_cpu = platform() == "cpu"
     others = {
@@ -458,7 +458,7 @@ def main(args: Args, others: dict[str, Config], cfg: Config):
     # All meshes are made before anything is compiled, because one may be refused.
     others = {name: (other, utils.make_mesh(other)) for name, other in others.items()}
     result, t = measure(args, cfg, others), cfg.train
-    per = "CPU second" if platform() == "cpu" else "second and device"
+    per = "CPU second" if on_cpu else "second and device"
     size = f"{model.param_count(cfg):,} parameters, {t.batch_size} x {t.seq_len} tokens a step"
     utils.say(f"{cfg.run.name}: {size}, {t.dtype}\n{format_table(result['rows'])}")
     utils.say(f"matmul: {result['matmul_flops'] / 1e12:.3f} TFLOP per {per}")

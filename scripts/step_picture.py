@@ -1,5 +1,5 @@
-"""log.hlo's step.svg: an update as boxes, a loop around what it repeats, with the matmuls and the
-collectives that the plan counts in each (cost_model.py).
+"""Draws step.svg for log.hlo: nested boxes for the loops and branches of an update, each with its
+matmuls and collectives, counted as in the plan (cost_model.py).
 """
 
 from dataclasses import replace
@@ -20,7 +20,7 @@ from scripts.cost_model import (
 from utils import AXES
 
 COLOURS = dict(slice="#b07aa1", dp="#4e79a7", pp="#f28e2b", tp="#59a14f")
-# What the functions that are loops' bodies in the step are in words; others keep their names.
+# Titles for the functions that are bodies of loops in the step; others keep their names.
 WORDS = dict(
     per_device="update on one device",
     add_slice="accumulation slice",
@@ -34,18 +34,17 @@ WIDTH, LINE, INDENT = 760, 20, 16  # pixels
 class Box(NamedTuple):
     title: str
     own: Cost
-    """Its own work in an update, without that of the boxes inside."""
+    """Its work in an update, without that of the boxes inside."""
     inside: list["Box"]
 
 
 def boxes_in(jaxpr, cfg: Config, chip, times: float = 1, shares=()) -> tuple[Cost, list[Box]]:
-    """(the cost of the boxes, the boxes) of the loops and branches in a jaxpr that runs `times` in
-    an update; those without matmuls and collectives are left out.  shares: see count_cost."""
+    """(total cost, boxes) of the loops and branches in a jaxpr that an update runs `times` times,
+    without those that have no matmuls and collectives.  shares: busy_shares of count_cost."""
     total, boxes, shares, schedule = Cost(), [], iter(shares), step_schedule(cfg)
     for op in flatten(jaxpr).ops:
-        found = bodies(op)
         share = next(shares, 1) if op.name == "cond" else 1
-        for body, n in found:
+        for body, n in bodies(op):
             runs = times * n * share
             of_tick = work_shares(schedule) if op.name == "scan" and n == schedule.ticks else ()
             cost, own = Cost(), Cost()
@@ -69,7 +68,7 @@ def title(body, op, runs: float) -> str:
     return words if runs == 1 else f"{words}, {runs:,.0f} times"
 
 
-def short(x: float, unit: str) -> str:
+def with_prefix(x: float, unit: str) -> str:
     for prefix, size in dict(T=1e12, G=1e9, M=1e6, k=1e3).items():
         if x >= size:
             return f"{x / size:.3g} {prefix}{unit}"
@@ -77,26 +76,25 @@ def short(x: float, unit: str) -> str:
 
 
 def lines(cost: Cost, chip) -> list[tuple[str, str, float]]:
-    """(text, axis or "", bytes) of a box's matmuls and collectives.  chip: None where its speeds
-    are not known."""
+    """(text, axis or "", bytes received) of a box's matmuls and collectives.  chip: None if its
+    speeds are unknown."""
 
     def took(seconds: float) -> str:
         return f", {1e3 * seconds:,.3g} ms" if chip else ""
 
     rows = []
     if cost.flops > 0.5:
-        rows = [(f"matmuls: {short(cost.flops, 'FLOP')}{took(cost.matmul_seconds)}", "", 0)]
+        rows = [(f"matmuls: {with_prefix(cost.flops, 'FLOP')}{took(cost.matmul_seconds)}", "", 0)]
     for (name, axis), n in sorted(cost.received.items(), key=lambda x: x[0][::-1]):
         if n > 0.5:
             what = f"{axis} {name.removesuffix('_invariant')}: {cost.calls[name, axis]:,.0f} calls"
-            rows += [
-                (f"{what}, {short(n, 'B')}{took(n / chip.speed(axis) if chip else 0)}", axis, n)
-            ]
+            seconds = n / chip.speed(axis) if chip else 0
+            rows += [(f"{what}, {with_prefix(n, 'B')}{took(seconds)}", axis, n)]
     return rows
 
 
 def draw(box: Box, chip, most: float, x: int, y: int) -> tuple[list[str], int]:
-    """(SVG elements of a box at x, y; the y below it).  most: bytes of the longest bar."""
+    """(SVG elements of a box at x, y; the y below it).  most: bytes of the widest bar."""
     width, top, texts = WIDTH - 2 * x, y, []
     y += LINE
     texts += [f'<text x="{x + 8}" y="{y - 5}" font-weight="bold">{escape(box.title)}</text>']
@@ -117,8 +115,7 @@ def draw(box: Box, chip, most: float, x: int, y: int) -> tuple[list[str], int]:
 
 
 def step_svg(cfg: Config, device_kind: str) -> str:
-    """The picture as the text of an SVG file; with times where the device is one of CHIPS, by its
-    data sheet."""
+    """The text of the SVG file; with times from the data sheet where the device is one of CHIPS."""
     chip = chip_of(device_kind)
     if device_kind == "cpu" and cfg.train.attention == "auto":  # the trace is for an accelerator
         cfg = replace(cfg, train=replace(cfg.train, attention="xla"))
