@@ -1,5 +1,5 @@
-"""Checkpoints of models that do not fit into memory: writing arrays block by block, digests from
-blocks, and reading arrays slab by slab.  Nothing here knows about Hugging Face or models."""
+"""Checkpoints of models that do not fit into memory: arrays are written and digested block by
+block, and read slab by slab.  Nothing here depends on Hugging Face or on models."""
 
 import math
 from contextlib import contextmanager
@@ -65,7 +65,7 @@ class StreamHandler(ocp.type_handlers.NumpyHandler):
         array = ts.open(ts.Spec(tspec), create=True, open=True, context=ts_context).result()
         write = None
         for index, read in value.blocks:
-            x = read()  # while the block before is written
+            x = read()  # while the previous block is being written
             if write is not None:
                 write.result()
             write = array[index].write(x)
@@ -183,8 +183,8 @@ class SavedWeights:
         self.arrays, self.kept = open_arrays(path, names), {}
 
     def slab(self, name: str, entry: tuple) -> tuple[slice, ...]:
-        """The smallest slab that contains an entry of numbers and slices: whole chunks in the dims
-        where the entry is a number, and everything in the other dims."""
+        """The smallest slab that contains `entry`, an index of numbers and slices: whole chunks in
+        the dims where it has a number, and all of the other dims."""
         array = self.arrays[name]
         chunk, slices = array.chunk_layout.read_chunk.shape, []
         for at, c, n in zip(entry, chunk, array.shape, strict=True):
@@ -196,7 +196,7 @@ class SavedWeights:
         return tuple(slices)
 
     def read(self, name: str, entry: tuple):
-        """That entry of a weight, from the kept slab if it is there."""
+        """weight[entry], from the kept slab if that contains it."""
         slab = self.slab(name, entry)
         if name not in self.kept or self.kept[name][0] != slab:
             self.kept.pop(name, None)  # before the read, or both slabs would be in memory

@@ -12,8 +12,8 @@ from config import Model
 from errors import DATA, Problem, UserError
 from scripts import hf_families
 
-# Keys that are accepted with any value: they change nothing, or only training with transformers, or
-# they are read by name below (max_position_embeddings, max_window_layers and others).
+# Keys that are accepted with any value: they have no effect, or only on training with transformers,
+# or are read by name below (max_position_embeddings, max_window_layers and others).
 IGNORED = """
     model_type architectures transformers_version torch_dtype dtype use_cache initializer_range
     bos_token_id eos_token_id pad_token_id unk_token_id decoder_start_token_id _name_or_path
@@ -36,7 +36,7 @@ SCALINGS = dict(
 )
 FULL, SLIDING = "full_attention", "sliding_attention"  # values of layer_types
 WITH_LAYER_TYPES = ("qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_oss")
-# What a family has where config.json says nothing about positions.
+# Rotary settings where config.json has none; in other families that is rope_theta=1e4.
 ROPE = dict(
     mixtral=dict(rope_theta=1e6),
     gemma3_text=dict(rope_theta=1e6),
@@ -59,8 +59,8 @@ class Keys:
         self.all, self.problems = hf, []
 
     def take(self, name: str, default=REQUIRED, null=None):
-        """The value of a key; one that is absent and has no default is a problem.  A key with value
-        null counts as absent, unless `null` says what it means."""
+        """The value of a key, or `default` if it is absent, which is a problem without a default.
+        null: the value that a null stands for; by default a null counts as absent."""
         is_null = null is not None and name in self.all and self.all[name] is None
         value = self.unread.pop(name, null if is_null else default)
         if value is self.REQUIRED:
@@ -114,7 +114,7 @@ def read_model(hf: dict) -> Model:
 
 
 def read_fields(keys: Keys, name: str) -> dict:
-    """The fields of Model: those in the family's table, and those that several keys decide."""
+    """The fields of Model: those in the family's table, and those that depend on several keys."""
     family = hf_families.FAMILIES[name]
     read = {field: keys.take(key, *default) for key, field, *default in family.keys}
     fields = family.fixed | read
@@ -140,7 +140,7 @@ def read_fields(keys: Keys, name: str) -> dict:
     kinds = read_layer_kinds(keys, name, fields["n_layers"], fields.get("window", 0))
     fields |= read_rope(keys, name) | shortest_pattern(kinds)
     usual = vars(Model())
-    if not any("moe" in kind for kind in kinds):  # experts' fields without effect are refused
+    if not any("moe" in kind for kind in kinds):  # checks.check refuses experts' fields then
         moe = ("n_", "d_expert", "router", "norm_scores", "score_")
         dense = ("n_layers", "n_heads", "n_kv_heads")
         fields |= {x: usual[x] for x in fields if x.startswith(moe) and x not in dense}
@@ -150,7 +150,8 @@ def read_fields(keys: Keys, name: str) -> dict:
 
 
 def check_type(field: str, x, keys: Keys):
-    """x as that field of Model, or a problem and the field's default if it has another type."""
+    """x as a value of that field of Model.  If it has the wrong type, a problem is noted, and the
+    field's default is returned."""
     kind = type(getattr(Model(), field))
     if kind is float and type(x) is int:
         return float(x)
@@ -196,7 +197,7 @@ def read_rope(keys: Keys, name: str) -> dict:
         mscales = dict(
             yarn_mscale=rope.pop("mscale", 0), yarn_mscale_all_dim=rope.pop("mscale_all_dim", 0)
         )
-        if name == "deepseek_v3":  # the other families do not scale the scores by them
+        if name == "deepseek_v3":  # only this family scales attention scores by them
             fields |= mscales
         else:
             keys.require("mscale_all_dim", mscales["yarn_mscale_all_dim"], 0)
@@ -223,7 +224,7 @@ def read_layer_kinds(keys: Keys, name: str, n_layers: int, window: int) -> list[
     if name in WITH_LAYER_TYPES:
         first = keys.all.get("max_window_layers", 28)
         local = [x and n >= first for n, x in enumerate(local)]
-        if not name.startswith("qwen"):  # each second or sixth layer is not local
+        if not name.startswith("qwen"):  # every second (gemma3: sixth) layer is not local
             period = keys.take("sliding_window_pattern", 6) if name == "gemma3_text" else 2
             local = [(n + 1) % period > 0 for n in range(n_layers)]
         types = keys.take("layer_types", [SLIDING if x else FULL for x in local])
@@ -292,8 +293,8 @@ def write_config(cfg: config.Config, dtype: str, end_id: int | None) -> dict:
     if differ:
         fix = f"only models of {errors.or_list(hf_families.FAMILIES)} can be exported"
         has = f"but a {name} of transformers has"
-        whats = [f"model.{n} is {ours.get(n)}, {has} {theirs.get(n)}" for n in differ]
-        raise UserError(DATA, problems=[Problem(what, fix) for what in whats])
+        found = [f"model.{n} is {ours.get(n)}, {has} {theirs.get(n)}" for n in differ]
+        raise UserError(DATA, problems=[Problem(what, fix) for what in found])
     return hf
 
 
@@ -322,9 +323,9 @@ def write_rope(m: Model, name: str, seq_len: int) -> dict:
 
 
 def likely_family(m: Model) -> str:
-    """The only family that may have this model; write_config checks whether it does."""
+    """The only family that can have this model; write_config checks whether it does."""
     moe, kinds = config.moe_layers(m), config.all_kinds(m)
-    signs = dict(  # of a family, unless one before has its own
+    signs = dict(  # the first family whose sign is true is the one
         deepseek_v3=m.attention == "mla",
         gpt2=m.norm == "layer" or m.positions == "learned",
         gpt_oss=moe and m.attn_sinks,
@@ -337,7 +338,7 @@ def likely_family(m: Model) -> str:
         qwen2=m.attn_bias and not m.attn_out_bias,
         mistral=all("local" in kind for kind in kinds),
     )
-    return next((name for name, has_it in signs.items() if has_it), "llama")
+    return next((name for name, is_true in signs.items() if is_true), "llama")
 
 
 def effective_fields(m: Model) -> dict:

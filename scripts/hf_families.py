@@ -41,7 +41,7 @@ def norm_lines(**weights) -> list:
 
 BEFORE = norm_lines(input="attn_norm_D", post_attention="mlp_norm_D")
 AFTER = norm_lines(post_attention="attn_post_norm_D", post_feedforward="mlp_post_norm_D")
-# By model.norm_place: a name means another norm in another family.
+# By model.norm_place, because one name means different norms in different families.
 NORMS = dict(
     before=BEFORE, after=AFTER, both=[BEFORE[0], *norm_lines(pre_feedforward="mlp_norm_D"), *AFTER]
 )
@@ -161,17 +161,17 @@ class Family(NamedTuple):
     """The start of the names of layer {}'s tensors."""
     layer_lines: Callable[[Model], list]
     keys: list
-    """Keys of config.json: (key, field of Model, the value if the key is absent, and if it is null,
-    where that is another one)."""
+    """Keys of config.json: (key, field of Model, value if the key is absent, value if it is null).
+    Without the last, null counts as absent; with neither, the key is required."""
     supported: dict
-    """Keys of config.json of which one value can be converted: {key: value}."""
+    """Keys of config.json that must have this value, or be absent: {key: value}."""
     fixed: dict
     """Fields of Model that are the same for the whole family."""
 
 
 # fmt: off
 def keys(eps: float = 1e-6, tied: bool = False) -> list:
-    """Keys of most families; eps and tied: what absent ones mean."""
+    """Keys of most families.  eps and tied: rms_norm_eps and tie_word_embeddings if absent."""
     return [
         ("vocab_size", "vocab_size"), ("hidden_size", "d_model"), ("num_hidden_layers", "n_layers"),
         ("num_attention_heads", "n_heads"), ("rms_norm_eps", "norm_eps", eps),
@@ -184,7 +184,7 @@ BIAS, WINDOW = ("attention_bias", "attn_bias", False), ("sliding_window", "windo
 WINDOW_4096 = ("sliding_window", "window", 4096, 0)
 D_FF, ACTIVE = ("intermediate_size", "d_ff"), ("num_experts_per_tok", "n_active")
 LLAMA, SILU = (LLAMA_ENDS, "model.layers.{}."), dict(hidden_act="silu")
-# hidden_act is in old files, and not read there.
+# Old files have hidden_act as well, which transformers ignores.
 GEGLU = dict.fromkeys(("hidden_activation", "hidden_act"), "gelu_pytorch_tanh")
 GEGLU |= dict(use_bidirectional_attention=False)
 GEMMA_KEYS = [
@@ -271,7 +271,7 @@ FAMILIES = dict(
     ),
 )
 # fmt: on
-# Buffers in old files, which transformers ignores too.
+# Endings of the names of buffers in old files, which transformers ignores too.
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
@@ -302,9 +302,9 @@ class TensorMap:
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
     joined_dim: int
-    """Along which of file_dims the parts are side by side."""
+    """The index in file_dims of the dim along which the parts are concatenated."""
     interleaved: bool
-    """The tensor pairs rotary dim 2i with 2i + 1 (DeepSeek), where our weights pair i with
+    """Whether the tensor pairs rotary dim 2i with 2i + 1 (DeepSeek); our weights pair i with
     i + T/2."""
 
     def to_weight(self, x, j: int):
@@ -331,7 +331,7 @@ class TensorMap:
 
 
 def rotary_order(T: int):
-    """For each of our T rotary dims, its index in an interleaved tensor: 0, 2, .., 1, 3, .."""
+    """The index in an interleaved tensor of each of our T rotary dims: 0, 2, .., 1, 3, .."""
     return np.arange(T).reshape(-1, 2).T.ravel()
 
 
