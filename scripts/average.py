@@ -1,9 +1,9 @@
-"""Make a run whose weights are the mean of several checkpoints of another, which is often better
-than the last of them (Izmailov et al. 2018).
+"""Average the weights of several checkpoints of a run into a new run.  The mean is often better
+than the last checkpoint (Izmailov et al. 2018).
 
     python scripts/average.py --run runs/demo --steps 380,390,400 --out runs/average
 
-It evaluates, samples, exports and trains on like any run.
+The new run can be evaluated, sampled, exported and trained further like any other.
 """
 
 import json
@@ -76,7 +76,7 @@ def main(args: Args, cfg: config.Config):
 
 @partial(jax.jit, donate_argnums=0)
 def add(mean, params, n):
-    """The mean of n trees, from that of the n - 1 before."""
+    """The mean of n trees: `params`, and n - 1 others of which `mean` is the mean."""
     return jax.tree.map(lambda mean, x: mean + (x - mean) / n, mean, params)
 
 

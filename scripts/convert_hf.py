@@ -116,7 +116,7 @@ class StoredTensor(NamedTuple):
 
 
 def check_is_part(path: Path):
-    """Raise UserError for a link that leaves the folder of the model."""
+    """Raise UserError DATA if `path` is a link to a file outside of the model's folder."""
     if path.exists() and files.leaves_folder(path, path.parent):
         what = f"{path} is a link to {os.path.realpath(path)}, outside of the model"
         raise UserError(DATA, what, "copy the file, or give --hf the folder that it is in")
@@ -185,7 +185,7 @@ def find_tensors(folder: Path, family: str) -> dict[str, StoredTensor]:
 
 
 def unknown_tensors(found: dict[str, StoredTensor], known, hf: dict, cfg: config.Config):
-    """The names of tensors that the model does not use, except those that change nothing."""
+    """The names of tensors that the model does not use, except those that may be ignored."""
     m, family = cfg.model, hf_families.FAMILIES[hf["model_type"]]
     prefix = family.layer_prefix.format("")[:-1]
 
@@ -212,8 +212,8 @@ def unknown_tensors(found: dict[str, StoredTensor], known, hf: dict, cfg: config
 def check_tensors(
     found: dict[str, StoredTensor], tensors: list[TensorMap], hf: dict, cfg: config.Config
 ):
-    """Raise UserError DATA unless the directory has every tensor, of the right shape, and no others
-    that matter."""
+    """Raise UserError DATA unless the directory has every tensor, with the right shape, and no
+    unknown ones."""
     shapes = {tensor.name: tensor.shape for tensor in tensors}
     unknown = unknown_tensors(found, shapes, hf, cfg)
     ends = ("_scale_inv", ".scales", ".qweight", "_proj_scales", "_proj_blocks")
@@ -251,7 +251,7 @@ def check_tensors(
 def import_hf(hf_dir, run_dir):
     """Make a run directory from a Hugging Face one.  Raises UserError USAGE, DATA and STORAGE."""
     folder, run = Path(hf_dir), files.absolute_path(os.fspath(run_dir))
-    refuse_taken(run, "--run")
+    refuse_existing(run, "--run")
     hf = read_json(folder / "config.json")
     cfg = run_config(hf, run)
     found = find_tensors(folder, hf["model_type"])
@@ -269,7 +269,7 @@ def import_hf(hf_dir, run_dir):
     utils.say(f"{folder} -> {run}: {model.param_count(cfg):,} parameters, train.dtype {dtype}")
 
 
-def refuse_taken(path, flag: str):
+def refuse_existing(path, flag: str):
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         what = f"{path} exists, and nothing is overwritten"
         raise UserError(USAGE, what, f"choose another {flag}, or move what is there away")
@@ -293,8 +293,8 @@ def run_config(hf: dict, run) -> config.Config:
 
 
 def weight_blocks(found: dict[str, StoredTensor], tensors: list[TensorMap], shapes: dict, padding):
-    """{"params/embed_VD": [(index, function)]}: the function reads that part of the weight and
-    advances the progress bar that it is given.
+    """{"params/embed_VD": [(index, function)]}: function(bar) returns that part of the weight, and
+    advances the progress bar.
 
     padding: zero rows to add, because our vocabulary has more rows than the file's.
     """
@@ -370,7 +370,7 @@ def export_hf(run_dir, hf_dir, step=-1, dtype="float32", shard_size=5_000_000_00
     run, folder = files.absolute_path(os.fspath(run_dir)), Path(hf_dir)
     if files.is_remote(hf_dir):
         raise UserError(USAGE, f"--hf {hf_dir} is remote", "give a local directory, and copy it")
-    refuse_taken(folder, "--hf")
+    refuse_existing(folder, "--hf")
     cfg = cli.config_of_run(os.fspath(run), config.Mesh(1, 1, 1))
     tokenizer = run / "tokenizer.json"
     tokenizer = tokenizer.read_text() if tokenizer.exists() else ""
@@ -388,7 +388,7 @@ def export_hf(run_dir, hf_dir, step=-1, dtype="float32", shard_size=5_000_000_00
     try:
         with progress_bar("write", tensors) as bar:
             write_shards(saved, tensors, folder, dtype, shard_size, bar)
-    except BaseException:  # Ctrl-C and a full disk too: the next export would refuse the directory
+    except BaseException:  # also Ctrl-C; or the next export would refuse the directory
         for file in folder.glob("*.safetensors"):
             file.unlink()
         raise
@@ -401,8 +401,8 @@ def export_hf(run_dir, hf_dir, step=-1, dtype="float32", shard_size=5_000_000_00
 
 
 def end_token(tokenizer: str, end_id: int) -> tuple[int | None, str | None]:
-    """(id, text) of the token that ends a document, as far as they are known.  tokenizer: the text
-    of a tokenizer.json, or "".  end_id: data.end_id, which is -1 if it is not known."""
+    """(id, text) of the token that ends a document, None where unknown.  tokenizer: the text of a
+    tokenizer.json, or "".  end_id: data.end_id, -1 where unknown."""
     try:
         added = json.loads(tokenizer).get("added_tokens", []) if tokenizer else []
         texts = {x["id"]: x["content"] for x in added}
@@ -464,7 +464,7 @@ def verify(weights: SavedWeights, tensors: list[TensorMap], meta: dict, path, it
 
 
 def file_dtype(tensor: TensorMap, dtype: str) -> str:
-    """dtype, except for the routers' biases: rounding would lose training's small steps."""
+    """dtype, but float32 for the routers' biases, whose small updates rounding would lose."""
     return "float32" if tensor.name.endswith("e_score_correction_bias") else dtype
 
 

@@ -1,5 +1,4 @@
-"""The prose in Python's documentation, which is on every machine that has Python: docstrings, and
-the topics of help()."""
+"""The prose in the documentation that comes with Python: docstrings, and the topics of help()."""
 
 import ast
 import inspect
@@ -36,9 +35,9 @@ NOT_PROSE = re.compile(
 def find_prose(text: str) -> list[str]:
     """The paragraphs of a docstring that are prose, each on one line and without markup.
 
-    Less text, but easier for a small model: of the words that the demo's model samples (at
-    temperature 0.8), 3 % do not occur in its training text.  With the same docstrings and topics
-    uncut it was 7 %.
+    That leaves less text, but text that is easier for a small model: of the words that the demo's
+    model samples (at temperature 0.8), 3 % do not occur in its training text.  With all of the
+    docstrings and topics it was 7 %.
     """
     found = []
     for paragraph in PARAGRAPH_BREAK.split(inspect.cleandoc(text).translate(ASCII_PUNCTUATION)):

@@ -11,10 +11,11 @@ from files import read_limited
 
 def byte_tokenizer() -> Tokenizer:
     """Each byte is its own id; 256 ends a document."""
-    letters = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2 keeps these
-    others = [b for b in range(256) if b not in letters]
-    stand_in = {b: chr(b) for b in letters} | {b: chr(256 + n) for n, b in enumerate(others)}
-    tokenizer = Tokenizer(models.BPE(vocab={stand_in[b]: b for b in range(256)}, merges=[]))
+    # GPT-2's character for each byte: these bytes keep theirs, and others get one from 256 on.
+    kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in kept]
+    vocab = {chr(b): b for b in kept} | {chr(256 + n): b for n, b in enumerate(others)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([END])
@@ -27,7 +28,7 @@ def char_tokenizer(texts: Iterable[str]) -> Tokenizer:
     for text in texts:
         characters.update(text)
     vocab = {c: n for n, c in enumerate(sorted(characters))}
-    # "none" is not in the vocabulary, so a character without an id is an error.
+    # The unk_token is not in the vocabulary, so that encoding an unknown character is an error.
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="none"))
     any_character = Regex("(?m).")  # m: newlines too
     tokenizer.pre_tokenizer = pre_tokenizers.Split(any_character, behavior="isolated")
