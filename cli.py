@@ -239,6 +239,14 @@ class RunArgs:
     train: Precision = Precision()
 
 
+def check_at_least(args, **least: int):
+    """Raise UserError USAGE for a flag of a script that is below its least value."""
+    for name, n in least.items():
+        if getattr(args, name) < n:
+            what = f"{name}={getattr(args, name)} must be at least {n}"
+            raise UserError(USAGE, what, f"set --{name} {n} or more")
+
+
 def config_of_run(run: str, mesh: Mesh, *flags: str) -> Config:
     """The config of a run directory on the given mesh, for scripts that do not train.
 

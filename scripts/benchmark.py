@@ -70,10 +70,7 @@ def parse_meshes(names: tuple[str, ...], flags: list[str]) -> dict[str, Config]:
 def parse() -> tuple[Args, Config, dict[str, Config]]:
     about = __doc__.partition("Dimension key")[0]
     args, rest = tyro.cli(Args, return_unknown_args=True, use_underscores=True, description=about)
-    for name, least in dict(repeats=1, steps=0).items():
-        if getattr(args, name) < least:
-            what = f"{name}={getattr(args, name)} must be at least {least}"
-            raise UserError(errors.USAGE, what, f"set --{name} {least} or more")
+    cli.check_at_least(args, repeats=1, steps=0)
     out = Path(args.json)
     if args.json and (out.is_dir() or not out.parent.is_dir()):
         what = f"--json {out} is not a file in a folder that exists"

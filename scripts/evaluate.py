@@ -37,9 +37,7 @@ class Args(cli.RunArgs):
 
 def parse() -> tuple[Args, config.Config]:
     args = tyro.cli(Args, use_underscores=True, description=__doc__)
-    if args.batch_size < 1:
-        what = f"batch_size={args.batch_size} must be at least 1"
-        raise errors.UserError(errors.USAGE, what, "set --batch_size 1 or more")
+    cli.check_at_least(args, batch_size=1)
     flags = ["--data.val", args.data] if args.data else []
     flags += ["--eval.tasks", *args.eval.tasks]  # in place of the run's own tasks
     cfg = cli.config_of_run(args.run, args.mesh, *flags, *args.train.flags)

@@ -49,9 +49,7 @@ def parse() -> tuple[Args, config.Config]:
     if find_spec("lm_eval") is None:
         what = "the harness is not installed: Python has no package lm_eval"
         raise errors.UserError(errors.USAGE, what, "pip install lm-eval==0.4.13")
-    if args.batch_size < 1:
-        what = f"batch_size={args.batch_size} must be at least 1"
-        raise errors.UserError(errors.USAGE, what, "set --batch_size 1 or more")
+    cli.check_at_least(args, batch_size=1)
     length = ["--train.seq_len", str(args.seq_len)] if args.seq_len else []
     return args, cli.config_of_run(args.run, args.mesh, *length, *args.train.flags)
 
