@@ -58,7 +58,7 @@ CHIPS = {
     "h200": Chip("NVIDIA H200", 140.4 * GIB, 4.8e12, 4.5e11, 5e10, 1.98e9),
 }
 
-# Other names by which JAX calls a device of this kind.
+# {another name that JAX has for a kind of device: its name in CHIPS}.
 JAX_NAMES = {"TPU v5 lite": "TPU v5e", "TPU v5": "TPU v5p", "TPU v6 lite": "TPU v6e"}
 
 

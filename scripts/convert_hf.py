@@ -372,8 +372,8 @@ def export_hf(run_dir, hf_dir, step=-1, dtype="float32", shard_size=5_000_000_00
         raise UserError(USAGE, f"--hf {hf_dir} is remote", "give a local directory, and copy it")
     refuse_existing(folder, "--hf")
     cfg = cli.config_of_run(os.fspath(run), config.Mesh(1, 1, 1))
-    tokenizer = run / "tokenizer.json"
-    tokenizer = tokenizer.read_text() if tokenizer.exists() else ""
+    path = run / "tokenizer.json"
+    tokenizer = path.read_text() if path.exists() else ""
     end, end_text = end_token(tokenizer, cfg.data.end_id)
     hf = hf_config.write_config(cfg, dtype, end)
     item = train.weights_item(cfg, weights)

@@ -129,9 +129,10 @@ def mesh(cfg: Config, found: dict):
 
 def limits(cfg: Config, found: dict):
     """ulimit -n 65536; in a container, docker run --shm-size 8g"""
-    n, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # -1 where there is none
+    n, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # -1, no limit, is large modulo 2**63
     yield grade(n % 2**63, 256, 1024, f"a process may open {n} files; 1024 are enough")
-    free, least = shutil.disk_usage("/dev/shm").free / GIB, Path("/dev/nvidia0").exists()
+    free, has_gpu = shutil.disk_usage("/dev/shm").free / GIB, Path("/dev/nvidia0").exists()
+    least = 1 if has_gpu else 0
     yield grade(free, least, least, f"{free:.2f} GiB of /dev/shm are free; GPUs need 1.00")
 
 
@@ -145,8 +146,8 @@ def room(cfg: Config, found: dict):
     """free some, use a larger disk or more hosts, or set a lower --checkpoint.keep"""
     shapes, keep = jax.tree.leaves(train.state_shapes(cfg)), cfg.checkpoint.keep + 1
     size = sum(x.size * x.dtype.itemsize for x in shapes) / GIB
-    memory, part = Path("/proc/meminfo").read_text(), size / len(utils.process_ids())
-    free = int(re.search(r"MemAvailable: +(\d+)", memory)[1]) / 2**20
+    meminfo, part = Path("/proc/meminfo").read_text(), size / len(utils.process_ids())
+    free = int(re.search(r"MemAvailable: +(\d+)", meminfo)[1]) / 2**20  # from KiB
     what = f"{free:.2f} GiB of memory are free; a checkpoint's part is {part:.2f}"
     yield grade(free, part, part, what)
     if not files.is_remote(cfg.run.dir):

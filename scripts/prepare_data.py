@@ -360,11 +360,9 @@ def finish(out: epath.Path, tasks: list[Task], facts: list[dict], recipe: dict):
         manifest |= dict(vocab_size=vocab_size, eot_id=end_id, **totals)
         manifest |= dict(tokenizer="tokenizer.json", recipe=recipe, shards=shards)
         write_whole(out / split / "manifest.json", json.dumps(manifest, indent=1))
-        n_bytes = totals["bytes"]
-        size = (
-            f"{n_tokens:,} tokens from {n_bytes:,} bytes ({n_bytes / n_tokens:.2f} bytes per token)"
-        )
-        say(f"{out / split}: {size} in {len(shards)} shard(s), vocabulary {vocab_size:,}")
+        n_bytes, rest = totals["bytes"], f"{len(shards)} shard(s), vocabulary {vocab_size:,}"
+        rate = f"{n_bytes / n_tokens:.2f} bytes per token"
+        say(f"{out / split}: {n_tokens:,} tokens from {n_bytes:,} bytes ({rate}) in {rest}")
     if n_skipped:
         say(f"skipped {n_skipped:,} document(s), which {out / 'skipped.jsonl'} lists")
 
@@ -403,12 +401,11 @@ def main(args: Args):
     check_args(args)
     files = find_corpus(args)
     out = epath.Path(args.out)
-    sizes = [(file.name, file.size) for file in files]
-    n_bytes = f", {sum(size for _, size in sizes):,} bytes"
-    is_streamed = any(x.startswith("hf://") for x in args.input)
-    say(f"found {len(sizes):,} file(s)" + ("" if is_streamed else n_bytes))
+    n_bytes = sum(file.size for file in files)
+    is_streamed = any(x.startswith("hf://") for x in args.input)  # of unknown size
+    say(f"found {len(files):,} file(s)" + ("" if is_streamed else f", {n_bytes:,} bytes"))
     recipe = {k: v for k, v in asdict(args).items() if k not in NOT_RECIPE}
-    sizes = [pair for pair in sizes if pair[1]]
+    sizes = [(file.name, file.size) for file in files if file.size]
     recipe["documents"] = hashlib.sha256(json.dumps(sizes).encode()).hexdigest()
     times = [(file.name, file.modified) for file in files if file.size and file.modified]
     times = hashlib.sha256(json.dumps(times).encode()).hexdigest() if times else ""
