@@ -373,10 +373,10 @@ def eval_step(params, tokens_AMBL, targets_AMBL, cfg: Config):
 # ---- the loop over updates
 
 
-def progress(batches):
-    """The batches, with a bar on a terminal."""
+def progress(items, what: str = "evaluate", unit: str = "batch"):
+    """The items, with a progress bar on a terminal."""
     hidden = None if utils.is_lead() else True  # None hides it where stderr is not a terminal
-    return tqdm(batches, "evaluate", unit="batch", leave=False, disable=hidden)
+    return tqdm(items, what, unit=unit, leave=False, disable=hidden)
 
 
 def evaluate(params, data: Dataset, step: int, cfg: Config, stop=None) -> dict | None:

@@ -95,7 +95,6 @@ import numpy as np
 import optax
 from jax import lax
 from jax.sharding import AxisType, Mesh
-from tqdm import tqdm
 
 import model
 import optim
@@ -426,8 +425,7 @@ def measure(args: Args, cfg: Config, others: dict[str, tuple[Config, Mesh]]) -> 
     contestants += peers
     contestants += [make_trifold(window_BL, *others[name], name) for name in others]
     turns, matmul_rates = [[] for _ in contestants], []
-    hidden = None if utils.is_lead() else True  # None shows the bar on a terminal only
-    for _ in tqdm(range(args.repeats), "measure", leave=False, disable=hidden):
+    for _ in train.progress(range(args.repeats), "measure", "turn"):
         matmul_rates.append(on_first_device(matmul_flops, t.dtype))
         for contestant, seconds in zip(contestants, turns, strict=True):
             seconds.append(time_steps(contestant, n_steps))
