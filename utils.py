@@ -52,16 +52,15 @@ def is_lead() -> bool:
     return process_id() == 0
 
 
-def say(*words):
-    """Print from process 0, without buffering."""
+def say(*words, file=None):
+    """Print from process 0, without buffering.  file: sys.stderr, or None for stdout."""
     if is_lead():
-        print(*words, flush=True)
+        print(*words, file=file, flush=True)
 
 
 def warn(text: str):
     """Print a warning on stderr, from process 0."""
-    if is_lead():
-        print(f"warning: {text}", file=sys.stderr, flush=True)
+    say(f"warning: {text}", file=sys.stderr)
 
 
 @contextmanager

@@ -72,9 +72,8 @@ def main(args: Args, cfg: config.Config):
 
 def score(args: Args, cfg: config.Config, params, data: Dataset):
     """Score every token of one set."""
-    if utils.is_lead():  # on stderr: stdout is for the result
-        line = f"evaluating in {cfg.train.dtype} on {data.source}"
-        print(line, file=sys.stderr, flush=True)
+    # stdout is for the result.
+    utils.say(f"evaluating in {cfg.train.dtype} on {data.source}", file=sys.stderr)
     nlls, n_scored = [], 0
     for i in train.progress(range(data.n_eval_batches)):
         _, n, nll_AMBL, _ = train.eval_step(params, *data.eval_batch(i), cfg)

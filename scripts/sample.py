@@ -96,8 +96,7 @@ def main(args: Args, cfg: config.Config):
     tokenizer = tasks.load_tokenizer(path, cfg, "name one with --tokenizer tokenizer.json")
     texts = args.prompt or ("",)
     cfg = utils.start_mesh(cfg, rows=len(texts))
-    if utils.is_lead():  # on stderr: stdout is for the text
-        print(f"sampling in {cfg.train.dtype}", file=sys.stderr, flush=True)
+    utils.say(f"sampling in {cfg.train.dtype}", file=sys.stderr)  # stdout is for the text
     params = train.load_params(files.absolute_path(args.run), cfg, args.step, args.weights)
     end_id = tasks.find_end_id(tokenizer, cfg)
     try:
