@@ -1,4 +1,4 @@
-"""How fast a config trains on the devices present, next to a plain implementation of its model.
+"""Measure how fast a config trains on the devices present, next to plain implementations.
 
     python scripts/benchmark.py --config gpt2_124m --train.batch_size 48 --train.grad_accum 1
 

@@ -1,4 +1,4 @@
-"""XLA's figures for a training step compiled for chips that need not be present: its memory, and
+"""XLA's figures for a training step, compiled for chips that need not be present: its memory, and
 on TPUs the cycles of its fusions.
 
 It needs libtpu or JAX's CUDA plugin, but no accelerator.  Estimates without compiling are in

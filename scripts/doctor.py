@@ -1,4 +1,4 @@
-"""Whether the machines, the storage and the data are fit for a run, before it starts.
+"""Check before a run whether the machines, the storage and the data are fit for it.
 
     python scripts/doctor.py --config demo --report doctor.json
 

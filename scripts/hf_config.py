@@ -1,5 +1,5 @@
-"""From a Hugging Face model's config.json to our Model, and back.  What the other side cannot
-represent is refused; nothing is approximated.  H and D are query heads and d_model."""
+"""Converts a Hugging Face model's config.json to our Model, and back.  What the other side cannot
+represent is refused; nothing is approximated.  H is the number of query heads, D is d_model."""
 
 from dataclasses import asdict, replace
 from itertools import groupby

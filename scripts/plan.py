@@ -1,4 +1,4 @@
-"""Plan a training step for chips that are not at hand: does it fit, and how fast can it be?
+"""Plan a training step for chips that need not be present: does it fit, and how fast can it be?
 
     python scripts/plan.py --config llama3_8b --mesh.dp 16 --mesh.tp 4 --topology v5p:4x4x4
 

@@ -24,8 +24,8 @@ from scripts import hf_config, hf_families
 
 
 def with_padding(cfg: Config) -> Config:
-    """The config with the embedding's padding rows as tokens, so that matmuls have the shapes of
-    Trifold's."""
+    """The config with the embedding's padding rows counted as tokens, so that the matmuls have the
+    same shapes as Trifold's."""
     return replace(cfg, model=replace(cfg.model, vocab_size=cfg.model.vocab_rows))
 
 
@@ -42,7 +42,7 @@ def initial_weights(family: str, cfg: Config) -> dict:
 
 
 class TransformersModel(nn.Module):
-    """Hugging Face's model of a config: token_BL -> logit_BLV.  Raises UserError DATA where it has
+    """transformers' model for a config: token_BL -> logit_BLV.  Raises UserError DATA if it has
     none."""
 
     def __init__(self, cfg: Config):
@@ -80,8 +80,8 @@ class NanoGPTLayer(nn.Module):
 
 
 class NanoGPT(nn.Module):
-    """GPT-2 in the operations of nanoGPT's model.py, with transformers' names of tensors:
-    token_BL -> logit_BLV.  Raises UserError DATA where the config is of another model."""
+    """GPT-2 with the operations of nanoGPT's model.py and transformers' names of tensors:
+    token_BL -> logit_BLV.  Raises UserError DATA if the config is not a GPT-2."""
 
     def __init__(self, cfg: Config):
         super().__init__()
