@@ -230,6 +230,7 @@ def make_plan(
     if path.exists() and tokenizer_path.exists():
         return json.loads(path.read_text())
     threshold = choose_threshold(pieces, options, args.val_fraction)
+    # To measure bytes per token: a small sample, or the first text if its pieces have none.
     texts = list(sample_texts(pieces, options, 0, 1_000_000, 16))
     texts = texts or list(islice(sample_texts(pieces, options, 0, 2**62), 1))
     tokenizer = make_tokenizer(args, pieces, options, threshold)
@@ -301,15 +302,15 @@ def find_repeats(tasks: list[Task], args: Args, n_workers: int) -> list[Task]:
 
 def skipped_rows(tasks: list[Task], all_facts: Iterable[dict]) -> Iterator[dict]:
     """The rows that were skipped and listed, numbered from the start of their files."""
-    file, before = None, 0
+    file, n_before = None, 0  # rows of the file in the pieces before this one
     for task, facts in zip(tasks, all_facts, strict=True):
         for number, piece in enumerate(task.pieces):
-            before, file = before if piece.source == file else 0, piece.source
-            for which, row, why in facts["skipped"]:
-                if which == number:
+            n_before, file = n_before if piece.source == file else 0, piece.source
+            for piece_number, row, why in facts["skipped"]:
+                if piece_number == number:
                     name = file if isinstance(file, str) else "pydocs"
-                    yield dict(file=name, row=before + row, why=why)
-            before += facts["rows"][number]
+                    yield dict(file=name, row=n_before + row, why=why)
+            n_before += facts["rows"][number]
 
 
 def run_all(tasks: list[Task], args: Args, n_workers: int) -> list[dict]:
