@@ -248,6 +248,11 @@ def changes(old: dict, new: dict, step: int) -> dict[str, dict[str, list]]:
     return found
 
 
+def shown(value) -> str:
+    """A value in a message, where an empty text would leave a hole."""
+    return str(value or repr(value))
+
+
 def check_changes(found: dict, cfg: Config):
     """Raises UserError CHECKPOINT if one of `changes` changes the training and is not in
     run.accept."""
@@ -255,7 +260,7 @@ def check_changes(found: dict, cfg: Config):
     for name, (before, value) in found["changes the training"].items():
         flag = name.removesuffix(" fingerprint")
         if flag not in cfg.run.accept:
-            what = f"{name} was {before} at this run's last start and is {value}"
+            what = f"{name} was {shown(before)} at this run's last start and is {shown(value)}"
             what += ", which changes the training"
             fits = " if all arrays keep their shapes" if flag.startswith("model.") else ""
             fix = f"give the old value, or --run.accept {flag}{fits}, or another --run.name"
@@ -313,7 +318,8 @@ def record_start(path: epath.Path, cfg: Config, source, step: int):
     write_record(path, cfg, source)
     for group, names in found.items():
         for name, (before, value) in names.items():
-            say(f"changed since this run's last start ({group}): {name} {before} -> {value}")
+            both = f"{shown(before)} -> {shown(value)}"
+            say(f"changed since this run's last start ({group}): {name} {both}")
     line = dict(time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), argv=sys.argv)
     mesh = [cfg.mesh.dp, cfg.mesh.pp, cfg.mesh.tp]
     line |= dict(mesh=mesh, processes=len(process_ids()), step=step)

@@ -152,6 +152,12 @@ def test_a_change_is_printed_in_its_group_and_must_be_accepted_if_it_changes_the
     assert json.loads((run / "config.json").read_text())["run"]["accept"] == []
 
 
+def test_an_empty_setting_is_shown_as_such():
+    found = {"changes the training": {"data.skip": ["", "1:2"]}}
+    with pytest.raises(UserError, match="data.skip was '' at this run's last start and is 1:2"):
+        rundir.check_changes(found, config.tiny())
+
+
 def test_other_data_and_another_batch_can_be_accepted(base, reference, corpus, capsys):
     other = dict(data=dict(train=str(corpus / "val")), train=dict(batch_size=16, steps=22))
     cfg, run = copy_run(reference, base, "accepted", **other)
