@@ -184,8 +184,7 @@ def start_mesh(cfg: Config, rows: int | None = None) -> Config:
         chosen = [name for name, x in AUTOMATIC.items() if getattr(given, name) == x]
         if chosen and on_cpu and rows is None:
             values = ", ".join(f"train.{name} {getattr(cfg.train, name)}" for name in chosen)
-            why = "arrays that fit its caches, and copies or recomputing, whichever is faster"
-            print(f"fast on a CPU: {values} ({why})", file=sys.stderr, flush=True)
+            print(f"chosen for a CPU: {values}", file=sys.stderr, flush=True)
     return cfg
 
 
