@@ -478,14 +478,14 @@ def mla(x_BLD, w, cfg, at: Span, cache):
     kv = update_cache(cache, dict(c_BSI=c_BLI, k_BST=rope(k_BLT[:, :, None], at, cfg)[:, :, 0]), at)
     c_BSI, k_BST = kv["c_BSI"], kv["k_BST"]
     width = m.d_head + m.d_rope
-    if q_BLHK.shape[1] > 1:
+    if q_BLHK.shape[1] > 1 or not at.decoding:
         k_BSHK = einsum("BSI,IHK->BSHK", c_BSI, w["k_IHK"])
         k_BSHT = jnp.broadcast_to(k_BST[:, :, None], (*k_BSHK.shape[:3], m.d_rope))
         v_BSHW = einsum("BSI,IHW->BSHW", c_BSI, w["v_IHW"])
         q, k = jnp.concatenate([q_BLHK, q_BLHT], -1), jnp.concatenate([k_BSHK, k_BSHT], -1)
         y_BLHW = attend(q, k, v_BSHW, at, cfg, width)
         stats = logit_stats(q, k, at, cfg, width)
-    else:  # For one query it is cheaper to compare with latents than to expand them to all heads.
+    else:  # For a new token it is cheaper to compare with latents than to expand them to all heads.
         q_BLHI = einsum("BLHK,IHK->BLHI", q_BLHK, w["k_IHK"])
         q, k = jnp.concatenate([q_BLHI, q_BLHT], -1), jnp.concatenate([c_BSI, k_BST], -1)
         y_BLHI = attend(q, k[:, :, None], c_BSI[:, :, None], at, cfg, width)

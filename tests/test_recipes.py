@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -242,6 +243,12 @@ def test_norms_are_those_of_each_layer_on_any_mesh(cfg):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3), found[1, 1, 1], found[2, 2, 2]
     )
+
+
+def test_latent_attention_measures_its_logits_in_rows_of_one_token_too():
+    cfg = on_mesh(ALL_EXPERTS, train=dict(seq_len=1), log=dict(norms_every=1))
+    _, found = jax.eval_shape(partial(train.train_step, cfg=cfg), *train.step_shapes(cfg))
+    assert found["norms"]["logit"].shape == (cfg.model.n_layers,)
 
 
 def test_norms_are_written_and_drawn_as_often_as_asked(base, capsys):
