@@ -131,8 +131,9 @@ RANGES = {  # field: (lowest, highest) allowed value
     **dict.fromkeys(sorted(AUTO), (1, BIG)),
     "data.end_id": (0, BIG),
     **{f"model.{name}": (1, BIG) for name in (
-        "vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_head", "d_ff",
+        "vocab_size", "d_model", "n_heads", "n_kv_heads", "d_head", "d_ff",
         "n_active", "n_groups", "n_active_groups", "rope_original")},
+    "model.n_layers": (1, math.inf),  # pattern_problems has its limit
     **{f"model.{name}": (0, BIG) for name in (
         "mup_base_width", "mup_base_depth", "mup_base_head",
         "q_rank", "kv_rank", "d_rope", "d_value", "attn_width", "window", "max_positions",
@@ -203,7 +204,7 @@ def pattern_problems(cfg: Config):
     """Patterns that do not parse, or whose layers do not add up to model.n_layers; and too many
     layers, because the checks after this one make a list of all layers."""
     m, fix = cfg.model, "give kinds with counts, such as dense or dense*5,moe"
-    if 10_000 < m.n_layers <= BIG:  # above BIG, range_problems has reported it
+    if m.n_layers > 10_000:
         what = f"model.n_layers={m.n_layers} must be at most 10000"
         yield Problem(what, "set --model.n_layers to 10000 or less")
     kinds = {}

@@ -79,6 +79,8 @@ MOE = ["--model.pattern", "moe", "--model.n_experts", "4", "--model.d_expert", "
     (["--checkpoint.keep", "1", "--train.steps", "0"],
      ["train.steps=0", "checkpoint.keep=1"]),
     (["--model.n_layers", "2147483647"], ["model.n_layers=2147483647 must be at most 10000"]),
+    (["--model.n_layers", "1000000000000"],
+     ["model.n_layers=1000000000000 must be at most 10000"]),
     (["--model.pattern", "dense*2,mo", "--optim.lr=-1"],
      ["optim.lr=-1.0", "model.pattern='dense*2,mo': 'mo' is not one of dense, moe"]),
     (["--model.pattern", "dense*3", "--model.prefix", "dense*0"],
