@@ -208,7 +208,7 @@ def candidates(cfg: Config, n_devices: int, slices: int) -> Iterator[tuple[Confi
             except UserError as e:
                 yield None, e.problems[0].what
                 continue
-            n_rows = cfg.train.batch_size // (cfg.train.grad_accum * slices * dp)
+            n_rows = math.gcd(*checks.batch_sizes(cfg)) // (cfg.train.grad_accum * slices * dp)
             for microbatches in (n for n in checks.divisors(n_rows) if n % pp == 0):
                 for remat in (x for x in policies if x != "offload" or pp == 1):
                     chosen = dict(microbatches=microbatches, remat=remat)
