@@ -202,13 +202,38 @@ def take_whole(file: File, options: Options) -> list[Piece]:
     return [Piece(kind_of(file, options), file.source, 0, file.size, 3 * file.size)]
 
 
+class ZstdText(io.RawIOBase):
+    """The text of a .zst file, frame after frame.
+
+    zstandard's own reader takes the place where a file was cut for its end.
+    """
+
+    def __init__(self, f):
+        self.f, self.frame, self.packed, self.text = f, None, b"", memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        while not self.text and (self.packed or (packed := self.f.read(4096))):
+            self.frame = self.frame or zstandard.ZstdDecompressor().decompressobj()
+            self.text = memoryview(self.frame.decompress(self.packed or packed))
+            self.packed = self.frame.unused_data
+            if self.frame.eof:
+                self.frame = None
+        if not self.text and self.frame:
+            raise EOFError("Compressed file ended before the end of a frame")
+        n = min(len(buffer), len(self.text))
+        buffer[:n], self.text = self.text[:n], self.text[n:]
+        return n
+
+
 def read_compressed(piece: Piece, options: Options) -> Iterator[bytes]:
     with open_source(piece.source) as f:
         if piece.kind.endswith(".gz"):
             yield from read_lines(gzip.GzipFile(fileobj=f))
         else:
-            stream = zstandard.ZstdDecompressor().stream_reader(f, read_across_frames=True)
-            yield from read_lines(io.BufferedReader(stream, PIECE))
+            yield from read_lines(io.BufferedReader(ZstdText(f), PIECE))
 
 
 # ---- tables

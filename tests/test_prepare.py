@@ -617,6 +617,26 @@ def test_a_damaged_file_is_no_traceback(tmp_path, kind, how):
         assert str(path) in {row["file"] for row in skipped_of(out)}
 
 
+@pytest.mark.parametrize("cut", [1, 2000, None])
+def test_the_end_that_a_compressed_file_lacks_is_told(tmp_path, cut):
+    """Also where it was cut between two lines, so that no row is broken."""
+    path = tmp_path / "rows.jsonl.zst"
+    rows = json_lines([dict(text=f"{n} {n * n * 7919 % 100003}") for n in range(20_000)])
+    path.write_bytes(zstandard.compress(rows[:-9]) + zstandard.compress(rows[-9:]))
+    if cut is None:  # all of what was flushed is there, but the frame does not end
+        stream = zstandard.ZstdCompressor().compressobj()
+        flushed = stream.compress(rows) + stream.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
+        path.write_bytes(flushed)
+    else:
+        path.write_bytes(path.read_bytes()[:-cut])
+    [piece] = readers.cut_file(
+        corpus.File("rows", str(path), path.stat().st_size), readers.Options()
+    )
+    found = list(readers.read_documents(piece, readers.Options()))
+    assert "ended before" in found[-1].why
+    assert cut or len(found) == 20_001
+
+
 def test_text_that_is_not_utf8_in_a_table_is_one_bad_row(tmp_path):
     column = pa.array([b"good", b"\xff\xfe", b"fine"], pa.binary()).view(pa.string())
     parquet.write_table(pa.table(dict(text=column)), tmp_path / "a.parquet")
