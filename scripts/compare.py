@@ -52,13 +52,14 @@ class Curves:
         if not train:
             what = f"{run} has no training rows in metrics.jsonl"
             raise UserError(DATA, what, "give run directories that have trained")
+        cfg = cli.parse(["--config", f"{run}/config.json"])  # raises UserError for a damaged one
         self.facts = record_facts(json.loads((path / "config.json").read_text()))
         step, tokens, seconds, rate, self.loss = (
             np.array([row[name] for row in train], float)  # a null is NaN
             for name in ("step", "tokens", "step_time", "tokens_per_sec", "loss")
         )
         own = tokens - tokens[0] + seconds[0] * rate[0]
-        flops = own * model.flops_per_token(cli.parse(["--config", f"{run}/config.json"]))
+        flops = own * model.flops_per_token(cfg)
         self.costs = {"tokens": tokens, "seconds": np.cumsum(seconds), "FLOPs": flops}
         self.evals = {}  # {name of the set: {row of self.costs: loss}}
         for row in rows:

@@ -24,8 +24,19 @@ class Args:
     """A run directory, local or gs://."""
 
 
+def parse() -> Args:
+    return tyro.cli(Args, use_underscores=True, description=__doc__)
+
+
 def read_rows(path: epath.Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """The rows of a .jsonl file, without one at its end that is still being written, or that a kill
+    left incomplete.  Raises UserError DATA."""
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    try:
+        return [dict(json.loads(line)) for line in lines]
+    except (ValueError, TypeError, RecursionError) as e:
+        what = f"{path} has a line that is not a row: {str(e)[:200]}"
+        raise UserError(DATA, what, "start the run again, which drops such lines") from None
 
 
 def main(args: Args):
@@ -45,7 +56,8 @@ def main(args: Args):
     for row in {row.get("set"): row for row in evals}.values():  # the last of each set
         loss, n_tokens, bits = (row[k] for k in ("loss", "tokens", "bits_per_byte"))
         name = f" of {row['set']}" if "set" in row else ""
-        print(f"validation loss  {loss:.4f} nats per token, over {n_tokens:,} tokens{name}")
+        loss = "not finite" if loss is None else f"{loss:.4f}"
+        print(f"validation loss  {loss} nats per token, over {n_tokens:,} tokens{name}")
         if bits is not None:
             print(f"bits per byte    {bits:.4f}")
     if samples:
@@ -53,4 +65,4 @@ def main(args: Args):
 
 
 if __name__ == "__main__":
-    quit_on_error(main, tyro.cli(Args, use_underscores=True, description=__doc__))
+    quit_on_error(main, quit_on_error(parse))

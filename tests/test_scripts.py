@@ -152,6 +152,26 @@ def test_report_ends_with_the_numbers(trained):
     assert run("scripts/report.py", "--run", trained / "none").returncode == DATA
 
 
+def test_rows_that_are_incomplete_damaged_or_not_finite_are_reported(trained, tmp_path):
+    """A run that goes on, or that was killed, may have half a row at its end."""
+    other = Path(shutil.copytree(trained, tmp_path / "other"))
+    rows, whole = other / "metrics.jsonl", (trained / "metrics.jsonl").read_text()
+    rows.write_text(whole + '{"kind": "tr')
+    done, alone = (run("scripts/report.py", "--run", path) for path in (other, trained))
+    assert done.returncode == 0 and done.stdout.splitlines()[1:] == alone.stdout.splitlines()[1:]
+    rows.write_text(re.sub(r'("kind": "eval".*?"loss": )[0-9.]+', r"\1null", whole))
+    done = run("scripts/report.py", "--run", other)
+    assert done.returncode == 0 and "validation loss  not finite" in done.stdout, done.stderr
+    rows.write_bytes(b"\xff\n" + whole.encode())
+    for command in (["report.py", "--run", other], ["compare.py", trained, other]):
+        done = run(f"scripts/{command[0]}", *command[1:])
+        assert done.returncode == DATA and done.stderr.count("\n") == 2, done.stderr
+    rows.write_text(whole)
+    (other / "config.json").write_text("{")
+    done = run("scripts/compare.py", trained, other, "--out", tmp_path / "c.png")
+    assert done.returncode == USAGE and done.stderr.count("\n") == 2, done.stderr
+
+
 def test_compare_shows_what_differs(trained, tmp_path):
     other = Path(shutil.copytree(trained, tmp_path / "other"))
     record = json.loads((other / "config.json").read_text())
