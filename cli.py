@@ -304,6 +304,8 @@ def leave_if_unread(e: Exception):
 
 def quit_on_error(f, *args):
     """f(*args).  A UserError, OSError or Ctrl-C is printed and ends the process with its code."""
+    if sys.stdout is None:  # closed, as by >&-
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115, until the process ends
     try:
         try:
             return f(*args)

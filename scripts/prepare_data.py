@@ -373,6 +373,10 @@ def remove_progress(out: epath.Path):
         (out / "progress").rmtree()
 
 
+def parse() -> Args:
+    return tyro.cli(Args, use_underscores=True, description=__doc__)
+
+
 def check_args(args: Args):
     """Raise UserError USAGE or DATA for flags that cannot work."""
     n_sources = bool(args.input) + args.stdlib + args.pydocs
@@ -432,4 +436,4 @@ def main(args: Args):
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    quit_on_error(main, tyro.cli(Args, use_underscores=True, description=__doc__))
+    quit_on_error(main, quit_on_error(parse))

@@ -48,9 +48,10 @@ def test_stop_answers_when_asked_and_only_then():
 
 @pytest.mark.parametrize("command", [
     ["train.py", "--help"], ["scripts/plan.py", "--help"],  # a long help, a short one
+    ["scripts/report.py", "--help"], ["scripts/prepare_data.py", "--help"],
     ["train.py", "--config", "tiny", "--data.train", "synthetic", "--data.val", "synthetic",
      "--train.steps", "1"],
-], ids=["train", "plan", "run"])  # fmt: skip
+], ids=["train", "plan", "report", "prepare_data", "run"])  # fmt: skip
 def test_a_closed_stdout_ends_a_program_without_a_word(command, tmp_path):
     """As `| head` does, once it has its lines; here it is closed before the first."""
     reader, writer = os.pipe()
@@ -63,6 +64,13 @@ def test_a_closed_stdout_ends_a_program_without_a_word(command, tmp_path):
     os.close(writer)
     assert done.returncode == 128 + signal.SIGPIPE and "rror" not in done.stderr, done
     assert done.stderr == "" or "--help" not in command  # a run has said what it computes on
+
+
+@pytest.mark.parametrize("program", ["train.py", "scripts/report.py"])
+def test_a_program_without_stdout_can_be_asked_for_help(program):
+    command = ["sh", "-c", '"$@" --help >&-', "sh", sys.executable, program]
+    done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.slow
