@@ -165,7 +165,8 @@ def read_rows(args: Args, cfg: config.Config) -> list[Row]:
             source = source.parts[name]
         title = f"row {k}: {name or 'data.train'}, epoch {epochs[k] + 1}, window {windows[k]:,}"
         places = describe_row(source, int(windows[k]), data.cfg)
-        ids = [*tokens[k].tolist(), max(0, int(targets[k, -1]))]
+        last = source.windows(windows[k : k + 1])[0, -1]  # as a target it is -1 where not scored
+        ids = [*tokens[k].tolist(), int(last)]
         rows.append(Row(title, places, ids, targets[k] >= 0, nll[k] if nll is not None else None))
     return rows
 

@@ -236,3 +236,14 @@ def test_documents_in_a_bucket_have_no_numbers_and_nothing_more_is_read(cfg, mon
     assert batch.describe_row(source, place, cfg)[0] == re.sub(
         r" in document .*; others", why, here
     )
+
+
+def test_a_row_ends_with_its_last_token_also_where_that_is_not_scored(cfg, tmp_path, monkeypatch):
+    np.save(tmp_path / "a.npy", np.arange(9000, dtype=np.uint16) % 250 + 1)
+    (tmp_path / "a.mask").write_bytes(bytes([0, 1] * 4500))
+    cfg = on_mesh(replace(cfg, data=replace(cfg.data, train=str(tmp_path / "a.npy"))))
+    monkeypatch.setattr(batch, "open_data", lambda *_: Dataset(cfg, "train"))
+    rows = batch.read_rows(batch.Args(str(tmp_path), 1), cfg)
+    assert not any(row.scored[-1] for row in rows)
+    for row in rows:
+        assert set(np.diff(row.tokens) % 250) == {1}
