@@ -297,7 +297,7 @@ class Checkpoints:
     def find_step(self, step: int) -> int | None:
         """Return `step`, or for -1 the step of the newest checkpoint, None if there is none.
         Raises UserError CHECKPOINT if there is no checkpoint `step`."""
-        if step < 0:
+        if step == -1:
             return self.manager.latest_step()
         found = self.manager.all_steps()
         if step not in found:

@@ -27,13 +27,18 @@ from model import token_spec
 
 def load_tokenizer(path: epath.Path | None, cfg: Config, fix: str):
     """The tokenizer of a tokenizer.json.  Raises UserError DATA if there is none, with this fix,
-    or if the model lacks some of its ids."""
+    if it cannot be read, or if the model lacks some of its ids."""
     from tokenizers import Tokenizer  # takes 0.1 s, and few runs need it
 
     if path is None or not path.exists():
         what = f"{path or 'tokenizer.json'} does not exist: the run's data had no tokenizer"
         raise UserError(DATA, what, fix)
-    tokenizer = Tokenizer.from_str(path.read_text())
+    text = path.read_bytes().decode(errors="replace")
+    try:
+        tokenizer = Tokenizer.from_str(text)
+    except Exception as e:  # tokenizers raises nothing narrower
+        what = f"{path} is not a tokenizer.json of the tokenizers library: {str(e)[:200]}"
+        raise UserError(DATA, what, fix) from None
     if (size := tokenizer.get_vocab_size()) > cfg.model.vocab_size:
         what = f"the tokenizer has {size} tokens, the model vocab_size={cfg.model.vocab_size}"
         raise UserError(DATA, what, "give the tokenizer that the run's data was made with")

@@ -11,13 +11,15 @@ import jax
 import numpy as np
 import pytest
 from conftest import ROOT, on_mesh, run
+from etils import epath
 
 import cli
 import config
 import files
+import tasks
 import train
 from dataset import Dataset
-from errors import CHECKPOINT, DATA, USAGE
+from errors import CHECKPOINT, DATA, USAGE, UserError
 from scripts import sample
 
 
@@ -103,6 +105,8 @@ def test_a_checkpoint_can_be_chosen(trained):
     assert text_of(trained, *args, "--step", 20) == text_of(trained, *args)
     done = run("scripts/sample.py", "--run", trained, *args, "--step", 15)
     assert done.returncode == CHECKPOINT and "has no checkpoint 15, only 10 or 20" in done.stderr
+    done = run("scripts/sample.py", "--run", trained, *args, "--step=-20")  # not the newest either
+    assert done.returncode == CHECKPOINT and "has no checkpoint -20" in done.stderr
     bad = run("scripts/sample.py", "--run", trained, "--top_p", 2, "--temperature=-1")
     assert bad.returncode == USAGE and bad.stderr.count("error:") == 2
 
@@ -211,6 +215,15 @@ def test_the_commands_that_the_demo_ends_with_work(trained, tmp_path):
     assert other[-2:] == ["--out", "data/mine"]
     done = run(*other[:-1], tmp_path / "out", cwd=ROOT)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("data", [b"not json", b"\xff\xfe", b"{}"])
+def test_a_file_that_is_no_tokenizer_is_no_traceback(data, cfg, tmp_path):
+    path = epath.Path(tmp_path / "tokenizer.json")
+    path.write_bytes(data)
+    with pytest.raises(UserError, match="is not a tokenizer.json") as e:
+        tasks.load_tokenizer(path, cfg, "name another")
+    assert e.value.code == DATA
 
 
 @pytest.mark.slow
