@@ -459,6 +459,9 @@ def other_problems(cfg: Config):
     if unknown := [name for name in r.accept if name not in fields]:
         what = f"run.accept names {or_list(unknown)}, which is no setting"
         yield Problem(what, "name settings as their flags do, such as --run.accept optim.lr")
+    if cfg.rollback < -1:
+        what = f"rollback={cfg.rollback} must be an update of the run, 0 or more"
+        yield Problem(what, "correct --rollback, or leave it out")
     if cfg.rollback >= 0 and (cfg.fresh or cfg.eval_only):
         what = f"--rollback {cfg.rollback} goes on with a run, but --fresh and --eval_only do not"
         yield Problem(what, "leave one of them out")

@@ -473,3 +473,9 @@ def test_a_config_file_cannot_name_a_folder_of_programs_to_run(tmp_path):
         cli.parse(["--config", str(file)])
     cfg = cli.parse(["--config", "tiny", "--run.compile_cache", str(tmp_path)])
     assert cfg.run.compile_cache and json.loads(cli.to_json(cfg))["run"]["compile_cache"] == ""
+
+
+def test_a_rollback_to_a_negative_update_is_refused_not_ignored():
+    assert cli.parse(["--config", "tiny", "--rollback=-1"]).rollback == -1  # the default
+    with pytest.raises(UserError, match="rollback=-5 must be an update"):
+        cli.parse(["--config", "tiny", "--rollback=-5"])
