@@ -394,6 +394,9 @@ class Slurm:
     """Only print the job."""
 
     def launch(self) -> int:
+        if self.nodes < 1 or self.gpus < 0:
+            what = f"nodes={self.nodes}, gpus={self.gpus}"
+            raise UserError(USAGE, what, "give at least 1 node, and 0 GPUs or more")
         words = dict(nodes=self.nodes, gpus=self.gpus, tasks=max(1, self.gpus), again=INTERRUPTED)
         script = SBATCH.format(command=shlex.join(self.command), **words)
         if self.dry_run:
@@ -421,7 +424,11 @@ class Ssh:
     """Only print the commands."""
 
     def launch(self) -> int:
-        hosts, commands = re.sub("#.*", "", self.hosts.read_text()).split(), {}
+        try:
+            hosts, commands = re.sub("#.*", "", self.hosts.read_text()).split(), {}
+        except (OSError, ValueError) as e:
+            what = f"{self.hosts} cannot be read: {e}"
+            raise UserError(USAGE, what, "name a file of hosts, one a line") from None
         wrong = [host for host in hosts if not re.fullmatch(r"(\w[\w.-]*@)?\w[\w.-]*", host)]
         if wrong or not hosts:
             what = f"{self.hosts} has {wrong or 'no host'}"

@@ -141,6 +141,15 @@ def test_hosts_that_are_options_are_refused(tmp_path):
         assert code == USAGE and out == "" and err.startswith(f"error: {hosts} has"), err
 
 
+def test_a_host_file_that_cannot_be_read_and_numbers_below_zero_are_refused(tmp_path):
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe\n")
+    refused = [["ssh", tmp_path / name] for name in ("bytes", "none", ".")]
+    refused += [["slurm", "--nodes", 0, "--gpus", 8], ["slurm", "--nodes", 2, "--gpus", -1]]
+    for words in refused:
+        code, out, err = finish(launch(*words, "--dry_run", "--", "a"))
+        assert code == USAGE and out == "" and err.count("\n") == 2, err
+
+
 def test_dry_run_prints_every_command_and_runs_none(tmp_path):
     """There is no gcloud on PATH.  Two slices, and an argument that a shell must not see."""
     git = shutil.which("git")
