@@ -116,7 +116,10 @@ class StoredTensor(NamedTuple):
 
 
 def check_is_part(path: Path):
-    """Raise UserError DATA if `path` is a link to a file outside of the model's folder."""
+    """Raise UserError DATA if `path` is a link to a file outside of the model's folder, or a pipe,
+    which has no end."""
+    if path.exists() and not path.is_file():
+        raise UserError(DATA, f"{path} is not a file", "fetch it again")
     if path.exists() and files.leaves_folder(path, path.parent):
         what = f"{path} is a link to {os.path.realpath(path)}, outside of the model"
         raise UserError(DATA, what, "copy the file, or give --hf the folder that it is in")
@@ -141,12 +144,12 @@ def shard_files(folder: Path) -> list[Path]:
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.exists():
         file_of = read_json(index).get("weight_map")
-        names = sorted(set(file_of.values())) if isinstance(file_of, dict) else []
+        names = [*file_of.values()] if isinstance(file_of, dict) else []
         for name in names or [None]:
             if not isinstance(name, str) or Path(name).name != name or "\\" in name:
                 what = f"{index} names {name!r}, which is no plain file name"
                 raise UserError(DATA, what, "fetch the model again, from its publisher")
-        paths = [folder / name for name in names]
+        paths = [folder / name for name in sorted(set(names))]
     else:
         paths = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
     if not paths:
@@ -257,13 +260,14 @@ def import_hf(hf_dir, run_dir):
     found = find_tensors(folder, hf["model_type"])
     tensors = hf_families.tensor_maps(hf["model_type"], cfg, bool(hf.get("rope_interleave", True)))
     check_tensors(found, tensors, hf, cfg)
+    if (folder / "tokenizer.json").exists():
+        read_json(folder / "tokenizer.json")  # an error now, before the weights are written
     is_bfloat16 = any(found[tensor.name].dtype == "BF16" for tensor in tensors)
     # A model published in float32 would have other losses in bfloat16, our default.
     dtype = "bfloat16" if is_bfloat16 else "float32"
     cfg = replace(cfg, train=replace(cfg.train, dtype=dtype))
     write_checkpoint(found, tensors, run, cfg)
     if (folder / "tokenizer.json").exists():
-        check_is_part(folder / "tokenizer.json")
         files.write_whole(run / "tokenizer.json", files.read_limited(folder / "tokenizer.json"))
     files.write_whole(run / "config.json", rundir.run_record(cfg, "", {}))
     utils.say(f"{folder} -> {run}: {model.param_count(cfg):,} parameters, train.dtype {dtype}")
@@ -279,6 +283,9 @@ def run_config(hf: dict, run) -> config.Config:
     """The config of a run with that model.  Raises UserError DATA, or USAGE for the run's name."""
     m = hf_config.read_model(hf)
     longest = m.max_positions or hf.get("max_position_embeddings") or 1024
+    if type(longest) is not int:
+        what = f"config.json: max_position_embeddings={longest!r} is no whole number"
+        raise UserError(DATA, what, "correct config.json")
     cfg = config.Config(run=config.Run(name=run.name, dir=os.fspath(run.parent)))
     checks.check(cfg)
     end = hf.get("eos_token_id")

@@ -82,7 +82,7 @@ class Keys:
 def read_model(hf: dict) -> Model:
     """The Model of a config.json.  Raises UserError DATA with all keys that cannot be converted."""
     name = hf.get("model_type")
-    if name not in hf_families.FAMILIES:
+    if not isinstance(name, str) or name not in hf_families.FAMILIES:
         what = f"config.json: model_type={name!r} is none of {errors.or_list(hf_families.FAMILIES)}"
         fix = "convert a model of one of these families"
         if name == "gemma3":

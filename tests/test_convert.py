@@ -8,6 +8,7 @@ Dimension key: V  vocabulary   D  d_model   H  query heads   G  key and value he
 import inspect
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -539,6 +540,28 @@ def test_weights_that_are_no_floats_or_not_finite_are_refused(tmp_path):
     tensors["model.norm.weight"][3] = np.nan
     (tmp_path / "b").mkdir()
     assert "hold a NaN or infinity: params/norm_D" in problems(tmp_path / "b", "llama", tensors)
+
+
+@pytest.mark.parametrize("name, data, why", [
+    ("model.safetensors.index.json", b'{"weight_map": {"a": 1, "b": "x"}}', "no plain file name"),
+    ("model.safetensors.index.json", b'{"weight_map": {"a": ["x"]}}', "no plain file name"),
+    ("tokenizer.json", b"\xff\xfe", "cannot be read"),
+    ("tokenizer.json", None, "is not a file"),
+    ("config.json", b'{"model_type": []}', "is none of"),
+])  # fmt: skip
+def test_a_damaged_file_leaves_no_run(name, data, why, tmp_path):
+    hf = hf_dir(tmp_path / "hf", "llama")
+    if data is None:
+        os.mkfifo(hf / name)
+    else:
+        (hf / name).write_bytes(data)
+    with pytest.raises(UserError, match=why) as e:
+        convert_hf.import_hf(hf, tmp_path / "runs" / "x")
+    assert e.value.code == errors.DATA and not (tmp_path / "runs").exists()
+
+
+def test_a_length_that_is_no_number_is_refused(tmp_path):
+    assert "is no whole number" in problems(tmp_path, "mistral", max_position_embeddings="64")
 
 
 def test_no_file_outside_the_directory_and_no_pickle_is_read(tmp_path):
