@@ -384,10 +384,11 @@ def check_args(args: Args):
         what = f"{n_sources} of --input, --stdlib and --pydocs are given, not 1"
         raise UserError(USAGE, what, "give one: --input FILE_OR_FOLDER, --stdlib or --pydocs")
     numbers = ("val_fraction", "shard_tokens", "vocab_size", "workers")
-    is_good = 0 < args.val_fraction < 1 and args.shard_tokens > 0 and args.vocab_size > 256
+    is_good = 0 < args.val_fraction < 1 and args.shard_tokens > 0
+    is_good = is_good and 256 < args.vocab_size <= 10**7  # the trainer makes room for all at once
     if not is_good or args.workers < 0:
         what = ", ".join(f"{name}={getattr(args, name)}" for name in numbers)
-        fix = "give a fraction between 0 and 1, at least 1 token, and a vocabulary of at least 257"
+        fix = "give a fraction between 0 and 1, at least 1 token, and a vocabulary of 257 to 10**7"
         raise UserError(USAGE, what, fix)
     for x in args.input:
         if is_remote(x) and not x.startswith(("gs://", "hf://")):

@@ -247,6 +247,9 @@ def check_columns(file: File, names: list[str], options: Options):
     if missing := [name for name in columns_of(options) if name not in names]:
         what = f"{file.name} has no column {missing[0]!r}, only {', '.join(names)[:200]}"
         raise UserError(DATA, what, "name one of them with --field or --prompt_field")
+    if twice := [name for name in columns_of(options) if names.count(name) > 1]:
+        what = f"{file.name} has {names.count(twice[0])} columns {twice[0]!r}"
+        raise UserError(DATA, what, "rename one of them")
 
 
 def with_bytes(t: pa.DataType) -> pa.DataType:

@@ -617,6 +617,16 @@ def test_a_damaged_file_is_no_traceback(tmp_path, kind, how):
         assert str(path) in {row["file"] for row in skipped_of(out)}
 
 
+def test_a_column_that_is_there_twice_and_a_vocabulary_without_end_are_errors(tmp_path):
+    column = pa.array(["one", "two"])
+    parquet.write_table(pa.table([column, column], ["text", "text"]), tmp_path / "a.parquet")
+    flags = ["--input", tmp_path / "a.parquet", "--out", tmp_path / "out"]
+    done = run(SCRIPT, *flags, "--tokenizer", "byte")
+    assert done.returncode == DATA and "has 2 columns 'text'" in done.stderr, done.stderr
+    done = run(SCRIPT, *flags, "--vocab_size", 99_999_999_999)
+    assert done.returncode == USAGE and done.stderr.count("\n") == 2, done.stderr
+
+
 @pytest.mark.parametrize("cut", [1, 2000, None])
 def test_the_end_that_a_compressed_file_lacks_is_told(tmp_path, cut):
     """Also where it was cut between two lines, so that no row is broken."""
