@@ -133,6 +133,9 @@ def file_flags(path: str) -> list[str]:
                 flags += value_flags(section, field, value)
         return flags
     except FileNotFoundError:
+        if path.endswith("/config.json"):  # as of a script's --run
+            what = f"there is no run in {path.removesuffix('/config.json')}: it has no config.json"
+            raise UserError(USAGE, what, "name the directory of a run") from None
         what = f"--config {path}: no such preset or file"
         fix = f"use {or_list(PRESETS)}, or the config.json of a run"
         raise UserError(USAGE, what, fix) from None

@@ -197,7 +197,7 @@ def test_a_run_that_does_not_exist_is_an_error(tmp_path):
         assert (
             code == USAGE and what == f"error: there is no run in {folder}: it has no config.json"
         )
-        assert fix == "  fix: set --run to the directory of a run"
+        assert fix == "  fix: name the directory of a run"
 
 
 @pytest.mark.parametrize("where", ["nowhere", "val"])

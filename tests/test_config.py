@@ -479,3 +479,10 @@ def test_a_rollback_to_a_negative_update_is_refused_not_ignored():
     assert cli.parse(["--config", "tiny", "--rollback=-1"]).rollback == -1  # the default
     with pytest.raises(UserError, match="rollback=-5 must be an update"):
         cli.parse(["--config", "tiny", "--rollback=-5"])
+
+
+def test_a_run_that_is_not_there_is_named_and_no_presets(tmp_path):
+    with pytest.raises(UserError) as e:
+        cli.config_of_run(f"{tmp_path}/", config.Mesh())
+    assert e.value.code == USAGE and f"there is no run in {tmp_path}: " in str(e.value)
+    assert "demo" not in str(e.value).partition("fix: ")[2]
