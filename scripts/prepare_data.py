@@ -251,7 +251,8 @@ def make_plan(
 
 def is_finished(out: epath.Path, recipe: dict, times: str) -> bool:
     """Whether both splits have a manifest.  Raises UserError DATA if `out` was begun with another
-    recipe, or the input files have been modified since, because nothing is overwritten.
+    recipe or by something else, or the input files have been modified since, because nothing is
+    overwritten.
 
     If --strict has refused a row, and the files have been corrected, the progress is removed.
     """
@@ -279,6 +280,10 @@ def is_finished(out: epath.Path, recipe: dict, times: str) -> bool:
         if differ:
             what = f"{path.parent} was made with other {', '.join(differ)}"
             raise UserError(DATA, what, f"choose another --out, or delete {out}")
+    files = [path for split in SPLITS for path in out.glob(f"{split}/*")]
+    if files and not found:
+        what = f"{files[0]} is there, but no manifest.json and no interrupted command's progress"
+        raise UserError(DATA, what, "choose another --out, or move what is there away")
     return set(paths) <= set(found)
 
 

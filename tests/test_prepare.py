@@ -617,6 +617,17 @@ def test_a_damaged_file_is_no_traceback(tmp_path, kind, how):
         assert str(path) in {row["file"] for row in skipped_of(out)}
 
 
+def test_files_of_another_origin_are_not_overwritten(tmp_path):
+    (tmp_path / "a.txt").write_text("one\ntwo\n" * 50)
+    (tmp_path / "out" / "train").mkdir(parents=True)
+    theirs = tmp_path / "out" / "train" / "shard_00000.npy"
+    theirs.write_bytes(b"theirs")
+    flags = ["--input", tmp_path / "a.txt", "--tokenizer", "byte", "--out", tmp_path / "out"]
+    done = run(SCRIPT, *flags)
+    assert done.returncode == DATA and f"{theirs} is there" in done.stderr, done.stderr
+    assert theirs.read_bytes() == b"theirs"
+
+
 def test_a_column_that_is_there_twice_and_a_vocabulary_without_end_are_errors(tmp_path):
     column = pa.array(["one", "two"])
     parquet.write_table(pa.table([column, column], ["text", "text"]), tmp_path / "a.parquet")
