@@ -30,8 +30,8 @@ def load_tokenizer(path: epath.Path | None, cfg: Config, fix: str):
     if it cannot be read, or if the model lacks some of its ids."""
     from tokenizers import Tokenizer  # takes 0.1 s, and few runs need it
 
-    if path is None or not path.exists():
-        what = f"{path or 'tokenizer.json'} does not exist: the run's data had no tokenizer"
+    if path is None or not path.is_file():
+        what = f"{path or 'tokenizer.json'} is not there: the run's data had no tokenizer"
         raise UserError(DATA, what, fix)
     text = path.read_bytes().decode(errors="replace")
     try:

@@ -93,6 +93,8 @@ def test_a_mean_of_checkpoints_is_a_run_like_any_other(reference, tmp_path):
     assert done.returncode == 0, done.stderr
     done = run_script(*words)
     assert done.returncode == USAGE and "exists" in done.stderr
+    done = run_script(*words[:3], "--steps", "10,10", "--out", tmp_path / "other")
+    assert done.returncode == USAGE and "different numbers of updates" in done.stderr
     done = run_script(*words[:3], "--steps", "10,15", "--out", tmp_path / "other")
     assert done.returncode == CHECKPOINT and "no checkpoint 15" in done.stderr
     assert not (tmp_path / "other").exists()
