@@ -135,8 +135,7 @@ def file_flags(path: str) -> list[str]:
     except FileNotFoundError:
         if path.endswith("/config.json"):  # as of a script's --run
             what = f"there is no run in {path.removesuffix('/config.json')}: it has no config.json"
-            fix = f"name the directory of a run, or with --config one of {or_list(PRESETS)}"
-            raise UserError(USAGE, what, fix) from None
+            raise UserError(USAGE, what, "name the directory of a run") from None
         what = f"--config {path}: no such preset or file"
         fix = f"use {or_list(PRESETS)}, or the config.json of a run"
         raise UserError(USAGE, what, fix) from None

@@ -161,8 +161,9 @@ class MetricsLog:
         self.sampled_steps = {row["step"] for row in self.samples_file.rows}
         for row in self.metrics_file.rows:
             self.track(row)
-        # The rows of a branch or an average begin after its first step.
-        first = min(self.train_losses, default=step + 1 if self.metrics_file.rows else 1)
+        # The rows of a branch that went on with its parent's state begin after the parent's step.
+        before = step if self.metrics_file.rows else parent.get("step", 0)
+        first = min(self.train_losses, default=before + 1)
         lost = sorted(set(range(first, step + 1)) - self.train_losses.keys())
         if lost and (run / "metrics.jsonl").exists():
             what = f"{run / 'metrics.jsonl'} has lost {len(lost)} of the rows up to update {step}"

@@ -311,7 +311,8 @@ class Stop:
             raise self.error
 
     def poll(self):
-        """Note that this process goes on, ask for what it was asked for, and see what all do."""
+        """Note that this process goes on, pass on a request to stop or save, and take part in the
+        agreement."""
         self.polls, self.last_poll = self.polls + 1, time.monotonic()
         asked = set()
         if self.wants_stop:  # reset only where it was seen: a signal may come at any line

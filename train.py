@@ -487,9 +487,9 @@ def sample_if_due(params, step: int, train: Dataset, log: MetricsLog, cfg: Confi
         log.add_sample(log.run_untimed(sample_row, params, step, cfg, train))
 
 
-def read_ahead(step: int, train: Dataset, vals, cfg: Config) -> BaseException | None:
-    """Begin to read the next evaluation.  Returns why the next batches, or those of an evaluation
-    that is at most NOTICE updates away, cannot be read."""
+def read_upcoming(step: int, train: Dataset, vals, cfg: Config) -> BaseException | None:
+    """Begin to read the next batches and the next evaluation.  Returns why one of the batches, or
+    of an evaluation that is at most NOTICE updates away, cannot be read."""
     with jax.profiler.TraceAnnotation(DATA_WAIT):
         error, at = train.batch_error(step), next_evaluation(step, cfg)
         for val in vals:
@@ -531,7 +531,7 @@ def train_loop(run, store, state: State, train: Dataset, vals, tasks, stop, cfg:
         evaluated = evaluate_if_due(state.params, step, vals, tasks, log, stop, cfg)
         sample_if_due(state.params, step, train, log, cfg)
         last = step == cfg.train.steps
-        last = last or stop.agree_to_stop(read_ahead(step, train, vals, cfg), updates=True)
+        last = last or stop.agree_to_stop(read_upcoming(step, train, vals, cfg), updates=True)
         save_if_due(store, step, state, last, evaluated, log, stop, cfg)
         if last:
             break

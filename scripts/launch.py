@@ -321,7 +321,7 @@ class Tpu:
                 say(f"{self.restarts} starts in a row have made no new update")
                 return code
             wait = min(60, FIRST_WAIT * 2 ** (tries - 1))
-            say(f"start {tries} of at most {self.restarts} without a new update, in {wait} s")
+            say(f"try {tries} of at most {self.restarts} without a new update, in {wait} s")
             time.sleep(wait)
 
     def launch(self) -> int:

@@ -273,9 +273,9 @@ def is_finished(out: epath.Path, recipe: dict, times: str) -> bool:
         if is_edited and not differ:
             differ = ["documents"]
         if differ == ["documents"] and found == [path] and (path.parent / "refused").exists():
-            remove_progress(out)
-            for shard in chain.from_iterable(out.glob(f"{split}/shard_*") for split in SPLITS):
-                shard.unlink()
+            for file in chain.from_iterable(out.glob(f"{split}/*") for split in SPLITS):
+                file.unlink()
+            remove_progress(out)  # last, because without it the files would be taken for another's
             return False
         if differ:
             what = f"{path.parent} was made with other {', '.join(differ)}"

@@ -56,8 +56,8 @@ def main(args: Args):
     for row in {row.get("set"): row for row in evals}.values():  # the last of each set
         loss, n_tokens, bits = (row[k] for k in ("loss", "tokens", "bits_per_byte"))
         name = f" of {row['set']}" if "set" in row else ""
-        loss = "not finite" if loss is None else f"{loss:.4f}"
-        print(f"validation loss  {loss} nats per token, over {n_tokens:,} tokens{name}")
+        loss = "not finite" if loss is None else f"{loss:.4f} nats per token"
+        print(f"validation loss  {loss}, over {n_tokens:,} tokens{name}")
         if bits is not None:
             print(f"bits per byte    {bits:.4f}")
     if samples:

@@ -35,7 +35,8 @@ def shorten(words: list[str]) -> list[str]:
     if script == "train.py" and "--help" not in words:
         n_updates = max(1, int(value_of("--train.steps", words) or UPDATES) // UPDATES)
         if "--train.profile" in words:  # up to the last one that is traced
-            n_updates = 3
+            first, n_traced = words[words.index("--train.profile") + 1 :][:2]
+            n_updates = int(first) + int(n_traced) - 1
         batch = ["--train.batch_size", "8", "--train.grad_accum", "1"]
         updates = ["--train.steps", str(n_updates)]
         return [*words, *model_flags(words), *SEQUENCE, *batch, *updates, *RUN]

@@ -20,6 +20,7 @@ from conftest import on_mesh
 from etils import epath
 
 import boards
+import cli
 import config
 import metrics
 import panels
@@ -65,6 +66,10 @@ def test_lost_rows_are_said(tmp_path, capsys):
         metrics.MetricsLog(path, cfg, 6, flops_per_token=1.0).close()
         warnings = capsys.readouterr().err
         assert said in warnings and ("lost" in warnings) == bool(said)
+    record = json.loads(cli.to_json(cfg, parent=dict(step=6, tokens=1)))
+    (path / "config.json").write_text(json.dumps(record))  # a branch killed in its first updates
+    metrics.MetricsLog(path, cfg, 6, flops_per_token=1.0).close()
+    assert "lost" not in capsys.readouterr().err
 
 
 def test_rows_are_written_one_update_late_and_nan_is_null(tmp_path, capsys):
