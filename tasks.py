@@ -31,8 +31,8 @@ def load_tokenizer(path: epath.Path | None, cfg: Config, fix: str):
     from tokenizers import Tokenizer  # takes 0.1 s, and few runs need it
 
     if path is None or not path.is_file():
-        what = f"{path} is not a file" if path else "the run's data had no tokenizer.json"
-        raise UserError(DATA, what, fix)
+        absent = "tokenizer.json does not exist: the run's data had none"
+        raise UserError(DATA, f"{path} is not a file" if path else absent, fix)
     text = path.read_bytes().decode(errors="replace")
     try:
         tokenizer = Tokenizer.from_str(text)
