@@ -87,7 +87,7 @@ def prepare_parts(params, cfg: Config, dtype) -> dict:
 
 def copy_to_slices(params, cfg: Config):
     """The weights, typed as different in every slice.  Only its transpose is used, which sums the
-    gradients over the slices, in mesh.slow_dtype; no one reads the rounded weights."""
+    gradients over the slices, in mesh.slow_dtype; the rounded weights are not used."""
     if cfg.mesh.slices == 1:
         return params
 

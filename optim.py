@@ -11,6 +11,7 @@ from config import Config
 from errors import look_up
 from model import param_table
 from muon import scale_by_muon
+from utils import warn
 
 # ---- learning rate schedules: (n, cfg) -> how far from min_lr_ratio (0) to the peak (1)
 
@@ -49,6 +50,12 @@ def wsd_sqrt(n, cfg: Config):
 
 
 SCHEDULES = dict(cosine=cosine, wsd=wsd, wsd_sqrt=wsd_sqrt, linear=linear, constant=constant)
+
+
+def warn_of_warmup(cfg: Config):
+    if (warmup := cfg.optim.warmup_steps) > cfg.train.steps:
+        what = f"optim.warmup_steps={warmup} is more than train.steps={cfg.train.steps}"
+        warn(f"{what}: the learning rate will not reach optim.lr={cfg.optim.lr}")
 
 
 def learning_rate(n, cfg: Config):

@@ -186,3 +186,9 @@ class Tasks:
             for task in found
             for n, kind in enumerate(kinds)
         }
+
+
+def open_tasks(tokenizer, cfg: Config) -> Tasks:
+    """The questions of eval.tasks.  tokenizer: the path of its tokenizer.json, or None."""
+    fix = "prepare the data with scripts/prepare_data.py, or leave --eval.tasks out"
+    return Tasks(cfg, load_tokenizer(tokenizer, cfg, fix))

@@ -80,12 +80,13 @@ from optim import (
     is_spike,
     learning_rate,
     optimizer,
+    warn_of_warmup,
     with_count,
 )
 from processes import NOTICE
 from profiling import DATA_WAIT, Profile
 from rundir import open_run, record_end, record_start
-from tasks import Tasks, load_tokenizer
+from tasks import Tasks, open_tasks
 from utils import with_slices
 
 # ---- the state
@@ -493,8 +494,7 @@ def read_upcoming(step: int, train: Dataset, vals, cfg: Config) -> BaseException
     with jax.profiler.TraceAnnotation(DATA_WAIT):
         error, at = train.batch_error(step), next_evaluation(step, cfg)
         for val in vals:
-            indices = val.eval_indices(at)
-            val.read_eval(indices)
+            val.read_eval(indices := val.eval_indices(at))
             if at - step <= NOTICE:
                 error = error or val.eval_error(indices)
     return error
@@ -578,12 +578,6 @@ def main(cfg: Config, held=None) -> State | None:
     return state
 
 
-def warn_of_warmup(cfg: Config):
-    if (warmup := cfg.optim.warmup_steps) > cfg.train.steps:
-        what = f"optim.warmup_steps={warmup} is more than train.steps={cfg.train.steps}"
-        utils.warn(f"{what}: the learning rate will not reach optim.lr={cfg.optim.lr}")
-
-
 def open_data(cfg: Config) -> tuple[Dataset, list[Dataset], Tasks | None]:
     """The training set, the validation sets and the tasks, the same in every process."""
     with utils.say_time("data"):
@@ -596,12 +590,6 @@ def open_data(cfg: Config) -> tuple[Dataset, list[Dataset], Tasks | None]:
         sources |= {"eval.tasks": tasks} if tasks else {}
         processes.compare_data({name: x.fingerprint for name, x in sources.items()})
     return train, vals, tasks
-
-
-def open_tasks(tokenizer, cfg: Config) -> Tasks:
-    """The questions of eval.tasks.  tokenizer: the path of its tokenizer.json, or None."""
-    fix = "prepare the data with scripts/prepare_data.py, or leave --eval.tasks out"
-    return Tasks(cfg, load_tokenizer(tokenizer, cfg, fix))
 
 
 def print_sizes(train: Dataset, vals: list[Dataset], tasks: Tasks | None, cfg: Config):

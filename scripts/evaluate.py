@@ -57,12 +57,13 @@ import processes
 import train
 import utils
 from dataset import Dataset
+from tasks import open_tasks
 
 
 def main(args: Args, cfg: config.Config):
     """Score every set, print the means, and write --per_token; then score the tasks."""
     cfg, run = utils.start_mesh(cfg, rows=args.batch_size), files.absolute_path(args.run)
-    tasks = train.open_tasks(run / "tokenizer.json", cfg) if cfg.eval.tasks else None
+    tasks = open_tasks(run / "tokenizer.json", cfg) if cfg.eval.tasks else None
     params = train.load_params(run, cfg, args.step, args.weights)
     for name in read_sets(cfg.data.val):
         score(args, cfg, params, Dataset(cfg, "val", name))

@@ -249,6 +249,12 @@ def make_plan(
     return plan
 
 
+def files_made(out: epath.Path) -> list[epath.Path]:
+    """The shards and tokenizers in `out`, without files that this script never writes."""
+    patterns = [f"{split}/{name}" for split in SPLITS for name in ("shard_*", "tokenizer.json")]
+    return [path for pattern in patterns for path in out.glob(pattern)]
+
+
 def is_finished(out: epath.Path, recipe: dict, times: str) -> bool:
     """Whether both splits have a manifest.  Raises UserError DATA if `out` was begun with another
     recipe or by something else, or the input files have been modified since, because nothing is
@@ -273,15 +279,14 @@ def is_finished(out: epath.Path, recipe: dict, times: str) -> bool:
         if is_edited and not differ:
             differ = ["documents"]
         if differ == ["documents"] and found == [path] and (path.parent / "refused").exists():
-            for file in chain.from_iterable(out.glob(f"{split}/*") for split in SPLITS):
+            for file in files_made(out):
                 file.unlink()
             remove_progress(out)  # last, because without it the files would be taken for another's
             return False
         if differ:
             what = f"{path.parent} was made with other {', '.join(differ)}"
             raise UserError(DATA, what, f"choose another --out, or delete {out}")
-    files = [path for split in SPLITS for path in out.glob(f"{split}/*")]
-    if files and not found:
+    if (files := files_made(out)) and not found:
         what = f"{files[0]} is there, but no manifest.json and no interrupted command's progress"
         raise UserError(DATA, what, "choose another --out, or move what is there away")
     return set(paths) <= set(found)

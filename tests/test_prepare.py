@@ -171,7 +171,9 @@ def test_what_strict_refused_is_not_in_the_way_once_it_is_corrected(tmp_path, n_
     refused = run(SCRIPT, *request, "--out", out)
     assert refused.returncode == DATA and "row 401: Expecting" in refused.stderr
     path.write_bytes(b"\n".join([*rows[:n_rows], b'{"text": "bad"}']))  # 400: of the same length
+    (out / "train" / "notes.txt").write_text("mine")
     prepare(*request, "--out", out)
+    (out / "train" / "notes.txt").unlink()  # it was left alone
     prepare(*request, "--out", tmp_path / "fresh")
     assert contents(out) == contents(tmp_path / "fresh")
 

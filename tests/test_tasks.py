@@ -21,7 +21,7 @@ import train
 from errors import UserError
 from scripts import pydocs
 from scripts.vocabularies import byte_tokenizer
-from tasks import Tasks, make_batch
+from tasks import Tasks, make_batch, open_tasks
 
 LENGTH = 12
 """Bytes of a choice, which have to fit the 16 tokens of the tiny preset."""
@@ -187,7 +187,7 @@ def test_tasks_without_files_names_or_a_tokenizer_are_refused(tmp_path):
     with pytest.raises(UserError, match="1/same.jsonl: x has another file of this name"):
         Tasks(with_tasks(cfg, f"x={tmp_path}/*/same.jsonl"), byte_tokenizer())
     with pytest.raises(UserError, match=r"tokenizer\.json does not exist") as error:
-        train.open_tasks(None, cfg)
+        open_tasks(None, cfg)
     assert error.value.code == errors.DATA
     for words in (["core"], ["a=x", "a=y"], ["a=gs://user:secret@bucket/x"]):
         with pytest.raises(UserError, match=r"eval\.tasks") as error:
