@@ -37,7 +37,7 @@ class Args:
     """Its learning rate."""
     widths: tuple[int, ...] = (64, 128, 256)
     """Widths whose best learning rates are compared.  The first is muP's base."""
-    rates: tuple[float, ...] = tuple(2.0**-n for n in range(10, 3, -1))
+    rates: tuple[float, ...] = tuple(2.0 ** -(n + 0.5) for n in range(10, 3, -1))
     """Learning rates to try."""
     steps: int = 150
     """Updates with each rate."""
@@ -50,22 +50,27 @@ class Args:
 def parse() -> tuple[Args, config.Config]:
     args = tyro.cli(Args, use_underscores=True, description=__doc__)
     cli.simulate_devices(config.Mesh(1, 1, 1))
-    return args, make_config(args, args.widths[0], is_mup=True)
+    return args, make_config(args)
 
 
-def make_config(args: Args, width: int, is_mup: bool, seed: int = 0) -> config.Config:
-    """A decoder of that width, with heads of 16 and learning rate 1, which `update` multiplies."""
-    n = width // 16
-    m = config.Model(vocab_size=args.vocab_size, d_model=width, n_layers=args.depth)
-    m = replace(m, n_heads=n, n_kv_heads=n, d_ff=3 * width)
-    return config.Config(
-        run=config.Run(name="mup_check", seed=seed),
+def make_config(args: Args) -> config.Config:
+    """A decoder of the first width, with learning rate 1, which `update` multiplies."""
+    cfg = config.Config(
+        run=config.Run(name="mup_check"),
         mesh=config.Mesh(1, 1, 1),
-        model=replace(m, mup_base_width=args.widths[0] if is_mup else 0),
+        model=config.Model(vocab_size=args.vocab_size, n_layers=args.depth),
         data=config.Data(train=args.data),
         train=config.Train(steps=args.steps, batch_size=16, dtype="float32"),
         optim=config.Optim(lr=1.0, schedule="linear", min_lr_ratio=0.0, warmup_steps=10),
     )
+    return with_width(cfg, args.widths[0], base=args.widths[0])
+
+
+def with_width(cfg: config.Config, width: int, base: int, seed: int = 0) -> config.Config:
+    """The decoder of that width, with heads of 16.  base: mup_base_width, or 0 without muP."""
+    n = width // 16
+    sizes = dict(d_model=width, n_heads=n, n_kv_heads=n, d_ff=3 * width, mup_base_width=base)
+    return replace(cfg, run=replace(cfg.run, seed=seed), model=replace(cfg.model, **sizes))
 
 
 if __name__ == "__main__":  # before jax is imported, see train.py
@@ -132,11 +137,11 @@ def train_for(cfg: config.Config, lr: float, steps: int, data: Dataset):
     return state, float(np.mean(losses[-max(1, steps // 10) :]))
 
 
-def coordinate_check(args: Args, is_mup: bool, bar) -> dict:
+def coordinate_check(args: Args, cfg: config.Config, base: int, bar) -> dict:
     """{name: [root mean square after 20 updates at each width]}."""
     found = {}
     for width in args.coordinate_widths:
-        cfg = utils.start_mesh(make_config(args, width, is_mup))
+        cfg = with_width(cfg, width, base)
         data = Dataset(cfg, "train")
         state, _ = train_for(cfg, args.coordinate_rate, 20, data)
         for name, x in sizes(state.params, data.batch(20)[0], cfg).items():
@@ -145,13 +150,13 @@ def coordinate_check(args: Args, is_mup: bool, bar) -> dict:
     return found
 
 
-def rate_transfer(args: Args, is_mup: bool, bar) -> dict:
+def rate_transfer(args: Args, cfg: config.Config, base: int, bar) -> dict:
     """{width: [loss with each rate]}."""
     found = {}
     for width in args.widths:
         curves = []
         for seed in args.seeds:
-            cfg = utils.start_mesh(make_config(args, width, is_mup, seed))
+            cfg = with_width(cfg, width, base, seed)
             data = Dataset(cfg, "train")
             curves.append([])
             for lr in args.rates:
@@ -187,12 +192,12 @@ def draw(args: Args, table: dict):
 
 def main(args: Args, cfg: config.Config):
     n_runs = len(args.coordinate_widths) + len(args.seeds) * len(args.widths) * len(args.rates)
-    table = {}
+    table, cfg = {}, utils.start_mesh(cfg)
     with tqdm(total=2 * n_runs, unit="run") as bar:
-        for name, is_mup in (("standard", False), ("muP", True)):
-            found = dict(sizes=coordinate_check(args, is_mup, bar))
+        for name, base in (("standard", 0), ("muP", args.widths[0])):
+            found = dict(sizes=coordinate_check(args, cfg, base, bar))
             slopes = {k: slope(args.coordinate_widths, x) for k, x in found["sizes"].items()}
-            found["losses"] = rate_transfer(args, is_mup, bar)
+            found["losses"] = rate_transfer(args, cfg, base, bar)
             best = {w: args.rates[int(np.argmin(x))] for w, x in found["losses"].items()}
             table[name] = found | dict(slopes=slopes, best_rates=best)
     print(json.dumps(table))

@@ -1,11 +1,10 @@
 #!/bin/sh
-# muP: activations keep their size as a model gets wider, and the best learning rate moves by a
-# factor of 2 instead of 8.
+# muP: activations keep their size as a model gets wider, and the best learning rate stays the same,
+# which halves without muP as the width doubles.
 #
-# 2026-11-24, one CPU core with AVX-512, jax 0.10.2, 17 CPU minutes, one seed (docs/mup.png):
+# 2026-11-25, one busy CPU core, jax 0.10.2, 35 CPU minutes, with --seeds 0 1 2 (docs/mup.png):
 #   steepest slope of log size over log width    standard 1.43, muP 0.05
-#   best of seven rates at widths 64, 128, 256   standard 2^-6 2^-8 2^-9, muP 2^-6 2^-7 2^-7
-# On a grid between these rates, with another seed, muP's best is 2^-6.5 at all three widths.
+#   best of seven rates at widths 64, 128, 256   standard 2^-6.5 2^-7.5 2^-8.5, muP 2^-6.5 at all
 #
 # The table is JSON on standard output.  LOG.md has all losses, and says what they do not show.
 
