@@ -70,7 +70,7 @@ from boards import has_wandb_key
 from dataset import Dataset, Mixture, check_tokenizers
 from errors import USAGE, UserError
 from mixture import read_sets
-from scripts.chips import CHIPS, GIB
+from scripts.chips import GIB, chip_of
 
 STATUSES = FAIL, WARN, OK = "FAIL", "warn", "ok"
 
@@ -252,14 +252,13 @@ def links(cfg: Config, found: dict):
     """see NCCL_DEBUG=INFO or the TPU's log, and measure the network; --seconds 20 waits longer"""
     mesh, kind = found["mesh"], jax.local_devices()[0].device_kind
     size = 2**20 if kind == "cpu" else 2**26  # numbers of 4 bytes on each device
-    # Matched by peak, because the two tables name the same TPU differently.
-    rates = {utils.PEAK_TFLOPS[chip.kind]: chip.link for chip in CHIPS.values()}
+    chip = chip_of(kind)
     for i, (axis, n) in enumerate(mesh.shape.items()):
         if n == 1:
             continue
         line = np.moveaxis(mesh.devices, i, 0).reshape(n, -1)[:, 0]
         is_near = len({getattr(x, "slice_index", x.process_index) for x in line}) == 1
-        rate = rates.get(utils.PEAK_TFLOPS.get(kind), 0) if is_near else 0
+        rate = chip.link if chip and is_near else 0
         x_N = jnp.ones(n * size, device=NamedSharding(mesh, P(axis)))
         add = partial(jax.lax.psum, axis_name=axis)
         add = jax.jit(jax.shard_map(add, mesh=mesh, in_specs=P(axis), out_specs=P()))

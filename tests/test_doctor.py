@@ -21,7 +21,7 @@ from test_train import OBEY_PERMISSIONS
 import config
 import utils
 from errors import USAGE
-from scripts import doctor
+from scripts import chips, doctor
 from scripts.chips import GIB
 from scripts.doctor import FAIL, OK, WARN, Row
 
@@ -139,6 +139,8 @@ def test_versions_are_compared_with_the_tested_ones(monkeypatch):
 def test_speeds_are_compared_with_the_data_sheet(monkeypatch, peak, status):
     """If this CPU's were that of a TPU v4, its devices would be far too slow."""
     monkeypatch.setitem(utils.PEAK_TFLOPS, "cpu", peak)
+    if peak == 275:
+        monkeypatch.setitem(chips.JAX_NAMES, "cpu", "TPU v4")
     (*products,) = doctor.matmul(config.tiny(), {})
     assert [row.status for row in products] == [status] * len(jax.local_devices())
     mesh = jax.make_mesh((2, 1, 4), utils.AXES)
@@ -146,6 +148,13 @@ def test_speeds_are_compared_with_the_data_sheet(monkeypatch, peak, status):
     assert [row.what[:5] for row in sums] == ["dp=2:", "tp=4:"]
     assert all(row.status == status for row in sums)
     assert all(row.what.endswith("; data sheet: 90") == (peak == 275) for row in sums)
+
+
+def test_a_link_is_not_compared_with_that_of_another_chip_of_the_same_peak(monkeypatch):
+    """An H100 multiplies as fast as an H200, whose links are in the table."""
+    monkeypatch.setitem(utils.PEAK_TFLOPS, "cpu", utils.PEAK_TFLOPS["NVIDIA H100 80GB HBM3"])
+    (row,) = doctor.links(config.tiny(), dict(mesh=jax.make_mesh((8, 1, 1), utils.AXES)))
+    assert row.status == OK and "data sheet" not in row.what
 
 
 def test_every_axis_of_a_mesh_with_slices_is_measured():
