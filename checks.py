@@ -388,6 +388,9 @@ def model_problems(cfg: Config):
     if m.rope_scaling != "none" and m.rope_low >= m.rope_high:
         what = f"model.rope_low={m.rope_low} must be below model.rope_high={m.rope_high}"
         yield Problem(what, "set them to 1 and 4 (Llama 3.1), or to 1 and 32 (YaRN)")
+    if m.rope_scaling == "yarn" and m.rope_theta <= 1:  # its logarithm is a divisor
+        what = f"model.rope_theta={m.rope_theta} must be above 1 with rope_scaling=yarn"
+        yield Problem(what, "set --model.rope_theta 10000, or as the model was trained with")
 
 
 UNUSED_BY = dict(adamw="muon_momentum muon_lr_ratio", lion="eps muon_momentum muon_lr_ratio")

@@ -100,7 +100,7 @@ def read_model(hf: dict) -> Model:
     try:
         fields = read_fields(keys, name)
         m = Model(**{field: check_type(field, x, keys) for field, x in fields.items()})
-    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as e:
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as e:
         what = f"config.json cannot be read as {name}: {type(e).__name__}: {e}"
         raise UserError(DATA, what, "fetch it again") from None
     for key, x in keys.unread.items():
@@ -120,7 +120,9 @@ def read_fields(keys: Keys, name: str) -> dict:
     fields = family.fixed | read
     for key, value in family.supported.items():
         keys.require(key, keys.take(key, value), value)
-    H, D = fields["n_heads"], fields["d_model"]
+    H, D, N = fields["n_heads"], fields["d_model"], fields["n_layers"]
+    if N not in range(1, 10_001):  # as in checks.py; lists of all layers follow
+        raise ValueError(f"a number of layers from 1 to 10000 is needed, not {N!s:.40}")
     if name == "gpt2":
         act = fields["activation"]
         supported = act if act in ACTIVATIONS else errors.or_list(ACTIVATIONS)
@@ -137,7 +139,7 @@ def read_fields(keys: Keys, name: str) -> dict:
         fields["d_head"] = fields["d_head"] or (128 if name == "qwen3" else D // H)
         if fields.get("attn_width") == fields["d_head"]:
             fields["attn_width"] = 0
-    kinds = read_layer_kinds(keys, name, fields["n_layers"], fields.get("window", 0))
+    kinds = read_layer_kinds(keys, name, N, fields.get("window", 0))
     fields |= read_rope(keys, name) | shortest_pattern(kinds)
     usual = vars(Model())
     if not any("moe" in kind for kind in kinds):  # checks.check refuses experts' fields then

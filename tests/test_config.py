@@ -113,6 +113,8 @@ MOE = ["--model.pattern", "moe", "--model.n_experts", "4", "--model.d_expert", "
      ["model.max_positions=100 is below train.seq_len=128"]),
     (["--model.rope_factor", "8"], ["model.rope_factor=8.0 has no effect"]),
     (["--model.rope_scaling", "yarn", "--model.rope_low", "40"], ["model.rope_low=40.0 must be"]),
+    (["--model.rope_scaling", "yarn", "--model.rope_theta", "1"],
+     ["model.rope_theta=1.0 must be above 1 with rope_scaling=yarn"]),
     (["--model.n_heads", "-3", "--mesh.tp", "1"], ["model.n_heads=-3 must be at least 1"]),
     ([*MOE, "--model.n_experts", "-1", "--model.n_active_groups", "2"],
      ["model.n_experts=-1 must be at least 0", "model.n_active_groups=2 has no effect"]),
