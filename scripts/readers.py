@@ -159,10 +159,17 @@ def split_text(file: File, val_fraction: float) -> list[Piece]:
     return train + text_pieces(file.source, cut, file.size, 0)
 
 
+def skip_mark(f):
+    """Skip the byte order mark, where a file begins with one."""
+    if f.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
+        f.seek(0)
+
+
 def read_text(piece: Piece, options: Options) -> Iterator[bytes]:
     with open_source(piece.source) as f:
-        f.seek(piece.start)
-        yield f.read(piece.stop - piece.start)
+        if f.seek(piece.start) == 0:
+            skip_mark(f)
+        yield f.read(piece.stop - f.tell())
 
 
 # ---- lines
@@ -191,6 +198,8 @@ def read_range(piece: Piece, options: Options) -> Iterator[bytes]:
             f.seek(piece.start - 1)
             while (end := f.readline(PIECE)) and end[-1:] != b"\n":
                 pass
+        else:
+            skip_mark(f)
         for line in read_lines(f) if f.tell() < piece.stop else ():
             yield line.rstrip(b"\r\n")
             if f.tell() >= piece.stop:

@@ -88,6 +88,15 @@ def test_byte_tokens_are_bytes_and_a_single_file_is_cut_at_a_line(tmp_path):
     assert train_tokens[-2] == ord("\n") and 0.05 < len(val_tokens) / len(train_tokens) < 0.15
 
 
+@pytest.mark.parametrize("flags", [[], ["--document_per_line"]])
+def test_a_byte_order_mark_is_no_text(tmp_path, flags):
+    lines, out = [f"line {n:02}\n" for n in range(50)], tmp_path / "out"
+    (tmp_path / "one.txt").write_text("".join(lines), "utf-8-sig")
+    prepare("--input", tmp_path / "one.txt", "--tokenizer", "byte", "--out", out, *flags)
+    found = "".join(sorted(all_documents(out)))
+    assert found == "".join(lines if not flags else map(str.strip, lines))
+
+
 @pytest.mark.slow
 def test_a_large_file_is_read_in_pieces_of_whole_lines(tmp_path):
     path, out = tmp_path / "large.txt", tmp_path / "out"
