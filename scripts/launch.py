@@ -45,6 +45,15 @@ def say(text: str):
     print(f"launch: {text}", file=sys.stderr, flush=True)
 
 
+def problems_with(args, **rules: tuple[object, str]) -> list[Problem]:
+    """A problem for each flag that is not good.  rules: {flag: (whether it is good, the fix)}."""
+    return [
+        Problem(f"{name} cannot be {getattr(args, name)!r}", f"give {fix}")
+        for name, (is_good, fix) in rules.items()
+        if not is_good
+    ]
+
+
 # ---- workers
 
 # `cat` returns when the connection ends, for whatever reason; train.py then gets SIGTERM.
@@ -187,17 +196,16 @@ class Tpu:
     is_ours = False
 
     def problems(self) -> list[Problem]:
-        rules = {
-            "name": (r"[a-z][a-z0-9-]{0,56}", "small letters, digits and dashes, as in my-pod"),
-            "zone": (r"[a-z]+-[a-z]+\d+-[a-z]", "a zone, such as us-east5-a"),
-            "type": (rf"({'|'.join(RUNTIMES)})-\d+", f"{or_list(RUNTIMES)} and a size: v5p-128"),
-            "slices": (r"[1-9]\d*", "1 or more"),
-        }
-        found = []
-        for name, (pattern, fix) in rules.items():
-            if not re.fullmatch(pattern, value := f"{getattr(self, name)}"):
-                found.append(Problem(f"{name} cannot be {value!r}", f"give {fix}"))
-        return found
+        name = re.fullmatch(r"[a-z][a-z0-9-]{0,56}", self.name)
+        zone = re.fullmatch(r"[a-z]+-[a-z]+\d+-[a-z]", self.zone)
+        type = re.fullmatch(rf"({'|'.join(RUNTIMES)})-\d+", self.type)
+        return problems_with(
+            self,
+            name=(name, "small letters, digits and dashes, as in my-pod"),
+            zone=(zone, "a zone, such as us-east5-a"),
+            type=(type, f"{or_list(RUNTIMES)} and a size: v5p-128"),
+            slices=(self.slices > 0, "1 or more"),
+        )
 
     def words(self, group: str, verb: str, *words: str) -> list[str]:
         zone = f"--zone={self.zone}"
@@ -393,10 +401,11 @@ class Slurm:
     dry_run: Flag = False
     """Only print the job."""
 
+    def problems(self) -> list[Problem]:
+        nodes, gpus = (self.nodes > 0, "1 or more"), (self.gpus >= 0, "0 or more")
+        return problems_with(self, nodes=nodes, gpus=gpus)
+
     def launch(self) -> int:
-        if self.nodes < 1 or self.gpus < 0:
-            what = f"nodes={self.nodes}, gpus={self.gpus}"
-            raise UserError(USAGE, what, "give at least 1 node, and 0 GPUs or more")
         words = dict(nodes=self.nodes, gpus=self.gpus, tasks=max(1, self.gpus), again=INTERRUPTED)
         script = SBATCH.format(command=shlex.join(self.command), **words)
         if self.dry_run:
@@ -422,6 +431,18 @@ class Ssh:
     """The ssh program and its options, as one word: --ssh 'ssh -p 2222'."""
     dry_run: Flag = False
     """Only print the commands."""
+
+    def problems(self) -> list[Problem]:
+        try:
+            ssh = shlex.split(self.ssh)
+        except ValueError:  # a quotation mark without its second one
+            ssh = []
+        return problems_with(
+            self,
+            folder=(self.folder, "Trifold's folder on the hosts"),
+            port=(0 < self.port < 65536, "a number from 1 to 65535"),
+            ssh=(ssh, "a program and its options, such as 'ssh -p 2222'"),
+        )
 
     def launch(self) -> int:
         try:
@@ -451,7 +472,7 @@ def parse(words: list[str]) -> Tpu | Slurm | Ssh:
     options = dict(use_underscores=True, description=__doc__, return_unknown_args=True)
     args, args.extra = tyro.cli(Tpu | Slurm | Ssh, args=words[:end], **options)
     tool = {Tpu: "gcloud", Slurm: "sbatch", Ssh: "ssh"}[type(args)]
-    args.command, found = words[end + 1 :], args.problems() if tool == "gcloud" else []
+    args.command, found = words[end + 1 :], args.problems()
     if not args.command:
         found.append(Problem("no command", "end with -- python train.py --config NAME"))
     for word in args.extra:

@@ -113,6 +113,10 @@ def test_what_launches_does_not_import_jax():
     (["tpu", "my pod", "--type", "v9-16", "--zone", "a b", "--slices", "0", "--", "a"],
      ["name cannot be 'my pod'", "type cannot be 'v9-16'", "zone cannot be", "slices cannot be"]),
     (["ssh", "hosts", "--quick", "--", "a"], ["'--quick' is unknown"]),
+    (["ssh", "hosts", "--folder", "", "--port", "0", "--ssh", "", "--", "a"],
+     ["folder cannot be ''", "port cannot be 0", "ssh cannot be ''"]),
+    (["ssh", "hosts", "--port", "65536", "--ssh", "ssh '", "--", "a"],
+     ["port cannot be 65536", "ssh cannot be \"ssh '\""]),
 ], ids=str)  # fmt: skip
 def test_mistakes_are_told_before_anything_is_done(words, problems, tmp_path):
     """With a gcloud that would fail."""
