@@ -55,6 +55,7 @@ import processes
 import train
 import utils
 from checkpoint import Checkpoints
+from scripts.outputs import check_output
 
 
 def main(args: Args, cfg: config.Config):
@@ -63,6 +64,7 @@ def main(args: Args, cfg: config.Config):
     run, out = files.absolute_path(args.run), files.absolute_path(args.out)
     if utils.run_on_lead(out.exists):
         raise UserError(USAGE, f"{out} exists", "choose another --out, or remove it")
+    utils.run_on_lead(check_output, "out", out, True)
     mean, steps = None, [int(word) for word in args.steps.split(",")]
     for n, step in enumerate(steps):
         params = train.load_params(run, cfg, step)

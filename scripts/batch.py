@@ -67,6 +67,7 @@ import rundir
 import train
 import utils
 from dataset import Dataset, Mixture, TokenFiles
+from scripts.outputs import check_output
 
 
 def find_weights(run, step: int) -> int:
@@ -213,6 +214,7 @@ def page(args: Args, rows: list[Row], decode) -> str:
 
 def main(args: Args, cfg: config.Config):
     """Print the rows of the update, and write --html."""
+    check_output("html", args.html)
     cfg = utils.start_mesh(cfg)
     rows = read_rows(args, cfg)
     tokenizer = files.absolute_path(args.run) / "tokenizer.json"

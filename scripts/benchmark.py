@@ -104,6 +104,7 @@ import train
 import utils
 from layers import hidden_units
 from model import token_spec
+from scripts.outputs import check_output
 
 # ---- the plain model: what training on one device takes, and no more.  m is cfg.model.
 
@@ -446,6 +447,7 @@ def main(args: Args, others: dict[str, Config], cfg: Config):
     """Measure, and print the table and its ratios.  others: the config on each of --meshes."""
     jax.config.update("jax_enable_compilation_cache", False)  # to measure the seconds of compiling
     cfg = utils.start_mesh(cfg)
+    utils.run_on_lead(check_output, "json", args.json)
     on_cpu = platform() == "cpu"
     others = {
         name: checks.resolve(x, jax.device_count(), None, on_cpu) for name, x in others.items()

@@ -38,6 +38,7 @@ import numpy as np
 import model
 from metrics import write_png
 from rundir import record_facts
+from scripts.outputs import check_output
 from scripts.report import read_rows
 
 
@@ -106,6 +107,7 @@ def main(args: Args):
     """Draw the runs' losses, and print what they reached and how they differ."""
     if len(args.runs) < 2:
         raise UserError(USAGE, f"{len(args.runs)} run(s) named, but 2 are needed", "name more")
+    check_output("out", args.out)
     runs = [Curves(run) for run in args.runs]
     sets = sorted({name for run in runs for name in run.evals})
     n = max(len(run.loss) for run in runs) // 50  # a point of a curve is the mean of n + 1 updates

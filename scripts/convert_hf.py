@@ -95,6 +95,7 @@ import utils
 from scripts import hf_arrays, hf_config, hf_families
 from scripts.hf_arrays import SavedWeights
 from scripts.hf_families import TensorMap
+from scripts.outputs import check_output
 
 # ---- Hugging Face directories
 
@@ -254,7 +255,7 @@ def check_tensors(
 def import_hf(hf_dir, run_dir):
     """Make a run directory from a Hugging Face one.  Raises UserError USAGE, DATA and STORAGE."""
     folder, run = Path(hf_dir), files.absolute_path(os.fspath(run_dir))
-    refuse_existing(run, "--run")
+    check_new(run, "run")
     hf = read_json(folder / "config.json")
     cfg = run_config(hf, run)
     found = find_tensors(folder, hf["model_type"])
@@ -273,10 +274,12 @@ def import_hf(hf_dir, run_dir):
     utils.say(f"{folder} -> {run}: {model.param_count(cfg):,} parameters, train.dtype {dtype}")
 
 
-def refuse_existing(path, flag: str):
+def check_new(path, flag: str):
+    """Raise UserError if the folder exists, USAGE, or cannot be made, STORAGE."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         what = f"{path} exists, and nothing is overwritten"
-        raise UserError(USAGE, what, f"choose another {flag}, or move what is there away")
+        raise UserError(USAGE, what, f"choose another --{flag}, or move what is there away")
+    check_output(flag, path, is_folder=True)
 
 
 def run_config(hf: dict, run) -> config.Config:
@@ -377,7 +380,7 @@ def export_hf(run_dir, hf_dir, step=-1, dtype="float32", shard_size=5_000_000_00
     run, folder = files.absolute_path(os.fspath(run_dir)), Path(hf_dir)
     if files.is_remote(hf_dir):
         raise UserError(USAGE, f"--hf {hf_dir} is remote", "give a local directory, and copy it")
-    refuse_existing(folder, "--hf")
+    check_new(folder, "hf")
     cfg = cli.config_of_run(os.fspath(run), config.Mesh(1, 1, 1))
     path = run / "tokenizer.json"
     tokenizer = path.read_text() if path.exists() else ""

@@ -71,6 +71,7 @@ from dataset import Dataset, Mixture, check_tokenizers
 from errors import USAGE, UserError
 from mixture import read_sets
 from scripts.chips import GIB, chip_of
+from scripts.outputs import check_output, nearest_folder
 
 STATUSES = FAIL, WARN, OK = "FAIL", "warn", "ok"
 
@@ -138,8 +139,7 @@ def limits(cfg: Config, found: dict):
 
 def run_folder(cfg: Config):
     """run.dir, or the first folder above it that exists."""
-    folder = files.absolute_path(cfg.run.dir)
-    return next(x for x in (folder, *folder.parents) if files.is_remote(x) or x.exists())
+    return nearest_folder(files.absolute_path(cfg.run.dir))
 
 
 def room(cfg: Config, found: dict):
@@ -326,6 +326,7 @@ def scrub(text: str) -> str:
 
 
 def main(args: Args, cfg: Config):
+    utils.run_on_lead(check_output, "report", args.report)
     answers = [json.loads(x) for x in utils.exchange(scrub(json.dumps(run_checks(args, cfg))))]
     table = merge(answers)
     red, plain = ("\033[31m", "\033[0m") if sys.stdout.isatty() else ("", "")

@@ -57,12 +57,14 @@ import processes
 import train
 import utils
 from dataset import Dataset
+from scripts.outputs import check_output
 from tasks import open_tasks
 
 
 def main(args: Args, cfg: config.Config):
     """Score every set, print the means, and write --per_token; then score the tasks."""
     cfg, run = utils.start_mesh(cfg, rows=args.batch_size), files.absolute_path(args.run)
+    utils.run_on_lead(check_output, "per_token", args.per_token)
     tasks = open_tasks(run / "tokenizer.json", cfg) if cfg.eval.tasks else None
     params = train.load_params(run, cfg, args.step, args.weights)
     for name in read_sets(cfg.data.val):

@@ -68,6 +68,7 @@ import processes
 import tasks
 import train
 import utils
+from scripts.outputs import check_output
 
 
 class Run(TemplateLM):
@@ -154,6 +155,7 @@ class Run(TemplateLM):
 def main(args: Args, cfg: config.Config):
     """Run the harness, print its table, and write --json."""
     cfg = utils.start_mesh(cfg, rows=args.batch_size)
+    utils.run_on_lead(check_output, "json", args.json)
     manager, names = TaskManager(include_path=args.include_path), args.tasks.split(",")
     if unknown := [name for name in names if name not in manager.task_index]:
         what = f"the harness knows no task {errors.or_list(unknown)}"

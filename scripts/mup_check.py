@@ -92,6 +92,7 @@ import train
 import utils
 from dataset import Dataset
 from optim import optimizer
+from scripts.outputs import check_output
 
 
 @partial(jax.jit, static_argnames="cfg", donate_argnames="state")
@@ -191,6 +192,7 @@ def draw(args: Args, table: dict):
 
 
 def main(args: Args, cfg: config.Config):
+    check_output("out", args.out)
     n_runs = len(args.coordinate_widths) + len(args.seeds) * len(args.widths) * len(args.rates)
     table, cfg = {}, utils.start_mesh(cfg)
     with tqdm(total=2 * n_runs, unit="run") as bar:

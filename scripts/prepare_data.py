@@ -43,6 +43,7 @@ from errors import DATA, USAGE, UserError
 from files import is_remote, write_whole
 from scripts import readers
 from scripts.corpus import File, find_files, find_input
+from scripts.outputs import check_output
 from scripts.pydocs import prose_documents
 from scripts.readers import PIECE, Document, Options, Piece
 from scripts.shard_tasks import SPLITS, Task, hash_documents, load_tokenizer, write_shards
@@ -428,6 +429,7 @@ def main(args: Args):
     if is_finished(out, recipe, times):
         remove_progress(out)
         return say(f"{out} is up to date")
+    check_output("out", out, is_folder=True)
     step = min(PIECE, max(65536, args.shard_tokens))
     options = Options(args.field, args.prompt_field, args.document_per_line, step)
     pieces = cut_corpus(files, options, args.val_fraction)

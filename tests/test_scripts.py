@@ -19,7 +19,7 @@ import files
 import tasks
 import train
 from dataset import Dataset
-from errors import CHECKPOINT, DATA, USAGE, UserError
+from errors import CHECKPOINT, DATA, STORAGE, USAGE, UserError
 from scripts import sample
 
 
@@ -130,6 +130,27 @@ def test_evaluate_agrees_with_training_and_writes_each_token(trained, corpus, tm
     params = train.load_params(files.absolute_path(str(trained)), cfg)
     nll = np.asarray(train.eval_step(params, *Dataset(cfg, "val").eval_batch(3), cfg)[2]).ravel()
     np.testing.assert_allclose(logprob[3 * 8 * 16 :][: len(nll)], -nll, atol=1e-5)
+
+
+@pytest.mark.parametrize("words", [
+    ["compare.py", "RUN", "RUN", "--out"],
+    ["evaluate.py", "--run", "RUN", "--per_token"],
+    ["batch.py", "--run", "RUN", "--step", "1", "--html"],
+    ["average.py", "--run", "RUN", "--steps", "10,20", "--out"],
+    ["doctor.py", "--report"],
+    ["mup_check.py", "--out"],
+    ["convert_hf.py", "import", "--hf", "none", "--run"],
+    ["convert_hf.py", "export", "--run", "RUN", "--hf"],
+    ["prepare_data.py", "--stdlib", "--out"],
+], ids=" ".join)  # fmt: skip
+def test_where_a_result_cannot_be_written_no_work_is_done(trained, words):
+    script, *words = [str(trained) if word == "RUN" else word for word in words]
+    out = trained / "config.json" / "out"  # not in a folder
+    done = run(f"scripts/{script}", *words, out)
+    error, fix = done.stderr.splitlines()[-2:]
+    assert done.returncode == STORAGE and len(done.stdout.splitlines()) <= 1
+    assert error == f"error: {words[-1]} {out} cannot be written: Not a directory"
+    assert fix.startswith("  fix: ")
 
 
 def test_evaluate_takes_another_set(trained, corpus):
