@@ -21,8 +21,13 @@ class File(NamedTuple):
     """Its modification time in ns, or a bucket's generation number; 0 if neither is known."""
 
 
-def find_files(root: Path, suffix: str, excluded: set[str]) -> list[tuple[str, Path]]:
-    """(path below root, path) of each file, sorted.
+def local_file(name: str, path: Path) -> File:
+    about = path.stat()
+    return File(name, str(path), about.st_size, about.st_mtime_ns)
+
+
+def find_files(root: Path, suffix: str, excluded: set[str] = frozenset()) -> list[File]:
+    """The files in a folder and in those inside it, sorted by name.
 
     Leaves out symbolic links, pipes and devices, and folders that are hidden or have an excluded
     name.
@@ -33,8 +38,26 @@ def find_files(root: Path, suffix: str, excluded: set[str]) -> list[tuple[str, P
         names = [name for name in names if name.endswith(suffix) and name[0] != "."]
         paths = [Path(folder, name) for name in names]
         paths = [path for path in paths if path.is_file() and not path.is_symlink()]
-        found += [(path.relative_to(root).as_posix(), path) for path in paths]
+        found += [local_file(path.relative_to(root).as_posix(), path) for path in paths]
     return sorted(found)
+
+
+def find_local(pattern: str, suffix: str) -> list[File]:
+    """The files of a local file, folder or pattern.
+
+    A link that is named itself is followed, and so is one to a file that a pattern matches.
+    """
+    if os.path.isdir(pattern):
+        return find_files(Path(pattern), suffix)
+    if os.path.isfile(pattern):
+        return [local_file(os.path.basename(pattern), Path(pattern))]
+    found = []
+    for path in map(Path, sorted(glob.glob(pattern, recursive=True))):
+        if path.is_file() and path.name.endswith(suffix):
+            found.append(local_file(path.name, path))
+        elif path.is_dir() and not path.is_symlink():
+            found += find_files(path, suffix)
+    return found
 
 
 def find_remote(pattern: str, suffix: str) -> list[File]:
@@ -70,19 +93,7 @@ def find_input(pattern: str, suffix: str) -> list[File]:
     """
     if pattern.startswith("hf://"):
         return [File(pattern, pattern, 1)]
-    found, is_named = [], os.path.exists(pattern)
-    if is_remote(pattern):
-        found = find_remote(pattern, suffix)
-    # --input may name a link, and a pattern may match links to files; links in folders are ignored.
-    for match in [pattern] if is_named else sorted(glob.glob(pattern, recursive=True)):
-        path, pairs = Path(match), []
-        if path.is_dir() and (is_named or not path.is_symlink()):
-            pairs = find_files(path, suffix, set())
-        elif path.is_file() and (is_named or match.endswith(suffix)):
-            pairs = [(path.name, path)]
-        for name, path in pairs:
-            about = path.stat()
-            found.append(File(name, str(path), about.st_size, about.st_mtime_ns))
+    found = (find_remote if is_remote(pattern) else find_local)(pattern, suffix)
     if not found:
         exists = os.path.isdir(pattern) or is_remote(pattern)
         ending = f" ending in {suffix!r}" if suffix else ""

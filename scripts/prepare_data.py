@@ -128,10 +128,10 @@ def find_corpus(args: Args) -> list[File]:
     if not (args.stdlib or args.pydocs):
         found = chain.from_iterable(find_input(x, args.suffix) for x in args.input)
         return list({file.source: file for file in found}.values())
-    pairs = find_files(Path(sysconfig.get_paths()["stdlib"]), ".py", NOT_STDLIB)
+    found = find_files(Path(sysconfig.get_paths()["stdlib"]), ".py", NOT_STDLIB)
     if args.pydocs:
-        return [File(name, text, len(text)) for name, text in prose_documents(pairs)]
-    return [File(name, str(path), path.stat().st_size) for name, path in pairs]
+        return [File(name, text, len(text)) for name, text in prose_documents(found)]
+    return [file._replace(modified=0) for file in found]
 
 
 def cut_corpus(files: list[File], options: Options, val_fraction: float) -> list[Piece]:

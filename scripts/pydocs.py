@@ -5,6 +5,8 @@ import inspect
 import re
 from pathlib import Path
 
+from scripts.corpus import File
+
 WITHOUT_PROSE = ("encodings/", "idlelib/")
 TOPICS = "pydoc_data/topics.py"  # one dict: {topic: its text}
 
@@ -82,16 +84,16 @@ def read_documentation(name: str, path: Path) -> dict[str, str]:
     return documents
 
 
-def prose_documents(files: list[tuple[str, Path]]) -> list[tuple[str, bytes]]:
+def prose_documents(files: list[File]) -> list[tuple[str, bytes]]:
     """The documents that have prose, in the order of the files.
 
     A paragraph that is repeated, as in subclasses and in topics, is kept only the first time.
     """
     documents, seen = [], set()
-    for file, path in files:
-        if file.startswith(WITHOUT_PROSE):
+    for file in files:
+        if file.name.startswith(WITHOUT_PROSE):
             continue
-        for name, text in read_documentation(file, path).items():
+        for name, text in read_documentation(file.name, Path(file.source)).items():
             paragraphs = [x for x in dict.fromkeys(find_prose(text)) if x not in seen]
             seen.update(paragraphs)
             if paragraphs:

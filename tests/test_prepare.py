@@ -497,7 +497,7 @@ def write_web(path: Path, n_bytes: int) -> int:
     library again and again, each time cut elsewhere; how many rows it has."""
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     found = corpus.find_files(stdlib, ".py", prepare_data.NOT_STDLIB)
-    sources = [x.read_text(encoding="utf-8", errors="ignore") for _, x in found]
+    sources = [Path(x.source).read_text(encoding="utf-8", errors="ignore") for x in found]
     generator, n, writer = random.Random(0), 0, None
     while writer is None or path.stat().st_size < n_bytes:
         rows = []
