@@ -116,8 +116,7 @@ def read_model(hf: dict) -> Model:
 def read_fields(keys: Keys, name: str) -> dict:
     """The fields of Model: those in the family's table, and those that depend on several keys."""
     family = hf_families.FAMILIES[name]
-    read = {field: keys.take(key, *default) for key, field, *default in family.keys}
-    fields = family.fixed | read
+    fields = family.fixed | {field: keys.take(key, *rest) for key, field, *rest in family.keys}
     for key, value in family.supported.items():
         keys.require(key, keys.take(key, value), value)
     H, D, N = fields["n_heads"], fields["d_model"], fields["n_layers"]
@@ -140,15 +139,7 @@ def read_fields(keys: Keys, name: str) -> dict:
         if fields.get("attn_width") == fields["d_head"]:
             fields["attn_width"] = 0
     kinds = read_layer_kinds(keys, name, N, fields.get("window", 0))
-    fields |= read_rope(keys, name) | shortest_pattern(kinds)
-    usual = vars(Model())
-    if not any("moe" in kind for kind in kinds):  # checks.check refuses experts' fields then
-        moe = ("n_", "d_expert", "router", "norm_scores", "score_")
-        dense = ("n_layers", "n_heads", "n_kv_heads")
-        fields |= {x: usual[x] for x in fields if x.startswith(moe) and x not in dense}
-    if not any("local" in kind for kind in kinds):
-        fields |= dict(window=0)
-    return fields
+    return fields | read_rope(keys, name) | shortest_pattern(kinds)
 
 
 def check_type(field: str, x, keys: Keys):
@@ -170,45 +161,49 @@ def read_rope(keys: Keys, name: str) -> dict:
     theta = keys.take("rope_theta", default.pop("rope_theta"))
     new, old = keys.take("rope_parameters", {}), keys.take("rope_scaling", {})
     fields = {}
-    if name == "gemma3_text":
+    if name == "gemma3_text":  # its local layers have rotary settings of their own
         local = dict(rope_theta=keys.take("rope_local_base_freq", 1e4))
         if FULL in new:
-            local, new = new.get(SLIDING) or {}, new[FULL]
+            new, local = new[FULL], new.get(SLIDING) or {}
         if local != new:
-            fields |= dict(rope_local_theta=local.get("rope_theta"))
+            fields = dict(rope_local_theta=local.get("rope_theta"))
             kind = local.get("rope_type", "default")
             keys.require("rope_parameters.sliding_attention.rope_type", kind, "default")
     rope = {key: x for key, x in (old or new or default).items() if x is not None}
-    kinds = [rope.pop(key, None) for key in ("rope_type", "type")]
-    kind = kinds[0] or kinds[1] or "default"
     fields |= dict(rope_theta=rope.pop("rope_theta", theta))
     rotated = keys.take("partial_rotary_factor", 1)
     keys.require("partial_rotary_factor", rope.pop("partial_rotary_factor", rotated), 1)
+    old_kind = rope.pop("type", None)
+    kind = rope.pop("rope_type", None) or old_kind or "default"
     if kind not in ("default", *SCALINGS):
         keys.require("rope_type", kind, f"default, {errors.or_list(SCALINGS)}")
         return fields
     if kind != "default":
-        longest = keys.all.get("max_position_embeddings", 2048)
-        original = rope.pop("original_max_position_embeddings", longest)
-        original = keys.all.get("original_max_position_embeddings") or original
-        fields |= dict(rope_scaling=kind, rope_factor=rope.pop("factor", longest / original))
-        if usual := SCALINGS[kind]:
-            low, high = (rope.pop(key, 0) or x for key, x in usual.items())
-            fields |= dict(rope_original=original, rope_low=low, rope_high=high)
+        fields |= read_scaling(keys, name, kind, rope)
+    for key, x in rope.items():
+        keys.require(f"rope_parameters.{key}", x, None)
+    return fields
+
+
+def read_scaling(keys: Keys, name: str, kind: str, rope: dict) -> dict:
+    """The fields of a kind of model.rope_scaling.  Removes from `rope` the keys that it reads."""
+    longest = keys.all.get("max_position_embeddings", 2048)
+    original = rope.pop("original_max_position_embeddings", longest)
+    original = keys.all.get("original_max_position_embeddings") or original
+    fields = dict(rope_scaling=kind, rope_factor=rope.pop("factor", longest / original))
+    if usual := SCALINGS[kind]:
+        low, high = (rope.pop(key, 0) or x for key, x in usual.items())
+        fields |= dict(rope_original=original, rope_low=low, rope_high=high)
     if kind == "yarn":
-        mscales = dict(
-            yarn_mscale=rope.pop("mscale", 0), yarn_mscale_all_dim=rope.pop("mscale_all_dim", 0)
-        )
+        mscale, all_dim = rope.pop("mscale", 0), rope.pop("mscale_all_dim", 0)
         if name == "deepseek_v3":  # only this family scales attention scores by them
-            fields |= mscales
+            fields |= dict(yarn_mscale=mscale, yarn_mscale_all_dim=all_dim)
         else:
-            keys.require("mscale_all_dim", mscales["yarn_mscale_all_dim"], 0)
+            keys.require("mscale_all_dim", all_dim, 0)
         usual = attention.yarn_magnitudes(replace(Model(), **fields))[0]
         factor = rope.pop("attention_factor", usual)
         keys.require("attention_factor", factor if abs(factor - usual) > 1e-6 else usual, usual)
         fields |= dict(yarn_truncate=rope.pop("truncate", True))
-    for key, x in rope.items():
-        keys.require(f"rope_parameters.{key}", x, None)
     return fields
 
 
