@@ -209,30 +209,43 @@ def read_scaling(keys: Keys, name: str, kind: str, rope: dict) -> dict:
 
 def read_layer_kinds(keys: Keys, name: str, n_layers: int, window: int) -> list[str]:
     """The kind of every layer."""
-    moe = range(n_layers) if name in ("mixtral", "gpt_oss") else []
-    local = [bool(window)] * n_layers
-    if name == "deepseek_v3":
-        moe = range(keys.take("first_k_dense_replace"), n_layers)
-    if name == "qwen3_moe":
-        every, dense = keys.take("decoder_sparse_step", 1), keys.take("mlp_only_layers", [])
-        moe = [n for n in range(n_layers) if n not in dense and (n + 1) % every == 0]
-    if name.startswith("qwen") and not keys.take("use_sliding_window", False):
-        local = [False] * n_layers
-    if name in WITH_LAYER_TYPES:
-        first = keys.all.get("max_window_layers", 28)
-        local = [x and n >= first for n, x in enumerate(local)]
-        if not name.startswith("qwen"):  # every second (gemma3: sixth) layer is not local
-            period = keys.take("sliding_window_pattern", 6) if name == "gemma3_text" else 2
-            local = [(n + 1) % period > 0 for n in range(n_layers)]
-        types = keys.take("layer_types", [SLIDING if x else FULL for x in local])
-        if len(types) != n_layers or set(types) - {FULL, SLIDING}:
-            keys.require("layer_types", types, f"{n_layers} of {FULL} and {SLIDING}")
-        elif SLIDING in types and not window:
-            what = f"config.json: layer_types has {SLIDING}, but no window"
-            keys.add_problem(what, "correct config.json")
-        local = [x == SLIDING for x in types]
+    moe, local = moe_layers(keys, name, n_layers), local_layers(keys, name, n_layers, window)
     ends = ["_local" if x else "" for x in local]
     return [("moe" if n in moe else "dense") + end for n, end in enumerate(ends)]
+
+
+def moe_layers(keys: Keys, name: str, n_layers: int) -> range | list[int]:
+    """The numbers of the layers with experts."""
+    if name in ("mixtral", "gpt_oss"):
+        return range(n_layers)
+    if name == "deepseek_v3":
+        return range(keys.take("first_k_dense_replace"), n_layers)
+    if name == "qwen3_moe":
+        every, dense = keys.take("decoder_sparse_step", 1), keys.take("mlp_only_layers", [])
+        return [n for n in range(n_layers) if n not in dense and (n + 1) % every == 0]
+    return []
+
+
+def local_layers(keys: Keys, name: str, n_layers: int, window: int) -> list[bool]:
+    """Whether each layer's queries see only a window."""
+    local = [bool(window)] * n_layers
+    if name.startswith("qwen") and not keys.take("use_sliding_window", False):
+        local = [False] * n_layers
+    if name not in WITH_LAYER_TYPES:
+        return local
+    if name.startswith("qwen"):
+        first = keys.all.get("max_window_layers", 28)
+        local = [x and n >= first for n, x in enumerate(local)]
+    else:  # every second (gemma3: sixth) layer is not local
+        period = keys.take("sliding_window_pattern", 6) if name == "gemma3_text" else 2
+        local = [(n + 1) % period > 0 for n in range(n_layers)]
+    types = keys.take("layer_types", [SLIDING if x else FULL for x in local])
+    if len(types) != n_layers or set(types) - {FULL, SLIDING}:
+        keys.require("layer_types", types, f"{n_layers} of {FULL} and {SLIDING}")
+    elif SLIDING in types and not window:
+        what = f"config.json: layer_types has {SLIDING}, but no window"
+        keys.add_problem(what, "correct config.json")
+    return [x == SLIDING for x in types]
 
 
 def shortest_pattern(kinds: list[str]) -> dict:
