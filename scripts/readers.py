@@ -446,33 +446,35 @@ def parts_of(value, options: Options) -> list[tuple[str, bool]]:
     return parts
 
 
+def read_row(row: int, raw, piece: Piece, options: Options) -> Document | Skipped:
+    """What a line, row or text of a piece is, the row-th from 1."""
+    try:
+        if len(raw) > LIMIT:
+            raise ValueError(f"longer than {LIMIT} bytes")
+        value = FORMATS[piece.kind].parse(raw)
+        if value is None:
+            return Skipped(row, "")
+        parts = parts_of(value, options)
+        data = "".join(text for text, _ in parts).encode()
+        if not data or len(data) > LIMIT:
+            raise ValueError(f"longer than {LIMIT} bytes" if data else "empty")
+    except (ValueError, RecursionError) as e:
+        return Skipped(row, "not UTF-8" if isinstance(e, UnicodeError) else str(e)[:200])
+    if piece.rank is None:
+        key = text_hash(data)
+        return Document(row, parts, len(data), rank_of(key), key, piece.ends)
+    key = text_hash(f"{piece.rank} {piece.start}".encode())  # repeats of a long text are cut alike
+    return Document(row, parts, len(data), piece.rank, key, piece.ends)
+
+
 def read_documents(piece: Piece, options: Options) -> Iterator[Document | Skipped]:
     """A Document or a Skipped for each line, row or text of the piece."""
     if piece.why:
         yield Skipped(1, piece.why)
         return
-    reader, row = FORMATS[piece.kind], 0
+    row = 0
     try:
-        for row, raw in enumerate(reader.read(piece, options), 1):
-            try:
-                if len(raw) > LIMIT:
-                    raise ValueError(f"longer than {LIMIT} bytes")
-                value = reader.parse(raw)
-                if value is None:
-                    yield Skipped(row, "")
-                    continue
-                parts = parts_of(value, options)
-                data = "".join(text for text, _ in parts).encode()
-                if not data or len(data) > LIMIT:
-                    raise ValueError(f"longer than {LIMIT} bytes" if data else "empty")
-            except (ValueError, RecursionError) as e:
-                why = "not UTF-8" if isinstance(e, UnicodeError) else str(e)[:200]
-                yield Skipped(row, why)
-                continue
-            key = text_hash(data)
-            rank = rank_of(key) if piece.rank is None else piece.rank
-            if piece.rank is not None:  # repeats of a long text are cut at the same places
-                key = text_hash(f"{piece.rank} {piece.start}".encode())
-            yield Document(row, parts, len(data), rank, key, piece.ends)
+        for row, raw in enumerate(FORMATS[piece.kind].read(piece, options), 1):
+            yield read_row(row, raw, piece, options)
     except DAMAGE as e:
         yield Skipped(row + 1, damage(e, piece.source))
