@@ -250,6 +250,40 @@ def make_plan(
     return plan
 
 
+# ---- what is there already
+
+# Flags that do not change the content of what is written.
+NOT_RECIPE = ("out", "input", "strict", "workers", "ray")
+
+
+def make_recipe(args: Args, files: list[File]) -> tuple[dict, str]:
+    """(recipe, times): what decides the content of the data set, and a hash of when the files were
+    modified, "" where that is unknown."""
+
+    def digest(values: list) -> str:
+        return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+
+    files = [file for file in files if file.size]
+    recipe = {name: x for name, x in asdict(args).items() if name not in NOT_RECIPE}
+    recipe["documents"] = digest([(file.name, file.size) for file in files])
+    times = [(file.name, file.modified) for file in files if file.modified]
+    return recipe, digest(times) if times else ""
+
+
+def changed_fields(path: epath.Path, recipe: dict) -> list[str]:
+    """The fields in which a recipe differs from that of a manifest or plan.  Raises UserError DATA
+    if the file is damaged."""
+    try:
+        old = dict(json.loads(path.read_text())["recipe"])
+    except (ValueError, KeyError, TypeError) as e:
+        what = f"{path} is damaged: {type(e).__name__} {e}"
+        fix = f"delete {path.parent.parent}, or choose another --out"
+        raise UserError(DATA, what, fix) from None
+    # Flags added since the data was made count as their defaults.
+    old = {f.name: f.default for f in fields(Args) if f.name in recipe} | old
+    return [name for name in old | recipe if old.get(name) != recipe.get(name)]
+
+
 def files_made(out: epath.Path) -> list[epath.Path]:
     """The shards and tokenizers in `out`, without files that this script never writes."""
     patterns = [f"{split}/{name}" for split in SPLITS for name in ("shard_*", "tokenizer.json")]
@@ -269,16 +303,7 @@ def is_finished(out: epath.Path, recipe: dict, times: str) -> bool:
     old_times = out / "times.sha256"
     is_edited = bool(times and found) and old_times.exists() and old_times.read_text() != times
     for path in found:
-        try:
-            old = dict(json.loads(path.read_text())["recipe"])
-        except (ValueError, KeyError, TypeError) as e:
-            what = f"{path} is damaged: {type(e).__name__} {e}"
-            raise UserError(DATA, what, f"delete {out}, or choose another --out") from None
-        # Flags added since the data was made count as their defaults.
-        old = {f.name: f.default for f in fields(Args) if f.name in recipe} | old
-        differ = [k for k in old | recipe if old.get(k) != recipe.get(k)]
-        if is_edited and not differ:
-            differ = ["documents"]
+        differ = changed_fields(path, recipe) or (["documents"] if is_edited else [])
         if differ == ["documents"] and found == [path] and (path.parent / "refused").exists():
             for file in files_made(out):
                 file.unlink()
@@ -409,10 +434,6 @@ def check_args(args: Args):
         raise UserError(USAGE, what, "choose one of those, or give the path of a tokenizer.json")
 
 
-# Flags that do not change the content of what is written.
-NOT_RECIPE = ("out", "input", "strict", "workers", "ray")
-
-
 def main(args: Args):
     """Find the files, plan the tasks, run them, and write the manifests."""
     check_args(args)
@@ -421,11 +442,7 @@ def main(args: Args):
     n_bytes = sum(file.size for file in files)
     is_streamed = any(x.startswith("hf://") for x in args.input)  # of unknown size
     say(f"found {len(files):,} file(s)" + ("" if is_streamed else f", {n_bytes:,} bytes"))
-    recipe = {k: v for k, v in asdict(args).items() if k not in NOT_RECIPE}
-    sizes = [(file.name, file.size) for file in files if file.size]
-    recipe["documents"] = hashlib.sha256(json.dumps(sizes).encode()).hexdigest()
-    times = [(file.name, file.modified) for file in files if file.size and file.modified]
-    times = hashlib.sha256(json.dumps(times).encode()).hexdigest() if times else ""
+    recipe, times = make_recipe(args, files)
     if is_finished(out, recipe, times):
         remove_progress(out)
         return say(f"{out} is up to date")
