@@ -34,9 +34,12 @@ from errors import DISTRIBUTED, HUNG, INTERRUPTED, STORAGE, USAGE, Problem, User
 AGAIN = {STORAGE, DISTRIBUTED, HUNG, INTERRUPTED}
 """The exit codes after which train.py is started again, as with run.restarts."""
 
-# Seconds: between polls of the workers, and of the cloud; before the first restart; for the other
-# workers to end after one has ended; for train.py to save.
-POLL, CLOUD_POLL, FIRST_WAIT, GRACE, SAVING = 1, 10, 2, 60, 300
+# In seconds:
+POLL = 1  # between looks at the workers
+CLOUD_POLL = 10  # between questions to the cloud
+FIRST_WAIT = 2  # before the first restart; each further one waits twice as long
+GRACE = 60  # for the other workers to end by themselves after one has ended
+SAVING = 300  # for train.py to save
 
 Flag = tyro.conf.FlagCreatePairsOff[bool]
 
@@ -56,7 +59,8 @@ def problems_with(args, **rules: tuple[object, str]) -> list[Problem]:
 
 # ---- workers
 
-# `cat` returns when the connection ends, for whatever reason; train.py then gets SIGTERM.
+# Runs the command in the background, and beside it `cat`, which returns when the connection ends,
+# for whatever reason.  Then train.py gets SIGTERM, and SIGKILL if it has not saved in time.
 REMOTE = """(cd {folder} && PATH="$PWD/.venv/bin:$PATH" && exec {command}) </dev/null &
 pid=$!
 (cat; kill $pid; sleep {saving}; kill -9 $pid) <&0 >/dev/null 2>&1 &
@@ -76,10 +80,11 @@ class Worker:
     program's stdin is closed."""
 
     def __init__(self, name: str, words: list[str], is_shown: bool):
-        self.name, self.is_shown, self.last = name, is_shown, deque(maxlen=20)
-        self.code, self.update = None, 0
-        """The command's exit code, None until it has ended or if the connection was lost; the
-        number of the last update."""
+        self.name, self.is_shown, self.last_lines = name, is_shown, deque(maxlen=20)
+        self.code = None
+        """The command's exit code; None until it has ended, or if the connection was lost."""
+        self.update = 0
+        """The number of the last update that it has printed."""
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         # In a process group of its own, so that Ctrl-C does not reach it.
         options = dict(text=True, errors="replace", process_group=0)
@@ -92,7 +97,7 @@ class Worker:
             if end := re.search(r"launch: exit code (\d+)$", line):
                 self.code = int(end[1])
                 continue
-            self.last.append(line)
+            self.last_lines.append(line)
             if update := re.match(r"update (\d+)/", line):
                 # Process 0 prints these, and need not be on the first worker.
                 self.update, self.is_shown = int(update[1]), True
@@ -106,7 +111,7 @@ class Worker:
 
     def report(self):
         end = "was lost" if self.code is None else f"ended with exit code {self.code}"
-        say(f"{self.name} {end}; its last lines:\n{''.join(self.last).rstrip()}")
+        say(f"{self.name} {end}; its last lines:\n{''.join(self.last_lines).rstrip()}")
 
 
 def wait_for(workers: list[Worker], seconds: float):
@@ -194,6 +199,7 @@ class Tpu:
     """Only print the commands, as if each slice had one worker."""
 
     is_ours = False
+    """Whether this command has made the pod, and deletes it at the end."""
 
     def problems(self) -> list[Problem]:
         name = re.fullmatch(r"[a-z][a-z0-9-]{0,56}", self.name)
