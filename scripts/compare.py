@@ -15,7 +15,7 @@ from etils import epath
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import cli
-from errors import DATA, USAGE, UserError
+from errors import USAGE, UserError
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ import model
 from metrics import write_png
 from rundir import record_facts
 from scripts.outputs import check_output
-from scripts.report import read_rows
+from scripts.report import read_metrics
 
 
 class Curves:
@@ -48,11 +48,7 @@ class Curves:
 
     def __init__(self, run: str):
         self.name, path = run, epath.Path(run)
-        rows = read_rows(path / "metrics.jsonl")
-        train = [row for row in rows if row["kind"] == "train"]
-        if not train:
-            what = f"{run} has no training rows in metrics.jsonl"
-            raise UserError(DATA, what, "give run directories that have trained")
+        train, evals = read_metrics(path)
         cfg = cli.parse(["--config", f"{run}/config.json"])  # raises UserError for a damaged one
         self.facts = record_facts(json.loads((path / "config.json").read_text()))
         step, tokens, seconds, rate, self.loss = (
@@ -63,8 +59,8 @@ class Curves:
         flops = own * model.flops_per_token(cfg)
         self.costs = {"tokens": tokens, "seconds": np.cumsum(seconds), "FLOPs": flops}
         self.evals = {}  # {name of the set: {row of self.costs: loss}}
-        for row in rows:
-            if row["kind"] == "eval" and row["loss"] is not None:
+        for row in evals:
+            if row["loss"] is not None:
                 at = min(np.searchsorted(step, row["step"]), len(step) - 1)
                 self.evals.setdefault(row.get("set", ""), {})[at] = row["loss"]
 

@@ -39,15 +39,21 @@ def read_rows(path: epath.Path) -> list[dict]:
         raise UserError(DATA, what, "start the run again, which drops such lines") from None
 
 
+def read_metrics(run: epath.Path) -> tuple[list[dict], list[dict]]:
+    """The rows of a run's updates, of which there is at least one, and those of its evaluations.
+    Raises UserError DATA."""
+    rows = read_rows(run / "metrics.jsonl")
+    train, evals = ([row for row in rows if row["kind"] == kind] for kind in ("train", "eval"))
+    if not train:
+        what = f"{run} has no training rows in metrics.jsonl"
+        raise UserError(DATA, what, "name a run directory that has trained")
+    return train, evals
+
+
 def main(args: Args):
     """Print where the run is, how long and how fast it trained, its last evaluation and sample."""
     run = epath.Path(args.run)
-    metrics, samples = read_rows(run / "metrics.jsonl"), read_rows(run / "samples.jsonl")
-    train = [row for row in metrics if row["kind"] == "train"]
-    evals = [row for row in metrics if row["kind"] == "eval"]
-    if not train:
-        what = f"{run} has no training rows in metrics.jsonl"
-        raise UserError(DATA, what, "give --run a run directory that has trained")
+    (train, evals), samples = read_metrics(run), read_rows(run / "samples.jsonl")
     last, n_skipped = train[-1], sum(None in (row["loss"], row["grad_norm"]) for row in train)
     rate = statistics.median(row["tokens_per_sec"] for row in train)
     print(f"run directory    {run} (loss.png, metrics.jsonl, checkpoints/)")
