@@ -12,6 +12,7 @@ import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import tyro
 
@@ -125,13 +126,17 @@ def open_data(args: Args, cfg: config.Config, run) -> Dataset:
     return data
 
 
-class Row:
-    """One sequence of the batch.  places: lines of describe_row.  scored: whether each token after
-    the first is.  nll: their losses; None without --loss."""
+class Row(NamedTuple):
+    """One sequence of the batch."""
 
-    def __init__(self, title: str, places: list[str], tokens, scored, nll):
-        self.title, self.places, self.tokens = title, places, tokens
-        self.scored, self.nll = scored, nll
+    title: str
+    places: list[str]
+    """Lines of describe_row."""
+    tokens: list[int]
+    scored: np.ndarray
+    """Whether each token after the first is."""
+    nll: np.ndarray | None
+    """Their losses; None without --loss and --html."""
 
     def mean(self) -> float:
         return float(self.nll[self.scored].mean()) if self.scored.any() else 0.0
