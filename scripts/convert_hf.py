@@ -16,6 +16,7 @@ holds the file that it writes.
 import json
 import math
 import os
+import re
 import sys
 from dataclasses import dataclass, replace
 from functools import partial
@@ -191,12 +192,6 @@ def find_tensors(folder: Path, family: str) -> dict[str, StoredTensor]:
 def unknown_tensors(found: dict[str, StoredTensor], known, hf: dict, cfg: config.Config):
     """The names of tensors that the model does not use, except those that may be ignored."""
     m, family = cfg.model, hf_families.FAMILIES[hf["model_type"]]
-    prefix = family.layer_prefix.format("")[:-1]
-
-    def is_later_layer(name):
-        n = name.removeprefix(prefix).partition(".")[0]
-        return name.startswith(prefix) and n.isdigit() and int(n) >= m.n_layers
-
     unknown = [
         name for name in found if name not in known and not name.endswith(hf_families.BUFFERS)
     ]
@@ -205,11 +200,12 @@ def unknown_tensors(found: dict[str, StoredTensor], known, hf: dict, cfg: config
         embed = found.get(family.ends[0][0])
         if embed and not np.array_equal(embed.read(), found["lm_head.weight"].read()):
             unknown.append("lm_head.weight (tie_word_embeddings, but it is not the embedding)")
-    if hf.get("num_nextn_predict_layers"):
-        later = [name for name in unknown if is_later_layer(name)]
-        unknown = [name for name in unknown if not is_later_layer(name)]
-        if later:
-            utils.warn(f"left out {len(later)} tensors that predict further tokens: {later[0]}, ..")
+    layer = family.layer_prefix.replace(".", r"\.").format(r"(\d{1,9})")
+    numbers = {name: int(x[1]) for name in unknown if (x := re.match(layer, name))}
+    later = [name for name, n in numbers.items() if n >= m.n_layers]
+    if later and hf.get("num_nextn_predict_layers"):
+        utils.warn(f"left out {len(later)} tensors that predict further tokens: {later[0]}, ..")
+        unknown = [name for name in unknown if name not in later]
     return unknown
 
 
