@@ -50,10 +50,10 @@ import re
 import resource
 import shutil
 import time
-from collections import namedtuple
 from functools import partial
 from importlib import metadata
 from timeit import repeat, timeit
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -76,8 +76,16 @@ from scripts.outputs import check_output, nearest_folder
 STATUSES = FAIL, WARN, OK = "FAIL", "warn", "ok"
 
 
-# A line of the table.  Of lines that differ only in numbers, the lowest score is the worst.
-Row = namedtuple("Row", "status what fix score check", defaults=("", 0.0, ""))
+class Row(NamedTuple):
+    """A line of the table."""
+
+    status: str
+    what: str
+    fix: str = ""
+    """By default the docstring of the check."""
+    score: float = 0.0
+    """Of lines that differ only in numbers, the one with the lowest score is shown."""
+    check: str = ""
 
 
 def grade(value: float, least: float, enough: float, what: str) -> Row:
