@@ -414,6 +414,13 @@ def as_text(value):
     return value.decode() if isinstance(value, bytes) else value
 
 
+def is_message(value) -> bool:
+    """Whether this is a message of a chat: an object with two texts, role and content."""
+    return isinstance(value, dict) and all(
+        isinstance(as_text(value.get(key)), str) for key in ("role", "content")
+    )
+
+
 def parts_of(value, options: Options) -> list[tuple[str, bool]]:
     """The text of a row in parts, and whether each is scored.  Raises ValueError.
 
@@ -434,12 +441,11 @@ def parts_of(value, options: Options) -> list[tuple[str, bool]]:
     text, *prompts = fields
     if all(isinstance(x, str) for x in fields):
         return [(prompt, False) for prompt in prompts] + [(text, True)] if text else []
+    if prompts or not isinstance(text, list) or not all(map(is_message, text)):
+        raise ValueError(f"field {options.field!r} is neither text nor messages")
     parts = []
-    for message in text if isinstance(text, list) and not prompts else [None]:
-        message = message if isinstance(message, dict) else {}
-        role, content = as_text(message.get("role")), as_text(message.get("content"))
-        if not (isinstance(role, str) and isinstance(content, str)):
-            raise ValueError(f"field {options.field!r} is neither text nor messages")
+    for message in text:
+        role, content = as_text(message["role"]), as_text(message["content"])
         parts += [(f"{role}: ", False), (f"{content}\n", role == "assistant")]
     if parts and not any(scored for _, scored in parts):
         raise ValueError("no message of the assistant")
