@@ -198,6 +198,7 @@ class Tpu:
     dry_run: Flag = False
     """Only print the commands, as if each slice had one worker."""
 
+    tool = "gcloud"
     is_ours = False
     """Whether this command has made the pod, and deletes it at the end."""
 
@@ -407,6 +408,8 @@ class Slurm:
     dry_run: Flag = False
     """Only print the job."""
 
+    tool = "sbatch"
+
     def problems(self) -> list[Problem]:
         nodes, gpus = (self.nodes > 0, "1 or more"), (self.gpus >= 0, "0 or more")
         return problems_with(self, nodes=nodes, gpus=gpus)
@@ -437,6 +440,8 @@ class Ssh:
     """The ssh program and its options, as one word: --ssh 'ssh -p 2222'."""
     dry_run: Flag = False
     """Only print the commands."""
+
+    tool = "ssh"
 
     def problems(self) -> list[Problem]:
         try:
@@ -477,16 +482,15 @@ def parse(words: list[str]) -> Tpu | Slurm | Ssh:
     end = words.index("--") if "--" in words else len(words)
     options = dict(use_underscores=True, description=__doc__, return_unknown_args=True)
     args, args.extra = tyro.cli(Tpu | Slurm | Ssh, args=words[:end], **options)
-    tool = {Tpu: "gcloud", Slurm: "sbatch", Ssh: "ssh"}[type(args)]
     args.command, found = words[end + 1 :], args.problems()
     if not args.command:
         found.append(Problem("no command", "end with -- python train.py --config NAME"))
     for word in args.extra:
-        if tool == "ssh" or not re.match("--[a-z]", word):
+        if args.tool == "ssh" or not re.match("--[a-z]", word):
             found.append(Problem(f"{word!r} is unknown", "see --help, and write --flag=value"))
-    if not args.dry_run and not shutil.which(tool):
-        fix = f"install {tool}, or see with --dry_run what it would do"
-        found.append(Problem(f"{tool} is not installed here", fix))
+    if not args.dry_run and not shutil.which(args.tool):
+        fix = f"install {args.tool}, or see with --dry_run what it would do"
+        found.append(Problem(f"{args.tool} is not installed here", fix))
     if found:
         raise UserError(USAGE, problems=found)
     return args
