@@ -65,6 +65,7 @@ def find_remote(pattern: str, suffix: str) -> list[File]:
     fs, path = fsspec.url_to_fs(pattern)
     if glob.has_magic(pattern):
         found = fs.glob(path, detail=True)
+        # Names are relative to the last folder before the first *.
         path = path[: re.search(r"[*?[]", path).start()].rpartition("/")[0]
     else:
         found = fs.find(path, detail=True)

@@ -277,7 +277,7 @@ def write_config(cfg: config.Config, dtype: str, end_id: int | None) -> dict:
     hf |= dict(bos_token_id=None, eos_token_id=end_id) | family.supported
     for key, field, *_ in family.keys:
         x = getattr(m, field)
-        hf[key] = None if x == 0 and x is not False else x
+        hf[key] = None if x == 0 and x is not False else x  # our 0 stands for "not set"
     dense = [n for n, kind in enumerate(kinds) if "dense" in kind]
     local = ["local" in kind for kind in kinds]
     if name == "gpt2":

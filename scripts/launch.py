@@ -281,9 +281,10 @@ class Tpu:
             if not state:
                 self.create()
                 continue
-            before, said = said, (state, int(time.monotonic() - begin) // 60)
-            if said != before:
-                say(f"{self.name} is {state} after {said[1]} min")
+            minutes = int(time.monotonic() - begin) // 60
+            if (state, minutes) != said:
+                say(f"{self.name} is {state} after {minutes} min")
+            said = state, minutes
             time.sleep(CLOUD_POLL)
         for node in self.nodes:
             what = "--format=value(state,networkEndpoints.len())"
@@ -329,7 +330,8 @@ class Tpu:
             except CloudError as e:
                 say(str(e))
                 code, update = DISTRIBUTED, 0
-            tries, reached = 1 if update > reached else tries + 1, max(reached, update)
+            tries = 1 if update > reached else tries + 1
+            reached = max(reached, update)
             if code not in AGAIN:
                 return code
             if tries > self.restarts:

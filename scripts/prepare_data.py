@@ -204,7 +204,8 @@ def choose_threshold(pieces: list[Piece], options: Options, val_fraction: float)
     It reads until both splits have a document.  Raises UserError DATA if that is impossible.
     """
     # Ranks are hashes, uniform below 2**64.
-    threshold, low, high, why = round(val_fraction * 2**64), 2**64, -1, "no rows"
+    threshold = round(val_fraction * 2**64)
+    low, high, why = 2**64, -1, "no rows"  # the ranks read so far; why there is none
     for found in chain.from_iterable(readers.read_documents(piece, options) for piece in pieces):
         if isinstance(found, Document):
             low, high = min(low, found.rank), max(high, found.rank)
@@ -341,7 +342,8 @@ def skipped_rows(tasks: list[Task], all_facts: Iterable[dict]) -> Iterator[dict]
     file, n_before = None, 0  # rows of the file in the pieces before this one
     for task, facts in zip(tasks, all_facts, strict=True):
         for number, piece in enumerate(task.pieces):
-            n_before, file = n_before if piece.source == file else 0, piece.source
+            if piece.source != file:
+                file, n_before = piece.source, 0
             for piece_number, row, why in facts["skipped"]:
                 if piece_number == number:
                     name = file if isinstance(file, str) else "pydocs"

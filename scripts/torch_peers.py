@@ -122,9 +122,10 @@ class Training:
         windows = torch.tensor(window_BL, dtype=torch.long, device=device)
         self.slices = windows.chunk(cfg.train.grad_accum * cfg.train.microbatches)
         o, params = cfg.optim, list(self.network.parameters())
-        decays = [[p for p in params if p.ndim > 1], [p for p in params if p.ndim == 1]]
-        groups = zip(decays, (o.weight_decay, 0.0), strict=True)
-        groups = [dict(params=x, weight_decay=decay) for x, decay in groups]
+        groups = [
+            dict(params=[p for p in params if p.ndim > 1], weight_decay=o.weight_decay),
+            dict(params=[p for p in params if p.ndim == 1], weight_decay=0.0),
+        ]
         self.adamw = torch.optim.AdamW(groups, betas=(o.b1, o.b2), eps=o.eps, fused=True)
         steps = np.arange(cfg.train.steps)
         self.rates = np.asarray(jax.vmap(partial(optim.learning_rate, cfg=cfg))(steps)).tolist()
