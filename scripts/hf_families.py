@@ -180,7 +180,7 @@ def keys(eps: float = 1e-6, tied: bool = False) -> list:
 
 
 HEADS = [("num_key_value_heads", "n_kv_heads", None), ("head_dim", "d_head", None)]
-BIAS, WINDOW = ("attention_bias", "attn_bias", False), ("sliding_window", "window", 0)
+BIAS = ("attention_bias", "attn_bias", False)
 WINDOW_4096 = ("sliding_window", "window", 4096, 0)
 D_FF, ACTIVE = ("intermediate_size", "d_ff"), ("num_experts_per_tok", "n_active")
 LLAMA, SILU = (LLAMA_ENDS, "model.layers.{}."), dict(hidden_act="silu")
@@ -234,18 +234,18 @@ FAMILIES = dict(
     ),
     qwen3=Family(
         "Qwen3ForCausalLM", *LLAMA, llama_lines,
-        [*keys(), *HEADS, BIAS, D_FF, WINDOW], SILU, dict(qk_norm=True),
+        [*keys(), *HEADS, BIAS, D_FF, WINDOW_4096], SILU, dict(qk_norm=True),
     ),
     qwen3_moe=Family(
         "Qwen3MoeForCausalLM", *LLAMA, qwen_lines,
-        [*keys(), *HEADS, BIAS, D_FF, WINDOW, ACTIVE, ("num_experts", "n_experts"),
+        [*keys(), *HEADS, BIAS, D_FF, WINDOW_4096, ACTIVE, ("num_experts", "n_experts"),
          ("moe_intermediate_size", "d_expert"), ("norm_topk_prob", "norm_scores", False)],
         SILU, dict(qk_norm=True),
     ),
     mixtral=Family(
         "MixtralForCausalLM", *LLAMA, mixtral_lines,
-        [*keys(), *HEADS, WINDOW, ACTIVE, ("num_local_experts", "n_experts"),
-         ("intermediate_size", "d_expert")],
+        [*keys(1e-5), *HEADS, ("sliding_window", "window", 0), ACTIVE,
+         ("num_local_experts", "n_experts"), ("intermediate_size", "d_expert")],
         SILU, dict(norm_scores=True),
     ),
     gpt_oss=Family(

@@ -287,6 +287,20 @@ def test_a_familys_usual_model_has_the_tensors_that_transformers_gives_it(name):
     assert model.param_count(cfg) == sum(x.numel() for x in network.parameters())
 
 
+@live
+@pytest.mark.parametrize("name", hf_families.FAMILIES)
+def test_a_key_that_config_json_lacks_has_the_value_of_transformers(name):
+    from transformers import AutoConfig
+
+    windows = dict(use_sliding_window=True) if name.startswith("qwen") else {}
+    filled = json.loads(AutoConfig.for_model(name, **windows).to_json_string())
+    optional = [(key, field) for key, field, *default in hf_families.FAMILIES[name].keys if default]
+    for key, field in optional:
+        lacking = {other: x for other, x in filled.items() if other != key}
+        if field not in ("n_kv_heads", "d_head", "q_rank"):  # a wrong one fits no tensor
+            assert hf_config.read_model(lacking) == hf_config.read_model(filled), key
+
+
 def add_noise(params):
     """params with gains that are not one and biases that are not zero."""
 
