@@ -25,8 +25,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from architecture import Model
 from blockwise import block_attention
-from config import Config, Model
+from config import Config
 from errors import USAGE, UserError, look_up
 from layers import (
     add_bias,

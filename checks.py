@@ -8,7 +8,8 @@ import math
 import re
 from dataclasses import replace
 
-from config import SECTIONS, Config, Model, Optim, all_kinds, field_value, layer_kinds, n_blocks
+from architecture import Model, all_kinds, layer_kinds, n_blocks
+from config import SECTIONS, Config, Optim, field_value
 from errors import USAGE, Problem, UserError, or_list
 from mixture import read_ramp, read_sets, read_skip, read_stages, read_tasks
 

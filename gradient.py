@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from architecture import layer_kinds
 from attention import full_row_span
-from config import SLICE, Config, layer_kinds
+from config import SLICE, Config
 from experts import MOE_STATS
 from layers import BATCH, STAGE, gather_rows, mark_varying, norm, norm_table, sequences_to_rows
 from model import (

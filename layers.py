@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from config import Config, Model, layer_kinds, n_blocks
+from architecture import Model, layer_kinds, n_blocks
+from config import Config
 from utils import AXES, with_slices
 from weights import Normal, Param, norm_gain, normal, zero_bias
 

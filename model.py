@@ -25,8 +25,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
+from architecture import layer_kinds, n_blocks
 from attention import Span, attention_of, full_row_span
-from config import Config, layer_kinds, n_blocks
+from config import Config
 from experts import moe, moe_table
 from layers import (
     add_to_row,

@@ -7,7 +7,7 @@ import math
 import numpy as np
 from etils import epath
 
-import config
+from architecture import moe_layers
 from config import Config
 from norms import layer_names
 from utils import finite_or_none
@@ -36,7 +36,7 @@ class ExpertsPanel(Panel):
 
     def __init__(self, cfg: Config):
         super().__init__(cfg)
-        self.layers = config.moe_layers(cfg.model)
+        self.layers = moe_layers(cfg.model)
         self.newest, self.busiest = None, {}  # the newest row; {step: largest load of each layer}
         self.starved = {}  # {(layer, expert): how many rows without a break}
 

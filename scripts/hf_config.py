@@ -6,9 +6,9 @@ from itertools import groupby
 
 import attention
 import checks
-import config
 import errors
-from config import Model
+from architecture import Model, all_kinds, moe_layers
+from config import Config
 from errors import DATA, Problem, UserError
 from scripts import hf_families
 
@@ -266,12 +266,12 @@ def shortest_pattern(kinds: list[str]) -> dict:
 # ---- to config.json
 
 
-def write_config(cfg: config.Config, dtype: str, end_id: int | None) -> dict:
+def write_config(cfg: Config, dtype: str, end_id: int | None) -> dict:
     """The config.json of a run's model.  Raises UserError DATA if transformers has no such model.
 
     end_id: the token that ends a document.
     """
-    m, name, kinds = cfg.model, likely_family(cfg.model), config.all_kinds(cfg.model)
+    m, name, kinds = cfg.model, likely_family(cfg.model), all_kinds(cfg.model)
     family = hf_families.FAMILIES[name]
     hf = dict(model_type=name, architectures=[family.architecture], torch_dtype=dtype)
     hf |= dict(bos_token_id=None, eos_token_id=end_id) | family.supported
@@ -334,7 +334,7 @@ def write_rope(m: Model, name: str, seq_len: int) -> dict:
 
 def likely_family(m: Model) -> str:
     """The only family that can have this model; write_config checks whether it does."""
-    moe, kinds = config.moe_layers(m), config.all_kinds(m)
+    moe, kinds = moe_layers(m), all_kinds(m)
     signs = dict(  # the first family whose sign is true is the one
         deepseek_v3=m.attention == "mla",
         gpt2=m.norm == "layer" or m.positions == "learned",
@@ -357,4 +357,4 @@ def effective_fields(m: Model) -> dict:
     if not m.yarn_mscale_all_dim:  # without it, yarn_mscale has no effect
         unused.add("yarn_mscale")
     rest = {name: x for name, x in asdict(m).items() if name not in unused}
-    return rest | dict(layers=shortest_pattern(config.all_kinds(m)))
+    return rest | dict(layers=shortest_pattern(all_kinds(m)))

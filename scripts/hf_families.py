@@ -19,7 +19,7 @@ import config
 import layers
 import model
 import utils
-from config import Model
+from architecture import Model
 
 # ---- tensors and weights
 

@@ -18,7 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import model
 import optim
 import utils
-from config import Config, Model
+from architecture import Model
+from config import Config
 from errors import DATA, UserError
 from scripts import hf_config, hf_families
 

@@ -21,9 +21,9 @@ from errors import USAGE, UserError
 
 # A module imports only modules that stand before it here.
 MODULES = """
-    errors config mixture checks files cli lock restart utils processes weights layers blockwise
-    attention grouped experts pipeline model gradient generate muon optim norms panels order shards
-    pages dataset tasks rundir boards metrics digests checkpoint branch profiling train
+    errors architecture config mixture checks files cli lock restart utils processes weights layers
+    blockwise attention grouped experts pipeline model gradient generate muon optim norms panels
+    order shards pages dataset tasks rundir boards metrics digests checkpoint branch profiling train
 """.split()  # noqa: SIM905
 
 
@@ -244,11 +244,12 @@ def test_no_config_and_no_such_config_name_the_presets():
 
 
 def field_docs() -> dict[str, str]:
-    """{"section.field": docstring}, and of flags outside of sections, as written in config.py."""
+    """{"section.field": docstring}, and of flags outside of sections, as written in the sources."""
     section_of = {type(getattr(config.Config(), s)).__name__: f"{s}." for s in config.SECTIONS}
     section_of["Config"] = ""
     docs = {}
-    for node in ast.parse((ROOT / "config.py").read_text()).body:
+    sources = [(ROOT / f"{name}.py").read_text() for name in ("config", "architecture")]
+    for node in ast.parse("\n".join(sources)).body:
         if isinstance(node, ast.ClassDef) and node.name in section_of:
             for field, doc in itertools.pairwise(node.body):
                 if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr):

@@ -35,7 +35,7 @@ import files
 import model
 import train
 import utils
-from config import Model
+from architecture import Model
 from errors import UserError
 from scripts import convert_hf, hf_arrays, hf_config, hf_families
 

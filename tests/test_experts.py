@@ -22,6 +22,7 @@ import grouped
 import layers
 import train
 import utils
+from architecture import moe_layers
 
 # ---- one layer
 
@@ -263,7 +264,7 @@ def test_statistics_are_per_token_sequence_and_pair_in_the_layers_order():
 
     stats = dict(prefix=dict(moe=stats_of(0.5)), layers=dict(moe_local=stats_of(0.25, 0.125)))
     got = experts.moe_metrics(stats, MIXED)
-    assert config.moe_layers(MIXED.model) == [0, 4, 8]
+    assert moe_layers(MIXED.model) == [0, 4, 8]
     for name in ("entropy", "balance", "dropped"):
         np.testing.assert_allclose(got[name], [0.5, 0.25, 0.125])
     np.testing.assert_allclose(got["load"][:, 0], [0.5, 0.25, 0.125])
