@@ -7,14 +7,13 @@ import tempfile
 from dataclasses import asdict
 from numbers import Real
 
-import fsspec
 from etils import epath
 
 import config
 import errors
 from config import Config
 from errors import UserError
-from files import is_remote
+from files import is_remote, local_folder, upload_folder
 from panels import PANELS
 from utils import say, warn
 
@@ -40,7 +39,7 @@ class TensorBoard:
         from tensorboardX import SummaryWriter  # imported here because it takes 0.2 s
 
         self.folder = run / "tensorboard"
-        self.local = tempfile.mkdtemp(prefix="trifold-") if is_remote(run) else self.folder
+        self.local = local_folder(self.folder)
         # The suffix, because the names have no time below a second.
         options = dict(purge_step=step + 1, filename_suffix=f".{step}")
         self.writer = SummaryWriter(os.fspath(self.local), **options)
@@ -56,9 +55,7 @@ class TensorBoard:
     def upload(self):
         """Bring the file up to date."""
         self.writer.flush()
-        if is_remote(self.folder):
-            fs, remote = fsspec.url_to_fs(os.fspath(self.folder))
-            fs.put(f"{self.local}/", f"{remote}/", recursive=True)
+        upload_folder(self.local, self.folder)
 
 
 # ---- Weights & Biases
@@ -100,12 +97,16 @@ def has_wandb_key() -> bool:
 def init_wandb(run: epath.Path, cfg: Config, mode: str):
     import wandb
 
+    if mode == "offline" and is_remote(run):
+        folder = tempfile.mkdtemp(prefix="trifold-")  # it stays, for `wandb sync`
+    else:
+        folder = local_folder(run)
     session = wandb.init(
         project=cfg.log.wandb_project,
         name=cfg.run.name,
         id=json.loads((run / "config.json").read_text())["run_id"],
         config={section: asdict(getattr(cfg, section)) for section in config.SECTIONS},
-        dir=tempfile.mkdtemp(prefix="trifold-") if is_remote(run) else os.fspath(run),
+        dir=os.fspath(folder),
         mode=mode,
         resume="allow",
         settings=wandb.Settings(init_timeout=30, console="off", save_code=False, disable_git=True),

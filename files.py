@@ -1,13 +1,17 @@
-"""Files and folders, local or in a bucket: paths, atomic writes, unused names, moves, .npy bytes.
+"""Files and folders, local or in a bucket: paths, atomic writes, unused names, moves, uploads, .npy
+bytes.
 
 This module does not import jax, so that scripts that only prepare files start at once.
 """
 
+import atexit
 import io
 import logging
 import os
 import re
+import shutil
 import stat
+import tempfile
 import uuid
 from pathlib import Path
 
@@ -127,6 +131,24 @@ def move_folder(path: epath.Path, where: epath.Path):
     for depth in sorted({name.count("/") for name in found}, reverse=True):
         names = [name for name in found if name.count("/") == depth]
         fs.mv(names, [new + name.removeprefix(old) for name in names])
+
+
+def local_folder(path: epath.Path) -> epath.Path:
+    """The folder itself, or for one in a bucket a temporary folder, which `upload_folder` copies
+    there and which is removed when this process exits."""
+    if not is_remote(path):
+        return path
+    folder = tempfile.mkdtemp(prefix="trifold-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return epath.Path(folder)
+
+
+def upload_folder(local: epath.Path, path: epath.Path):
+    """Copy what is in `local`, which is local_folder(path), to the bucket of path, if it is in
+    one."""
+    if is_remote(path):
+        fs, remote = fsspec.url_to_fs(os.fspath(path))
+        fs.put(f"{local}/", f"{remote}/", recursive=True)
 
 
 def npy_bytes(array: np.ndarray) -> bytes:

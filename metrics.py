@@ -7,7 +7,6 @@ step returns needs no line here; a dict of arrays needs an entry in panels.PANEL
 import gc
 import json
 import os
-import tempfile
 import time
 
 import numpy as np
@@ -17,7 +16,7 @@ import errors
 from boards import TensorBoard, finish_wandb, send_to_wandb, start_wandb
 from config import Config
 from errors import UserError
-from files import is_remote, write_whole
+from files import is_remote, local_folder, write_whole
 from mixture import read_sets
 from panels import PANELS, write_png
 from rundir import read_record
@@ -45,9 +44,7 @@ class RowFile:
         """patience: seconds for which writing may fail; the rows wait in memory meanwhile."""
         lines = read_lines(path, step)
         self.path, self.rows = path, [json.loads(line) for line in lines]
-        self.local_path, self.patience = path, patience
-        if is_remote(path):
-            self.local_path = epath.Path(tempfile.mkdtemp(prefix="trifold-")) / path.name
+        self.local_path, self.patience = local_folder(path.parent) / path.name, patience
         if is_lead() and (lines or path.exists()):
             write_whole(self.local_path, "".join(lines))
         self.size, self.unwritten = sum(len(line.encode()) for line in lines), b""

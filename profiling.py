@@ -7,17 +7,15 @@ import base64
 import math
 import os
 import re
-import tempfile
 from contextlib import contextmanager
 
-import fsspec
 import jax
 import numpy as np
 from etils import epath
 from jax.experimental.profiler import get_profiled_instructions_proto
 
 from config import SLICE, Config
-from files import is_remote, write_whole
+from files import local_folder, upload_folder, write_whole
 from metrics import MetricsLog
 from utils import AXES, exchange, is_lead, run_on_lead, say, warn
 
@@ -269,9 +267,7 @@ class Profile:
             self.state = "traced"
 
     def start(self):
-        self.local_path = self.path
-        if is_remote(self.path):
-            self.local_path = epath.Path(tempfile.mkdtemp(prefix="trifold-"))
+        self.local_path = local_folder(self.path)
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # it would slow the host that is being measured
         jax.profiler.start_trace(os.fspath(self.local_path), profiler_options=options)
@@ -279,9 +275,7 @@ class Profile:
 
     def stop(self):
         jax.profiler.stop_trace()
-        if is_remote(self.path):
-            fs, remote_path = fsspec.url_to_fs(os.fspath(self.path))
-            fs.put(f"{self.local_path}/", f"{remote_path}/", recursive=True)
+        upload_folder(self.local_path, self.path)
 
     def learned_times(self, step: int) -> bytes:
         """With train.pgle, after the last traced update: the times that operations took, as XLA

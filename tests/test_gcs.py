@@ -1,6 +1,7 @@
 """gs:// from end to end, in real processes on an emulated bucket: data, training, resuming, locking
 and sampling.  The processes share a compilation cache, which saves most of their time."""
 
+import copy
 import json
 import os
 import re
@@ -278,6 +279,19 @@ def test_a_run_is_evaluated_in_a_bucket_that_can_only_be_read(bucket, run_a, fla
     assert f"validation loss {loss:.4f}" in output
     assert "cannot write to gs://bucket/runs/a" in refusal and "Traceback" not in refusal
     assert bucket.contents(run_a) == before
+
+
+def test_a_stopped_run_in_a_bucket_leaves_no_temporary_files(bucket, run_a, flags, tmp_path):
+    there = copy.copy(bucket)
+    there.env = bucket.env | dict(TMPDIR=str(tmp_path))
+    files = ["--log.tensorboard", True, "--train.profile", 2, 1]
+    process = start(there, "train.py", *flags, *files, "--train.steps", 10**6, "--run.name", "stop")
+    wait_for_object(bucket, "runs/stop/checkpoints/4/commit_success.txt", process)
+    assert len([*tmp_path.glob("trifold-*")]) == 4
+    process.send_signal(signal.SIGTERM)
+    finish(process, 75)
+    assert bucket.names("runs/stop/tensorboard/") and bucket.names("runs/stop/profile/plugins/")
+    assert not [*tmp_path.glob("trifold-*")]
 
 
 def test_a_run_is_sampled_from_its_bucket(bucket, run_a):

@@ -353,6 +353,8 @@ def test_rows_wait_for_storage_that_fails_for_a_while(tmp_path, monkeypatch, cap
     """Where the folder does not exist yet, locally and as on an object store."""
     for remote in (False, True):
         monkeypatch.setattr(metrics, "is_remote", lambda path, remote=remote: remote)
+        if remote:
+            monkeypatch.setattr(metrics, "local_folder", lambda path: epath.Path(tmp_path))
         path = epath.Path(tmp_path / f"{remote}" / "metrics.jsonl")
         rows = metrics.RowFile(path, 0, patience=1.5)
         for step in (1, 2):
