@@ -15,6 +15,15 @@ BUSY = 8  # another live run uses the run directory
 HUNG = 9  # nothing moved for run.hang_timeout
 INTERRUPTED = 75  # stopped by SIGTERM or Ctrl-C; the same command resumes
 
+TEMPORARY = {
+    STORAGE: "storage failed",
+    DISTRIBUTED: "another process was lost",
+    HUNG: "nothing moved",
+    INTERRUPTED: "preempted",
+}
+"""What may be over when training starts again, so that run.restarts and scripts/launch.py do that
+after these exit codes."""
+
 
 class Problem(NamedTuple):
     """One error, printed on two lines: what is wrong, and how to fix it."""

@@ -10,20 +10,12 @@ import sys
 import time
 
 from config import Config
-from errors import DISTRIBUTED, HUNG, INTERRUPTED, STORAGE
+from errors import INTERRUPTED, TEMPORARY
 from files import run_path, saved_steps
 
 LAST_END = "TRIFOLD_LAST_END"
 """The environment variable that tells a training process that it has such a parent, and how the one
 before it ended; empty for the first."""
-
-REASONS = {
-    STORAGE: "storage failed",
-    DISTRIBUTED: "another process was lost",
-    HUNG: "nothing moved",
-    INTERRUPTED: "preempted",
-}
-"""The exit codes after which training is started again."""
 
 
 def is_parent(cfg: Config) -> bool:
@@ -79,7 +71,7 @@ class Child:
 def supervise(cfg: Config) -> int:
     """Train with this process's command line, again and again, and return the exit code.
 
-    Training is started again after the exit codes in REASONS and after signals, if this process
+    Training is started again after the exit codes in TEMPORARY and after signals, if this process
     itself was not told to stop, at most run.restarts times in a row without a new checkpoint.
     """
     child, tries, newest, last_end = Child(), 0, newest_checkpoint(cfg), ""
@@ -88,7 +80,7 @@ def supervise(cfg: Config) -> int:
         code = child.run(words, last_end)
         if "--fresh" in words and run_id(cfg) not in (None, old_run):  # the old run is moved
             words.remove("--fresh")
-        last_end = f"exit code {code}, {REASONS[code]}" if code in REASONS else ""
+        last_end = f"exit code {code}, {TEMPORARY[code]}" if code in TEMPORARY else ""
         if code < 0:
             last_end = f"signal {signal.Signals(-code).name}"
         # It may have ended before it had a handler.

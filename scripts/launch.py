@@ -29,10 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from cli import quit_on_error
-from errors import DISTRIBUTED, HUNG, INTERRUPTED, STORAGE, USAGE, Problem, UserError, or_list
-
-AGAIN = {STORAGE, DISTRIBUTED, HUNG, INTERRUPTED}
-"""The exit codes after which train.py is started again, as with run.restarts."""
+from errors import DISTRIBUTED, INTERRUPTED, TEMPORARY, USAGE, Problem, UserError, or_list
 
 # In seconds:
 POLL = 1  # between looks at the workers
@@ -125,7 +122,7 @@ def run_on_all(commands: dict[str, list[str]], dry_run: bool) -> tuple[int, int]
 
     When one ends, or at KeyboardInterrupt, which is raised again, the others are stopped.  Returns
     (exit code, last update).  The exit code is one after which a restart is of no use, if a worker
-    ended so, else one of AGAIN, else 0; a worker that was lost or killed counts as DISTRIBUTED.
+    ended so, else one of TEMPORARY, else 0; a worker that was lost or killed counts as DISTRIBUTED.
     """
     if dry_run:
         print("\n".join(map(shlex.join, commands.values())))
@@ -148,7 +145,7 @@ def run_on_all(commands: dict[str, list[str]], dry_run: bool) -> tuple[int, int]
         for worker in workers if failed else []:
             worker.report()
     codes = {DISTRIBUTED if w.code is None or w.code > 127 else w.code for w in workers} - {0}
-    return min(codes - AGAIN or codes, default=0), max(w.update for w in workers)
+    return min(codes - TEMPORARY.keys() or codes, default=0), max(w.update for w in workers)
 
 
 # ---- Cloud TPU
@@ -321,8 +318,8 @@ class Tpu:
         return self.run(workers, "trifold", self.command)
 
     def train_with_restarts(self, archive: str) -> int:
-        """Train until train.py ends with a code that is not in AGAIN, or too many restarts in a row
-        have made no new update."""
+        """Train until train.py ends with a code that is not in TEMPORARY, or too many restarts in a
+        row have made no new update."""
         tries, reached = 0, 0
         while True:
             try:
@@ -332,7 +329,7 @@ class Tpu:
                 code, update = DISTRIBUTED, 0
             tries = 1 if update > reached else tries + 1
             reached = max(reached, update)
-            if code not in AGAIN:
+            if code not in TEMPORARY:
                 return code
             if tries > self.restarts:
                 say(f"{self.restarts} starts in a row have made no new update")
