@@ -116,11 +116,17 @@ def init_wandb(run: epath.Path, cfg: Config, mode: str):
 
 
 def send_to_wandb(session, row: dict):
-    """Send a row, its fields named kind/field.  A failure is only a warning."""
+    """Send a row, its fields named kind/field, and lists as histograms.  A failure is only a
+    warning."""
     if session is None:
         return
     try:
-        session.log(row_fields(row) | dict(step=row["step"]))
+        import wandb
+
+        fields = row_fields(row)
+        lists = {name: x for name, x in fields.items() if isinstance(x, list)}
+        histograms = {name: wandb.Histogram(x) for name, x in lists.items()}
+        session.log(fields | histograms | dict(step=row["step"]))
     except Exception as e:  # wandb raises many types, and none of them may stop the run
         warn(f"wandb lost a row ({type(e).__name__}: {str(e)[:200]})")
 

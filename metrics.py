@@ -125,22 +125,18 @@ class MetricsLog:
     MAX_SKIPS = 10
 
     def __init__(
-        self,
-        run: epath.Path,
-        cfg: Config,
-        step: int,
-        flops_per_token: float,
-        by_source=None,
+        self, run: epath.Path, cfg: Config, step: int, flops_per_token: float, tokens_by_source
     ):
         """step: the update the run resumes from.  flops_per_token: forward and backward.
-        by_source: the function from a step to {source: tokens until then}; by default all updates
-        have train.batch_size sequences."""
-        self.by_source = by_source or (lambda n: {"": n * cfg.train.batch_size * cfg.train.seq_len})
+        tokens_by_source: as Dataset.tokens_by_source."""
+        self.tokens_by_source = tokens_by_source
         self.cfg, self.run, self.first_step = cfg, run, step
         self.flops_per_token, self.peak = flops_per_token, peak_flops(cfg)
         parent = (run_on_lead(read_record, run) or {}).get("parent", {})  # the lead writes rows
         is_branch = cfg.run.start_with == "state" and parent.get("step") == step
         self.first_tokens = parent["tokens"] if is_branch else self.tokens_until(step)
+        """All tokens before first_step.  They are not tokens_until(first_step) where these updates
+        had another batch size: those of a parent, or of a start before a run.accept."""
         self.start = self.clock = time.perf_counter()
         self.pending = None  # (step, metrics) of the newest update, not written yet
         self.skips = 0  # updates in a row, up to the newest, that were not finite
@@ -173,12 +169,12 @@ class MetricsLog:
             say(f"updates {step + 1} to {cfg.train.steps}")
 
     def tokens_until(self, step: int) -> int:
-        return sum(self.by_source(step).values())
+        return sum(self.tokens_by_source(step).values())
 
     def track(self, row: dict):
         """Record the values of a row that the pictures and the count of skipped updates need."""
         if row["kind"] == "train":
-            if row["step"] == self.first_step:  # run.accept may have changed the batch size since
+            if row["step"] == self.first_step:
                 self.first_tokens = row["tokens"]
             self.train_losses[row["step"]] = row["loss"]
             self.skips = self.skips + 1 if None in (row["loss"], row["grad_norm"]) else 0
@@ -206,7 +202,7 @@ class MetricsLog:
         self.pending = (step, metrics)
 
     def flush(self):
-        """Wait for the pending update and write its row.  Raises as check_skips does."""
+        """Wait for the pending update and write its rows.  Raises as check_skips does."""
         if self.pending is None:
             return
         (step, metrics), self.pending = self.pending, None
@@ -216,22 +212,9 @@ class MetricsLog:
             for name, arrays in metrics.items()
             if isinstance(arrays, dict)
         }
-        others = [name for name in metrics if name not in SCALARS and name not in panels]
-        scalars = {name: float(metrics[name]) for name in (*SCALARS, *others)}
-        if step == self.first_step + 1:
-            self.start = self.clock  # the estimate of the end leaves out what happens only once
-        now = time.perf_counter()
-        seconds, self.clock = now - self.clock, now
-        tokens, before = self.tokens_until(step), self.tokens_until(step - 1)
-        rate = (tokens - before) / seconds
-        mfu = None if self.peak is None else rate * self.flops_per_token / self.peak
-        speed = dict(step_time=seconds, tokens_per_sec=rate, mfu=mfu)
-        fields = {name: finite_or_none(x) for name, x in scalars.items()}
-        # Goes on from the parent's tokens, or from those of updates with another batch size.
-        tokens += self.first_tokens - self.tokens_until(self.first_step)
-        sources = self.by_source(step)
-        by_source = {} if "" in sources else dict(tokens_by_source=sources)
-        self.write(dict(kind="train", step=step, **fields, tokens=tokens, **by_source, **speed))
+        scalars = {name: float(metrics[name]) for name in SCALARS | metrics if name not in panels}
+        speed = self.measure_speed(step)
+        self.write_update(step, scalars, speed)
         is_first_or_last = step in (self.first_step + 1, self.cfg.train.steps)
         for name, arrays in panels.items():
             if is_first_or_last or step % self.panels[name].every == 0:
@@ -240,6 +223,23 @@ class MetricsLog:
             summaries = [self.panels[name].summary(arrays) for name, arrays in panels.items()]
             self.print_update(step, scalars, speed, summaries)
         self.check_skips(step, scalars)
+
+    def measure_speed(self, step: int) -> dict:
+        """The speed of update `step`, which has just ended; begins to time the next one."""
+        if step == self.first_step + 1:
+            self.start = self.clock  # the estimate of the end leaves out what happens only once
+        now = time.perf_counter()
+        seconds, self.clock = now - self.clock, now
+        rate = (self.tokens_until(step) - self.tokens_until(step - 1)) / seconds
+        mfu = None if self.peak is None else rate * self.flops_per_token / self.peak
+        return dict(step_time=seconds, tokens_per_sec=rate, mfu=mfu)
+
+    def write_update(self, step: int, scalars: dict, speed: dict):
+        tokens = self.first_tokens + self.tokens_until(step) - self.tokens_until(self.first_step)
+        fields = {name: finite_or_none(x) for name, x in scalars.items()} | dict(tokens=tokens)
+        if "" not in (sources := self.tokens_by_source(step)):  # a mixture
+            fields["tokens_by_source"] = sources
+        self.write(dict(kind="train", step=step) | fields | speed)
 
     def write_panel(self, step: int, name: str, arrays: dict):
         """Write a panel's row, and warn of its new alarms."""

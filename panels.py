@@ -162,14 +162,12 @@ class NormsPanel(Panel):
 
     @staticmethod
     def board_fields(row: dict) -> dict:
-        """Each layer's norms, and a histogram over the layers."""
-        import wandb
-
+        """Each layer's norms, and the finite ones of all layers as a list, for a histogram."""
         fields = {}
         for name in SIZES:
             fields |= {f"{name}/{x}": y for x, y in zip(row["layer"], row[name], strict=False)}
             finite = [x for x in row[name] if x is not None]
-            fields[f"{name}_histogram"] = wandb.Histogram(finite) if finite else None
+            fields[f"{name}_histogram"] = finite or None
         return fields
 
     def draw(self, run: epath.Path):

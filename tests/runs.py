@@ -13,10 +13,12 @@ from pathlib import Path
 import jax
 import pytest
 from conftest import ROOT
+from etils import epath
 
 import cli
 import config
 import files
+import metrics
 import train
 import utils
 from config import Config
@@ -113,6 +115,12 @@ def start_two(first: Config, second: Config | None = None, cwd=(None, None), n_p
         shared = dict(coordinator=f"127.0.0.1:{port}", num_processes=n_processes, process_id=n)
         both.append(start(replace(cfg, run=replace(cfg.run, **shared)), env=env, cwd=cwd[n]))
     return both
+
+
+def open_log(run: Path, cfg: Config, step: int) -> metrics.MetricsLog:
+    """The log of a run whose updates all have train.batch_size sequences."""
+    n = cfg.train.batch_size * cfg.train.seq_len
+    return metrics.MetricsLog(epath.Path(run), cfg, step, 1.0, lambda step: {"": step * n})
 
 
 def contents(run: Path) -> dict:

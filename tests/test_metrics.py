@@ -18,6 +18,7 @@ import optax
 import pytest
 from conftest import on_mesh
 from etils import epath
+from runs import open_log
 
 import boards
 import cli
@@ -63,18 +64,18 @@ def test_lost_rows_are_said(tmp_path, capsys):
     cases = {range(6): "", range(4, 6): "", (6,): "", (0, 3): lost.format(4), (): lost.format(6)}
     for kept, said in cases.items():
         (path / "metrics.jsonl").write_text("".join(rows[n] for n in kept))
-        metrics.MetricsLog(path, cfg, 6, flops_per_token=1.0).close()
+        open_log(path, cfg, 6).close()
         warnings = capsys.readouterr().err
         assert said in warnings and ("lost" in warnings) == bool(said)
     record = json.loads(cli.to_json(cfg, parent=dict(step=6, tokens=1)))
     (path / "config.json").write_text(json.dumps(record))  # a branch killed in its first updates
-    metrics.MetricsLog(path, cfg, 6, flops_per_token=1.0).close()
+    open_log(path, cfg, 6).close()
     assert "lost" not in capsys.readouterr().err
 
 
 def test_rows_are_written_one_update_late_and_nan_is_null(tmp_path, capsys):
     cfg = on_mesh(config.tiny(), (1, 1, 1), log=dict(every=1))
-    log = metrics.MetricsLog(epath.Path(tmp_path), cfg, 0, flops_per_token=1.0)
+    log = open_log(tmp_path, cfg, 0)
     names = ("loss", "grad_norm", "lr", "entropy")
     log.add_update(1, dict(zip(names, jnp.float32([2, 1, 0.1, 3]), strict=True)))
     assert not (tmp_path / "metrics.jsonl").exists()
@@ -97,7 +98,7 @@ def test_the_time_left_counts_evaluations_and_not_the_start(tmp_path, monkeypatc
     monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     cfg = on_mesh(config.tiny(), (1, 1, 1), log=dict(every=1))
     scalars = {name: jnp.float32(1) for name in ("loss", "grad_norm", "lr")}
-    log = metrics.MetricsLog(epath.Path(tmp_path), cfg, 10, flops_per_token=1.0)
+    log = open_log(tmp_path, cfg, 10)
     log.run_untimed(wait, 1000)  # compiling
     log.run_untimed(wait, 100)  # the first checkpoint
     for step in (11, 12, 13):
@@ -295,7 +296,7 @@ def test_a_panel_is_one_entry_in_a_table(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(metrics, "start_wandb", lambda run, cfg: Session)
     cfg = on_mesh(config.tiny(), (1, 1, 1), log=dict(every=10))
     for first in (0, 1):  # a run and its resume
-        log = metrics.MetricsLog(epath.Path(tmp_path), cfg, first, flops_per_token=1.0)
+        log = open_log(tmp_path, cfg, first)
         scalars = {name: jnp.float32(1) for name in ("loss", "grad_norm", "lr")}
         log.add_update(first + 1, scalars | dict(layers=dict(norm=jnp.float32([1, 2]))))
         log.close()
@@ -325,12 +326,21 @@ def read_scalars(run: Path) -> dict:
     return found
 
 
+def test_wandb_gets_a_histogram_of_norms_and_tensorboard_no_wandb():
+    sent, sizes = [], {name: [1.0, None] for name in panels.SIZES}
+    row = dict(kind="norms", step=1, layer=["layer 1", "layer 2"], **sizes)
+    assert boards.row_fields(row)["norms/weight_histogram"] == [1.0]
+    boards.send_to_wandb(SimpleNamespace(log=sent.append), row)
+    assert sum(sent[0]["norms/weight_histogram"].histogram) == 1
+    assert sent[0]["norms/weight/layer 1"] == 1 and sent[0]["step"] == 1
+
+
 def test_tensorboard_has_the_numbers_of_the_rows_also_after_a_resume(tmp_path):
     sections = dict(log=dict(wandb="off", tensorboard=True, norms_every=1))
     cfg = on_mesh(config.tiny(), (1, 1, 1), **sections)
     norms = {name: jnp.arange(4.0) for name in panels.SIZES}
     for first, last in ((0, 3), (1, 2)):  # the resume makes update 2 again
-        log = metrics.MetricsLog(epath.Path(tmp_path), cfg, first, flops_per_token=1.0)
+        log = open_log(tmp_path, cfg, first)
         for step in range(first + 1, last + 1):
             scalars = {name: jnp.float32(last + step) for name in ("grad_norm", "lr")}
             log.add_update(step, scalars | dict(loss=jnp.float32(jnp.nan), norms=norms))

@@ -12,12 +12,11 @@ from cases import ALL_EXPERTS, MIXED, PLAIN, batch
 from conftest import on_mesh
 from conftest import run as run_script
 from etils import epath
-from runs import copy_run, final_weights, losses, new_run, refusal, rows
+from runs import copy_run, final_weights, losses, new_run, open_log, refusal, rows
 
 import attention
 import config
 import layers
-import metrics
 import norms
 import optim
 import train
@@ -270,7 +269,7 @@ def test_an_alarm_is_said_once_also_after_a_resume(base, tmp_path, capsys):
     n, path = len(norms.layer_names(cfg)), epath.Path(tmp_path)
     scalars = dict(loss=1.0, grad_norm=1.0, lr=1.0)
     for first in (0, 8):
-        log = metrics.MetricsLog(path, cfg, first, flops_per_token=1.0)
+        log = open_log(path, cfg, first)
         for step in range(first + 1, first + 9):
             load = np.full((4, 4), 25.0)
             load[2] = [60, 30, 9, 1] if step > 1 else 25  # the last has 4 % of an even load
