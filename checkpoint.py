@@ -10,9 +10,12 @@ import sys
 import threading
 import time
 import zlib
+from collections import Counter
 from contextlib import suppress
+from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -84,8 +87,10 @@ def find_fault(folder: Path) -> str:
     return ""
 
 
-def loss_of(metrics: dict) -> float:
-    return metrics["loss"]
+def differences(there: dict, here: dict) -> dict[str, tuple]:
+    """{name: (value there, value here)} of what differs, "nothing" where one of them has none."""
+    pairs = {n: (there.get(n, "nothing"), here.get(n, "nothing")) for n in here | there}
+    return {n: (a, b) for n, (a, b) in pairs.items() if a != b}
 
 
 class PeerFailed(RuntimeError):
@@ -155,6 +160,16 @@ class SaveBarrier:
             self.over = True
 
 
+class Failure(NamedTuple):
+    """Why the last save has failed, and what follows."""
+
+    error: UserError
+    retry_at: float
+    """When it may be tried again, by time.monotonic."""
+    is_final: bool
+    """It is not tried again: the run ends with the error."""
+
+
 class Checkpoints:
     """The checkpoints of a run, saved in the background and verified when they are restored.
 
@@ -203,22 +218,16 @@ class Checkpoints:
         self.newest = None
         """The step of the last checkpoint that this object restored, saved or started to save."""
         self.complete = None
-        """The last of these that is complete."""
-        self.writing = None
-        """The step that is being written in the background."""
+        """The last of these that is known to be complete."""
+        self.failure = None
+        """The Failure of saving `newest`, until `recover`."""
+        self.failed = []
+        """(step, time) of each save that has failed since one was complete."""
         self.saved_at = time.monotonic()
         """When the last save was started, or this object made."""
         self.several, self.n_saves = jax.process_count() > 1, 0
-        self.failure = None
-        """The UserError of the last save, if it has failed, until `recover`."""
-        self.failing_since = None
-        """When the first save failed since one was complete."""
-        self.retry_at, self.gives_up = 0.0, False
-        """When `recover` may go on after a failure, and whether it raises it instead."""
         self.items = {}
         """{item: how many arrays of it were saved last}."""
-        self.failed = []
-        """The steps whose saves have failed since one was complete."""
         self.warned_of = None
         """The step that was being written when a save was last skipped."""
         self.open_manager()
@@ -232,6 +241,7 @@ class Checkpoints:
         else:
             kept, by_loss = [checkpoint_managers.LatestN(self.keep)], {}
             if self.best:
+                loss_of = itemgetter("loss")
                 choice = dict(n=self.BEST, reverse=True, keep_checkpoints_without_metrics=False)
                 kept.append(checkpoint_managers.BestN(get_metric_fn=loss_of, **choice))
                 by_loss = dict(best_fn=loss_of, best_mode="min")  # else no loss is written or read
@@ -357,30 +367,28 @@ class Checkpoints:
         """Raise UserError CHECKPOINT if format, settings, shapes or dtypes in meta differ from this
         run's.  A setting that was saved as null is not compared: imported weights have no data."""
         compared = [n for n in self.settings if n.removesuffix(" fingerprint") not in self.accept]
-        there = {name: meta["must"].get(name, "nothing") for name in compared}
-        there = {name: value for name, value in there.items() if value is not None}
-        here = {name: self.settings[name] for name in there}
-        there["format"], here["format"] = meta["format"], self.FORMAT
-        for name, (shape, dtype, _) in meta["leaves"].items():
-            if name.split("/")[0] in abstract:
-                there[name] = f"{dtype}{shape}"
-        for name, x in leaf_table(abstract).items():
-            here[name] = f"{x.dtype}{list(x.shape)}"
-        pairs = {n: (there.get(n, "nothing"), here.get(n, "nothing")) for n in here | there}
-        pairs = {n: pair for n, pair in pairs.items() if pair[0] != pair[1]}
-        absent = [n for n, x in pairs.items() if "nothing" in x]
-        in_one = {why: [n for n in absent if n.startswith(x)] for x, why in self.OPTIONAL.items()}
-        if any(n.startswith("params/") for n in pairs):
-            in_one = {}  # the model is another, so its moments are too
-        listed = {n for names in in_one.values() for n in names}
-        differ = [f"{n}: {a} there, {b} here" for n, (a, b) in pairs.items() if n not in listed]
-        differ += [f"{len(names)} arrays are of {why}" for why, names in in_one.items() if names]
+        there = {n: meta["must"].get(n, "nothing") for n in compared}
+        there = {n: x for n, x in there.items() if x is not None} | dict(format=meta["format"])
+        here = self.settings | dict(format=self.FORMAT)
+        settings = differences(there, {n: here[n] for n in there})
+        leaves = {n: x for n, x in meta["leaves"].items() if n.split("/")[0] in abstract}
+        there = {n: f"{dtype}{shape}" for n, (shape, dtype, _) in leaves.items()}
+        here = {n: f"{x.dtype}{list(x.shape)}" for n, x in leaf_table(abstract).items()}
+        arrays, optional = differences(there, here), {}
+        # Otherwise the model is another, so its moments are too.
+        if not any(n.startswith("params/") for n in arrays):
+            for prefix, why in self.OPTIONAL.items():
+                found = [n for n, x in arrays.items() if n.startswith(prefix) and "nothing" in x]
+                optional |= dict.fromkeys(found, why)
+        pairs = {n: x for n, x in (settings | arrays).items() if n not in optional}
+        differ = [f"{n}: {a} there, {b} here" for n, (a, b) in pairs.items()]
+        differ += [f"{n} arrays are of {why}" for why, n in Counter(optional.values()).items()]
         if differ:
             more = f", and {len(differ) - 10} more" if len(differ) > 10 else ""
             what = f"checkpoint {self.path / str(step)} is of another run: "
             fix = "give the values in its run's config.json, or another --run.name, or --fresh; "
             fix += "what is not the shape of a weight, --run.accept can name"
-            fix += "; or start another run from it with --run.start_from" if listed else ""
+            fix += "; or start another run from it with --run.start_from" if optional else ""
             raise UserError(errors.CHECKPOINT, what + "; ".join(differ[:10]) + more, fix)
 
     def move_to_damaged(self, step: int) -> epath.Path:
@@ -413,7 +421,7 @@ class Checkpoints:
         self.finish()
         now = time.monotonic()
         if self.failure is not None:
-            return now >= self.retry_at
+            return now >= self.failure.retry_at
         return now >= self.saved_at + 60 * minutes if minutes else every == 0
 
     def save(self, step: int, state: dict, loss: float | None = None, last: bool = False) -> bool:
@@ -471,7 +479,6 @@ class Checkpoints:
         try:
             started = self.manager.save(step, args=args, metrics=metrics, force=True)
             assert started, f"orbax declined to save {step}; it has {self.manager.all_steps()}"
-            self.writing = step
         except Exception as e:  # note_failure raises what storage cannot have caused
             # The other processes wait for this one at orbax's collectives, on the main thread, so
             # it cannot go on with training.
@@ -483,16 +490,15 @@ class Checkpoints:
 
     def finish(self):
         """Wait until the last save is complete.  If it has failed, warn; `recover` is to follow."""
-        if self.writing is None:
+        if self.newest == self.complete or self.failure is not None:
             return
-        step, self.writing = self.writing, None
         try:
             self.manager.wait_until_finished()
-            self.check_written(step)
+            self.check_written(self.newest)
         except Exception as e:  # note_failure raises what storage cannot have caused
-            self.note_failure(step, e)
+            self.note_failure(self.newest, e)
         else:
-            self.complete, self.failing_since = step, None
+            self.complete = self.newest
             self.remove_parts()  # again: a failed save may have gone on in the background
             self.failed = []
 
@@ -507,16 +513,15 @@ class Checkpoints:
         reason = re.sub(r"\s+", " ", str(error).replace(f"{self.path}/", ""))[:400]
         what = f"checkpoint {step} could not be written to {self.path}: {reason}"
         fix = "make room or fix the storage, and run the same command again to resume"
-        self.failure, now = UserError(errors.STORAGE, what, fix), time.monotonic()
-        self.failing_since = self.failing_since or now
-        left = self.failing_since + self.patience - now
-        wait = max(0, min(60, 5 * 2 ** len(self.failed), left))
-        self.retry_at = now + wait
-        self.gives_up = is_final or left <= 0 or self.complete is None
-        self.failed.append(step)
+        now = time.monotonic()
+        self.failed.append((step, now))
+        left = self.failed[0][1] + self.patience - now
+        wait = max(0, min(60, 5 * 2 ** (len(self.failed) - 1), left))
+        is_final = is_final or left <= 0 or self.complete is None
+        self.failure = Failure(UserError(errors.STORAGE, what, fix), now + wait, is_final)
         if not self.several:  # other processes may still write there
             self.remove_parts()
-        if is_lead() and not self.gives_up:
+        if is_lead() and not is_final:
             warn(f"{what}; the next try is in {wait:.0f} s, the last in {left:.0f} s")
         elif not is_lead() and not isinstance(error, PeerFailed):
             print(f"warning: {what}", file=sys.stderr, flush=True)
@@ -532,17 +537,19 @@ class Checkpoints:
         if all_agree(self.failure is None):
             return True
         run_on_lead(self.give_up)
-        ours = [time.monotonic() >= self.retry_at, self.complete, self.failed[-1:]]
-        is_time, self.complete, failed = json.loads(exchange(json.dumps(ours))[0])
+        is_time = self.failure is None or time.monotonic() >= self.failure.retry_at
+        ours = [is_time, self.complete, self.failed[-1:]]
+        is_time, complete, failed = json.loads(exchange(json.dumps(ours))[0])
         if not is_time:
             return False
+        self.complete = complete
         try:
             with suppress(Exception):  # those of the failed save; its threads have ended then
                 self.manager.close()
             self.remove_parts()
             self.open_manager()
-            if failed and failed[0] in self.manager.all_steps():
-                self.check_failed(failed[0])
+            if failed and (step := failed[0][0]) in self.manager.all_steps():
+                self.check_failed(step)
         except Exception as e:  # note_failure raises what storage cannot have caused
             self.note_failure(self.newest, e, is_final=self.several)
             self.give_up()
@@ -553,20 +560,20 @@ class Checkpoints:
     def check_failed(self, step: int):
         """Decide about a checkpoint that exists although its save has failed: it counts as
         complete, or is moved to damaged/."""
-        fault = ""
+        is_whole = True
         try:
             self.check_written(step)
-        except Damaged as e:
-            fault = str(e)
-        if all_agree(not fault):
-            self.complete, self.failing_since, self.failed = step, None, []
+        except Damaged:
+            is_whole = False
+        if all_agree(is_whole):
+            self.complete, self.failed = step, []
         else:
             self.move_to_damaged(step)
 
     def give_up(self):
         """Raise the failure of the last save if it is not to be tried again."""
-        if self.failure is not None and self.gives_up:
-            raise self.failure
+        if self.failure is not None and self.failure.is_final:
+            raise self.failure.error
 
     def check_written(self, step: int):
         """Raises Damaged if meta or an array of a checkpoint is missing.
@@ -599,7 +606,7 @@ class Checkpoints:
 
     def remove_parts(self):
         """Remove what failed saves have left, which may be why the disk is full."""
-        for step in self.failed if is_lead() and not is_remote(self.path) else []:
+        for step, _ in self.failed if is_lead() and not is_remote(self.path) else []:
             with suppress(OSError):  # it is tried again after the next save
                 for folder in self.path.glob(f"{step}.orbax-checkpoint-tmp*"):
                     folder.rmtree()
@@ -608,5 +615,5 @@ class Checkpoints:
         """Return once every checkpoint is complete.  Raises UserError STORAGE if one is not."""
         self.finish()
         if self.failure is not None:
-            raise self.failure
+            raise self.failure.error
         self.manager.close()

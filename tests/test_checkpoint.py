@@ -309,4 +309,4 @@ def test_a_peer_that_is_lost_in_a_save_is_no_storage_error(tmp_path):
             store.note_failure(1, kind("UNKNOWN: Gloo AllGather failed: Connection reset by peer"))
     assert store.failure is None
     store.note_failure(1, RuntimeError("disk full"), is_final=True)
-    assert store.failure.code == STORAGE
+    assert store.failure.error.code == STORAGE

@@ -298,7 +298,7 @@ def test_a_save_of_which_a_part_is_missing_has_failed(tmp_path, capsys, monkeypa
     monkeypatch.setattr(store.manager, "wait_until_finished", wait_and_lose)
     assert not store.save(2, state, last=True)
     assert "not all that was written is there" in capsys.readouterr().err
-    store.retry_at = 0
+    store.failure = store.failure._replace(retry_at=0)
     assert store.save(2, state, last=True) and saved(tmp_path) == {1, 2}
     assert (tmp_path / "damaged" / "2").exists()
 
@@ -315,9 +315,9 @@ def test_storage_that_still_fails_when_it_is_tried_again_is_waited_for(tmp_path,
     assert not store.save(2, state) and not store.save(2, state)
     with monkeypatch.context() as still:
         still.setattr(store, "open_manager", fail)
-        store.retry_at = 0
-        assert not store.save(3, state) and store.retry_at > 0
-    store.retry_at = 0
+        store.failure = store.failure._replace(retry_at=0)
+        assert not store.save(3, state) and store.failure.retry_at > 0
+    store.failure = store.failure._replace(retry_at=0)
     assert store.is_late(every=10, minutes=0)
     assert store.save(4, state, last=True) and saved(tmp_path) == {1, 4}
 
@@ -336,7 +336,7 @@ def test_a_save_that_is_there_although_it_failed_counts(tmp_path, monkeypatch):
 
     monkeypatch.setattr(store.manager, "wait_until_finished", wait_and_fail)
     assert not store.save(2, state, last=True)
-    store.retry_at = 0
+    store.failure = store.failure._replace(retry_at=0)
     assert store.save(2, state, last=True) and store.complete == 2 and saved(tmp_path) == {1, 2}
 
 
