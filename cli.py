@@ -13,6 +13,7 @@ import select
 import signal
 import sys
 import threading
+from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -65,23 +66,18 @@ def read_file(path: str) -> str:
 def call_within(seconds: float, f):
     """Return f(), or raise TimeoutError after so many seconds.  Without a network gcsfs retries for
     minutes."""
-    answers = []
+    answer = Future()
 
     def call():
         try:
-            answers.append((f(), None))
+            answer.set_result(f())
         except Exception as e:  # raised below, in the thread that waits
-            answers.append((None, e))
+            answer.set_exception(e)
 
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not answers:
+    threading.Thread(target=call, daemon=True).start()
+    if not wait([answer], seconds).done:
         raise TimeoutError(f"no answer within {seconds:g} s")
-    result, error = answers[0]
-    if error is not None:
-        raise error
-    return result
+    return answer.result()
 
 
 def dict_without_duplicates(pairs) -> dict:
