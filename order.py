@@ -4,6 +4,7 @@ it is computed from the seed and the row's number, so there is nothing to save.
 
 import math
 import zlib
+from bisect import bisect_left
 from fractions import Fraction
 
 import numpy as np
@@ -211,13 +212,11 @@ class Order:
         def is_beyond(step: int) -> np.ndarray:
             return self.counts(self.in_stream(step - 1) + 1) > limit
 
-        low, high = 0, self.cfg.train.steps  # none is beyond after `low` updates
-        if not high or not is_beyond(high).any():
+        steps = range(1, self.cfg.train.steps + 1)
+        n = bisect_left(steps, True, key=lambda step: is_beyond(step).any())
+        if n == len(steps):
             return None
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if is_beyond(middle).any() else (middle, high)
-        return self.names[int(np.argmax(is_beyond(high)))], high
+        return self.names[int(np.argmax(is_beyond(steps[n])))], steps[n]
 
     def updates_of(self, source: int, windows: range) -> list[int]:
         """The updates of the run, counted from 1, that train on one of a source's windows."""
