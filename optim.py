@@ -187,8 +187,3 @@ def add_norm(grad_norm, recent_U):
     """The last finite norms, spikes included, so that a level that stays high is accepted in
     time."""
     return jnp.where(jnp.isfinite(grad_norm), jnp.append(recent_U[1:], grad_norm), recent_U)
-
-
-def choose(condition, new, old):
-    """The tree `new` where the condition holds, else `old`."""
-    return jax.tree.map(lambda new, old: jnp.where(condition, new, old), new, old)

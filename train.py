@@ -74,7 +74,6 @@ from optim import (
     SPIKE_WINDOW,
     add_norm,
     average_weights,
-    choose,
     count_updates,
     is_finite,
     is_spike,
@@ -340,7 +339,7 @@ def train_step(state: State, tokens_AMBL, targets_AMBL, cfg: Config):
     if cfg.train.spike_sigma:
         metrics["spike"] = is_spike(grad_norm, state.recent_norms, cfg)
         is_good &= ~metrics["spike"]
-    new = choose(is_good, new, state)._replace(step=state.step + 1)
+    new = optax.tree.where(is_good, new, state)._replace(step=state.step + 1)
     if cfg.log.norms_every:
         trees = dict(gradient=grads, update=updates, weight=new.params)
         norms = {name: layer_norms(tree, cfg) for name, tree in trees.items()}
