@@ -356,11 +356,9 @@ def dropout(x_BLD, key, row_B, cfg):
     position_L = lax.axis_index("tp") * L + jnp.arange(L)
     keep = 1 - cfg.train.dropout
 
-    def keep_D(row, position):
+    def is_kept_D(row, position):
         token_key = jax.random.fold_in(jax.random.fold_in(key, row), position)
         return jax.random.bernoulli(token_key, keep, (D,))
 
-    def keep_LD(row):
-        return jax.vmap(partial(keep_D, row))(position_L)
-
-    return jnp.where(jax.vmap(keep_LD)(row_B), x_BLD / keep, 0)
+    is_kept_BLD = jax.vmap(jax.vmap(is_kept_D, (None, 0)), (0, None))(row_B, position_L)
+    return jnp.where(is_kept_BLD, x_BLD / keep, 0)
