@@ -298,9 +298,7 @@ def why_unsupported(kernel: str, q_BLHK, v_BSGW, at: Span, cfg: Config) -> str:
     return next((limit for limit, applies in limits.items() if applies), "")
 
 
-@functools.cache
-def warn_once(text: str):
-    warn(text)
+warn_once = functools.cache(warn)
 
 
 def attend(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int, sink_H=None):

@@ -59,8 +59,7 @@ def choose_options(P: int, R: int, L: int, scale: float, cap: float, window: int
     return Options(scale, cap, window, block, unrolled, pairs_at_once)
 
 
-def slice_at(x, start, size: int, dim: int):
-    return lax.dynamic_slice_in_dim(x, start, size, dim)
+slice_at = lax.dynamic_slice_in_dim
 
 
 def replace_at(x, start, new, dim: int):
