@@ -209,12 +209,13 @@ def read_scaling(keys: Keys, name: str, kind: str, rope: dict) -> dict:
 
 def read_layer_kinds(keys: Keys, name: str, n_layers: int, window: int) -> list[str]:
     """The kind of every layer."""
-    moe, local = moe_layers(keys, name, n_layers), local_layers(keys, name, n_layers, window)
+    moe = read_moe_layers(keys, name, n_layers)
+    local = read_local_layers(keys, name, n_layers, window)
     ends = ["_local" if x else "" for x in local]
     return [("moe" if n in moe else "dense") + end for n, end in enumerate(ends)]
 
 
-def moe_layers(keys: Keys, name: str, n_layers: int) -> range | list[int]:
+def read_moe_layers(keys: Keys, name: str, n_layers: int) -> range | list[int]:
     """The numbers of the layers with experts."""
     if name in ("mixtral", "gpt_oss"):
         return range(n_layers)
@@ -226,7 +227,7 @@ def moe_layers(keys: Keys, name: str, n_layers: int) -> range | list[int]:
     return []
 
 
-def local_layers(keys: Keys, name: str, n_layers: int, window: int) -> list[bool]:
+def read_local_layers(keys: Keys, name: str, n_layers: int, window: int) -> list[bool]:
     """Whether each layer's queries see only a window."""
     local = [bool(window)] * n_layers
     if name.startswith("qwen") and not keys.take("use_sliding_window", False):
