@@ -87,7 +87,7 @@ def find_fault(folder: Path) -> str:
     return ""
 
 
-def differences(there: dict, here: dict) -> dict[str, tuple]:
+def mismatches(there: dict, here: dict) -> dict[str, tuple]:
     """{name: (value there, value here)} of what differs, "nothing" where one of them has none."""
     pairs = {n: (there.get(n, "nothing"), here.get(n, "nothing")) for n in here | there}
     return {n: (a, b) for n, (a, b) in pairs.items() if a != b}
@@ -370,11 +370,11 @@ class Checkpoints:
         there = {n: meta["must"].get(n, "nothing") for n in compared}
         there = {n: x for n, x in there.items() if x is not None} | dict(format=meta["format"])
         here = self.settings | dict(format=self.FORMAT)
-        settings = differences(there, {n: here[n] for n in there})
+        settings = mismatches(there, {n: here[n] for n in there})
         leaves = {n: x for n, x in meta["leaves"].items() if n.split("/")[0] in abstract}
         there = {n: f"{dtype}{shape}" for n, (shape, dtype, _) in leaves.items()}
         here = {n: f"{x.dtype}{list(x.shape)}" for n, x in leaf_table(abstract).items()}
-        arrays, optional = differences(there, here), {}
+        arrays, optional = mismatches(there, here), {}
         # Otherwise the model is another, so its moments are too.
         if not any(n.startswith("params/") for n in arrays):
             for prefix, why in self.OPTIONAL.items():
