@@ -21,8 +21,8 @@ TEMPORARY = {
     HUNG: "nothing moved",
     INTERRUPTED: "preempted",
 }
-"""What may be over when training starts again, so that run.restarts and scripts/launch.py do that
-after these exit codes."""
+"""{exit code: what has happened}.  It may be over when training starts again, so run.restarts and
+scripts/launch.py do that after these codes."""
 
 
 class Problem(NamedTuple):

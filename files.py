@@ -144,8 +144,7 @@ def local_folder(path: epath.Path) -> epath.Path:
 
 
 def upload_folder(local: epath.Path, path: epath.Path):
-    """Copy what is in `local`, which is local_folder(path), to the bucket of path, if it is in
-    one."""
+    """If the path is in a bucket, copy there what is in `local`, its local_folder."""
     if is_remote(path):
         fs, remote = fsspec.url_to_fs(os.fspath(path))
         fs.put(f"{local}/", f"{remote}/", recursive=True)

@@ -135,8 +135,8 @@ class MetricsLog:
         parent = (run_on_lead(read_record, run) or {}).get("parent", {})  # the lead writes rows
         is_branch = cfg.run.start_with == "state" and parent.get("step") == step
         self.first_tokens = parent["tokens"] if is_branch else self.tokens_until(step)
-        """All tokens before first_step.  They are not tokens_until(first_step) where these updates
-        had another batch size: those of a parent, or of a start before a run.accept."""
+        """Tokens of all updates up to first_step.  Not always tokens_until(first_step): a parent's
+        updates, and those before a --run.accept, may have had another batch size."""
         self.start = self.clock = time.perf_counter()
         self.pending = None  # (step, metrics) of the newest update, not written yet
         self.skips = 0  # updates in a row, up to the newest, that were not finite

@@ -121,7 +121,7 @@ def read_fields(keys: Keys, name: str) -> dict:
         keys.require(key, keys.take(key, value), value)
     H, D, N = fields["n_heads"], fields["d_model"], fields["n_layers"]
     if N not in range(1, 10_001):  # as in checks.py; lists of all layers follow
-        raise ValueError(f"a number of layers from 1 to 10000 is needed, not {N!s:.40}")
+        raise ValueError(f"a number of layers from 1 to 10000 is needed, not {N!r:.40}")
     if name == "gpt2":
         act = fields["activation"]
         supported = act if act in ACTIVATIONS else errors.or_list(ACTIVATIONS)

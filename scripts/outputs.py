@@ -1,5 +1,7 @@
 """Checks, before the work begins, that its result can be written."""
 
+import uuid
+
 from errors import STORAGE, UserError
 from files import absolute_path, is_remote
 
@@ -11,11 +13,11 @@ def nearest_folder(path):
 
 def check_output(flag: str, path, is_folder: bool = False):
     """Raise UserError STORAGE if the file, or with is_folder the folder, that a flag names cannot
-    be written.  An empty path is none."""
+    be written.  An empty path is not checked."""
     if not path:
         return
     target = absolute_path(path)
-    target = nearest_folder(target) / "probe" if is_folder else target
+    target = nearest_folder(target) / uuid.uuid4().hex if is_folder else target
     probe = target.with_name(f"{target.name}.part")  # as files.write_whole names it
     try:
         if target.is_dir():

@@ -205,7 +205,8 @@ def choose_threshold(pieces: list[Piece], options: Options, val_fraction: float)
     """
     # Ranks are hashes, uniform below 2**64.
     threshold = round(val_fraction * 2**64)
-    low, high, why = 2**64, -1, "no rows"  # the ranks read so far; why there is none
+    low, high = 2**64, -1  # the smallest and the largest rank read so far
+    why = "no rows"  # why no document has been read, if so
     for found in chain.from_iterable(readers.read_documents(piece, options) for piece in pieces):
         if isinstance(found, Document):
             low, high = min(low, found.rank), max(high, found.rank)

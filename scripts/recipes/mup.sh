@@ -1,6 +1,6 @@
 #!/bin/sh
-# muP: activations keep their size as a model gets wider, and the best learning rate stays the same,
-# which halves without muP as the width doubles.
+# muP: as a model gets wider, its activations keep their size and its best learning rate stays the
+# same.  Without muP the best rate halves each time the width doubles.
 #
 # 2026-11-25, one busy CPU core, jax 0.10.2, 35 CPU minutes, with --seeds 0 1 2 (docs/mup.png):
 #   steepest slope of log size over log width    standard 1.43, muP 0.05
