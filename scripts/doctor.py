@@ -37,7 +37,7 @@ SMALL += " --model.d_model=1536"
 def parse() -> tuple[Args, Config]:
     args, rest = tyro.cli(Args, return_unknown_args=True, use_underscores=True, description=__doc__)
     cfg = cli.parse(rest if "--config" in " ".join(rest) else [*SMALL.split(), *rest])
-    cli.simulate_devices(cfg.mesh, cfg.run.num_processes)
+    cli.prepare_cpu(cfg.mesh, cfg.run.num_processes)
     return args, cfg
 
 

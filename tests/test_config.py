@@ -4,6 +4,7 @@ import ast
 import itertools
 import json
 import os
+import platform
 import re
 import resource
 import subprocess
@@ -418,9 +419,32 @@ def test_simulated_devices_get_the_threads_they_need(monkeypatch):
         for name, text in env.items():
             monkeypatch.setenv(name, text)
         monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores[0] if cores else 2)
-        cli.simulate_devices(config.Mesh(*mesh))
+        cli.prepare_cpu(config.Mesh(*mesh))
         assert os.environ["NPROC"] == str(want)
         assert "terminate_timeout" in os.environ["XLA_FLAGS"]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library has no mallopt")
+def test_memory_of_one_call_is_used_by_the_next():
+    code = """
+import resource
+import cli, config
+cli.prepare_cpu(config.Mesh(1, 1, 1))
+import jax, jax.numpy as jnp
+f = jax.jit(lambda a: (a @ a.T) @ a)
+a = jnp.ones((5000, 16))  # a @ a.T takes 100 MB, or 24,414 pages
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    f(a).block_until_ready()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(*(faults() for _ in range(4)))
+"""
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert min(map(int, done.stdout.split()[1:])) < 1_000, done.stdout
 
 
 def test_automatic_microbatches_and_axes():
