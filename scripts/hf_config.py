@@ -164,9 +164,9 @@ def read_rope(keys: Keys, name: str) -> dict:
     if name == "gemma3_text":  # its local layers have rotary settings of their own
         local = dict(rope_theta=keys.take("rope_local_base_freq", 1e4))
         if FULL in new:
-            new, local = new[FULL], new.get(SLIDING) or {}
+            local, new = dict(rope_theta=1e4) | (new.get(SLIDING) or {}), new[FULL]
         if local != new:
-            fields = dict(rope_local_theta=local.get("rope_theta"))
+            fields = dict(rope_local_theta=local["rope_theta"])
             kind = local.get("rope_type", "default")
             keys.require("rope_parameters.sliding_attention.rope_type", kind, "default")
     rope = {key: x for key, x in (old or new or default).items() if x is not None}

@@ -523,6 +523,14 @@ def test_a_window_that_is_null_is_none_and_one_that_is_absent_is_the_familys():
     assert hf_config.read_model(hf).window == 4096
 
 
+def test_gemma3s_two_thetas_have_defaults_of_their_own():
+    hf = CONFIGS["gemma3_text"] | dict(model_type="gemma3_text", rope_scaling={})
+    kinds = hf_config.FULL, hf_config.SLIDING
+    hf |= dict(rope_parameters={kind: dict(rope_type="default") for kind in kinds})
+    m = hf_config.read_model({key: x for key, x in hf.items() if key != "rope_theta"})
+    assert (m.rope_theta, m.rope_local_theta) == (1e6, 1e4)
+
+
 def test_what_config_json_says_about_positions_is_read_before_what_its_family_has():
     for family in ("mixtral", "gpt_oss", "gemma3_text"):
         hf = CONFIGS[family] | dict(model_type=family, rope_theta=5e5)
