@@ -354,6 +354,8 @@ def likely_family(m: Model) -> str:
 
 def effective_fields(m: Model) -> dict:
     """The fields that have an effect in m; two models that agree in them are the same."""
+    if m.rope_scaling == "none":  # then these two are the same
+        m = replace(m, rope_local_theta=m.rope_local_theta or m.rope_theta)
     unused = {"pattern", "prefix", *checks.unused_fields(m)}
     if not m.yarn_mscale_all_dim:  # without it, yarn_mscale has no effect
         unused.add("yarn_mscale")

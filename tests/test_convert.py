@@ -664,6 +664,13 @@ def test_models_that_transformers_lacks_are_not_exported(fields, words):
     assert e.value.code == errors.DATA and words in str(e.value)
 
 
+def test_a_gemma3_whose_two_thetas_are_equal_can_be_exported():
+    hf = CONFIGS["gemma3_text"] | dict(model_type="gemma3_text", rope_theta=1e4, rope_scaling={})
+    m = hf_config.read_model({key: x for key, x in hf.items() if key != "rope_local_base_freq"})
+    again = hf_config.read_model(hf_config.write_config(config.Config(model=m), "float32", None))
+    assert hf_config.effective_fields(again) == hf_config.effective_fields(m)
+
+
 PUBLISHED = ["gpt2_124m", "gpt2_1.5b", "llama3_8b", "llama3_70b", "qwen3_0.6b", "qwen3_30b_a3b"]
 
 
