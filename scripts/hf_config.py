@@ -290,6 +290,8 @@ def write_config(cfg: Config, dtype: str, end_id: int | None) -> dict:
         hf |= dict(use_sliding_window=any(local))
     if name in WITH_LAYER_TYPES:
         hf |= dict(layer_types=[SLIDING if x else FULL for x in local])
+        if not any(local):
+            del hf["sliding_window"]  # null is an error in gemma2, gemma3_text and gpt_oss
     if name.startswith("gemma"):
         hf |= dict(query_pre_attn_scalar=m.attn_width or m.d_head)
     if name == "qwen3_moe":

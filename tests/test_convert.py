@@ -671,6 +671,14 @@ def test_a_gemma3_whose_two_thetas_are_equal_can_be_exported():
     assert hf_config.effective_fields(again) == hf_config.effective_fields(m)
 
 
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "gpt_oss"])
+def test_an_exported_window_is_never_null(family):
+    """transformers makes these families' local masks even where no layer is local."""
+    hf = CONFIGS[family] | dict(model_type=family)
+    m = hf_config.read_model(hf | dict(layer_types=[hf_config.FULL] * hf["num_hidden_layers"]))
+    assert "sliding_window" not in hf_config.write_config(config.Config(model=m), "float32", None)
+
+
 PUBLISHED = ["gpt2_124m", "gpt2_1.5b", "llama3_8b", "llama3_70b", "qwen3_0.6b", "qwen3_30b_a3b"]
 
 
