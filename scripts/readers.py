@@ -196,7 +196,8 @@ def read_range(piece: Piece, options: Options) -> Iterator[bytes]:
     with open_source(piece.source) as f:
         if piece.start:
             f.seek(piece.start - 1)
-            while (end := f.readline(PIECE)) and end[-1:] != b"\n":
+            # Not beyond the piece: the pieces of a file of one line would each read all of it.
+            while (end := f.readline(PIECE)) and end[-1:] != b"\n" and f.tell() < piece.stop:
                 pass
         else:
             skip_mark(f)

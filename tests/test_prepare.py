@@ -4,6 +4,7 @@ whatever runs the tasks and however often it is killed."""
 import gzip
 import hashlib
 import importlib.util
+import io
 import json
 import os
 import random
@@ -603,6 +604,23 @@ def test_a_line_that_is_too_long_is_one_bad_row(tmp_path, monkeypatch):
     one, bad, two = (x for piece in pieces for x in readers.read_documents(piece, options))
     assert (one.parts[0][0], two.parts[0][0], two.row) == ("one", "two", 3)
     assert bad == readers.Skipped(2, "longer than 1000 bytes")
+
+
+def test_a_file_of_one_line_is_not_read_again_by_each_of_its_pieces(tmp_path, monkeypatch):
+    path, n_read = tmp_path / "a.jsonl", []
+    path.write_bytes(b"x" * 100_000)
+
+    class Counted(io.FileIO):
+        def readline(self, n):
+            n_read.append(len(line := super().readline(n)))
+            return line
+
+    monkeypatch.setattr(readers, "open_source", Counted)
+    monkeypatch.setattr(readers, "PIECE", 1000)
+    options = readers.Options(piece=1000)
+    pieces = readers.cut_file(corpus.File("a.jsonl", str(path), 100_000), options)
+    assert len([x for piece in pieces for x in readers.read_documents(piece, options)]) == 1
+    assert sum(n_read) < 3 * 100_000
 
 
 @pytest.mark.parametrize("kind", [".parquet", ".arrow", ".jsonl.gz", ".jsonl.zst"])
