@@ -162,9 +162,8 @@ def read_rope(keys: Keys, name: str) -> dict:
     new, old = keys.take("rope_parameters", {}), keys.take("rope_scaling", {})
     fields = {}
     if name == "gemma3_text":  # its local layers have rotary settings of their own
-        local = dict(rope_theta=keys.take("rope_local_base_freq", 1e4))
-        if FULL in new:
-            local, new = dict(rope_theta=1e4) | (new.get(SLIDING) or {}), new[FULL]
+        local = dict(rope_theta=keys.take("rope_local_base_freq", 1e4)) | (new.get(SLIDING) or {})
+        new, old = dict(rope_theta=theta) | (new.get(FULL) or {}) | old, {}
         if local != new:
             fields = dict(rope_local_theta=local["rope_theta"])
             kind = local.get("rope_type", "default")
@@ -327,7 +326,7 @@ def write_rope(m: Model, name: str, seq_len: int) -> dict:
     keys = dict(rope_parameters=rope, rope_theta=m.rope_theta, max_position_embeddings=longest)
     if m.rope_scaling != "none":
         keys |= dict(rope_scaling=rope)
-    if name == "gemma3_text":
+    if name == "gemma3_text":  # its local layers have rotary settings of their own
         theta = m.rope_local_theta
         local = dict(rope_type="default", rope_theta=theta) if theta else rope
         keys |= dict(rope_parameters={FULL: rope, SLIDING: local})

@@ -523,12 +523,22 @@ def test_a_window_that_is_null_is_none_and_one_that_is_absent_is_the_familys():
     assert hf_config.read_model(hf).window == 4096
 
 
-def test_gemma3s_two_thetas_have_defaults_of_their_own():
-    hf = CONFIGS["gemma3_text"] | dict(model_type="gemma3_text", rope_scaling={})
-    kinds = hf_config.FULL, hf_config.SLIDING
-    hf |= dict(rope_parameters={kind: dict(rope_type="default") for kind in kinds})
-    m = hf_config.read_model({key: x for key, x in hf.items() if key != "rope_theta"})
-    assert (m.rope_theta, m.rope_local_theta) == (1e6, 1e4)
+def test_gemma3s_two_thetas_are_read_as_transformers_reads_them():
+    full, local = hf_config.FULL, hf_config.SLIDING
+    hf = CONFIGS["gemma3_text"] | dict(model_type="gemma3_text", rope_scaling=None)
+    none = hf | dict(rope_theta=None, rope_local_base_freq=None)
+
+    def thetas(hf, **rope):
+        m = hf_config.read_model(hf | dict(rope_parameters=rope))
+        return m.rope_theta, m.rope_local_theta
+
+    default = {kind: dict(rope_type="default") for kind in (full, local)}
+    assert thetas(none, **default) == (1e6, 1e4)
+    assert thetas(hf | dict(rope_theta=7e5, rope_local_base_freq=8e4), **default) == (7e5, 8e4)
+    assert thetas(none, rope_type="default", rope_theta=5e5) == (1e6, 1e4)  # of no kind of layers
+    both = {full: dict(rope_theta=7e5), local: dict(rope_theta=8e4)}
+    none["rope_scaling"] = dict(rope_type="linear", factor=2)
+    assert thetas(none, **both) == (7e5, 8e4)
 
 
 def test_what_config_json_says_about_positions_is_read_before_what_its_family_has():
