@@ -83,7 +83,7 @@ def read_question(line: bytes) -> tuple[list[tuple[str, str]], int | None]:
     number is None: the model is right if each of the answer's tokens is its most likely one.
     Raises ValueError."""
     try:
-        x = dict(json.loads(line))
+        x = {**json.loads(line)}
     except (TypeError, RecursionError):
         raise ValueError("it is not an object") from None
     queries = x.get("context_options", [x.get("query", x.get("context"))])

@@ -154,6 +154,7 @@ BAD = {
     "its query or its choices": dict(query=None, choices=["a", "b"], gold=0),
     "its query or": dict(choices=["a", "b"], gold=0),
     "it is not an object": [1, 2],
+    "line 3: it is not an object": "text",
     "'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa' has 61 tokens, and it needs 1 to train.seq_len=16":
         dict(query="q", choices=["a" * 60, "b"], gold=0),
     "empty": dict(query="q ", choices=["", "b"], gold=0),
