@@ -144,7 +144,7 @@ class Run(TemplateLM):
         def is_over(k: int, row: list[int]) -> bool:
             return any(stop in added(k, row) for stop in s["until"])
 
-        draw = dict(temperature=s["temperature"], top_k=s.get("top_k", 0), top_p=s.get("top_p", 1))
+        draw = {name: s.get(name, x) for name, x in dict(temperature=0, top_k=0, top_p=1).items()}
         ids = dict(vocab_size=self.tokenizer.get_vocab_size(), stop_id=self.end_id, is_over=is_over)
         args = self.params, prompts, s["max_gen_toks"], self.cfg
         *_, rows = generate.generate(*args, **ids, **draw)

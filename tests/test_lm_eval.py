@@ -75,7 +75,7 @@ metric_list: [{metric: byte_perplexity}]
 output_type: generate_until
 doc_to_text: "> {{query}}"
 doc_to_target: "{{choices[gold]}}"
-generation_kwargs: {until: [" ", "e"], max_gen_toks: 12, do_sample: false}
+generation_kwargs: {until: [" ", "e"], max_gen_toks: 12}
 metric_list: [{metric: exact_match}]
 """,
 )
