@@ -103,8 +103,9 @@ class Run(TemplateLM):
 
     def _loglikelihood_tokens(self, requests, **_) -> list[tuple[float, bool]]:
         rows = [(context + answer, len(answer)) for _, context, answer in requests]
-        if (longest := max((n for _, n in rows), default=0)) > self.max_length:
-            what = f"an answer has {longest} tokens, more than train.seq_len={self.max_length}"
+        if wrong := [n for _, n in rows if not 0 < n <= self.max_length]:
+            limit = f"train.seq_len={self.max_length}"
+            what = f"an answer has {wrong[0]} tokens, and it needs 1 to {limit}"
             raise errors.UserError(errors.DATA, what, "set --seq_len, or leave the task out")
         collator, batches = self.batches(rows, lambda row: -len(row[0]))
         found, tp = [], self.cfg.mesh.tp

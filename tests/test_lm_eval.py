@@ -169,6 +169,18 @@ def test_the_script_prints_the_harness_table_and_writes_its_results(trained, fol
     assert "error: the harness knows no task nothing\n  fix: " in done.stderr
 
 
+@live
+@pytest.mark.parametrize("n", [0, LENGTH + 1])
+def test_an_answer_without_tokens_or_with_too_many_is_refused(n):
+    from scripts import lm_eval
+
+    lm = lm_eval.Run(None, byte_tokenizer(), on_mesh(PLAIN, train=dict(seq_len=LENGTH)))
+    words = f"an answer has {n} tokens, and it needs 1 to train.seq_len={LENGTH}"
+    with pytest.raises(errors.UserError, match=words) as error:
+        lm._loglikelihood_tokens([(None, [1, 2], [3]), (None, [1, 2], [3] * n)])
+    assert error.value.code == errors.DATA
+
+
 @pytest.mark.skipif(bool(find_spec("lm_eval")), reason="for an environment without the harness")
 def test_without_the_harness_it_says_how_to_install_it(tmp_path):
     done = run("scripts/lm_eval.py", "--run", tmp_path, "--tasks", "arc_easy")
