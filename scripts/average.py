@@ -62,9 +62,7 @@ def main(args: Args, cfg: config.Config):
     """Add up the weights of the checkpoints, and write the mean as checkpoint 0 of the new run."""
     cfg = utils.start_mesh(cfg, rows=1)
     run, out = files.absolute_path(args.run), files.absolute_path(args.out)
-    if utils.run_on_lead(out.exists):
-        raise UserError(USAGE, f"{out} exists", "choose another --out, or remove it")
-    utils.run_on_lead(check_output, "out", out, True)
+    utils.run_on_lead(check_new, out)
     mean, steps = None, [int(word) for word in args.steps.split(",")]
     for n, step in enumerate(steps):
         params = train.load_params(run, cfg, step)
@@ -76,6 +74,13 @@ def main(args: Args, cfg: config.Config):
     store.save(0, train.checkpoint_items(state), last=True)
     store.close()
     utils.say(f"{out}: the mean of the weights after {args.steps} updates of {run}")
+
+
+def check_new(out):
+    """Raise UserError if the folder `out` exists, or cannot be made."""
+    if out.exists():
+        raise UserError(USAGE, f"{out} exists", "choose another --out, or remove it")
+    check_output("out", out, is_folder=True)
 
 
 @partial(jax.jit, donate_argnums=0)

@@ -1,6 +1,8 @@
 """Averages of the weights, spikes that are skipped, and batches that grow."""
 
 import json
+import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
@@ -97,6 +99,20 @@ def test_a_mean_of_checkpoints_is_a_run_like_any_other(reference, tmp_path):
     done = run_script(*words[:3], "--steps", "10,15", "--out", tmp_path / "other")
     assert done.returncode == CHECKPOINT and "no checkpoint 15" in done.stderr
     assert not (tmp_path / "other").exists()
+
+
+def test_an_average_that_exists_ends_every_process_alike(reference, tmp_path):
+    words = ["scripts/average.py", "--run", reference, "--steps", "10,20", "--out", tmp_path]
+
+    def start(n: int):
+        env = dict(SLURM_JOB_ID=str(os.getpid()), SLURM_STEP_NODELIST="127.0.0.1")
+        env |= dict(SLURM_NTASKS="2", SLURM_PROCID=str(n), SLURM_LOCALID="0")
+        return run_script(*words, env=os.environ | env)
+
+    with ThreadPoolExecutor() as pool:
+        both = [*pool.map(start, range(2))]
+    assert [done.returncode for done in both] == [USAGE, USAGE], both
+    assert all(f"{tmp_path} exists" in done.stderr for done in both)
 
 
 def test_what_a_checkpoint_lacks_is_named_by_its_setting(reference, base):
