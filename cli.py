@@ -240,11 +240,12 @@ class RunArgs:
     train: Precision = Precision()
 
 
-def check_at_least(args, **least: int):
+def check_at_least(args, **least: float):
     """Raise UserError USAGE for a flag of a script that is below its least value."""
     for name, n in least.items():
-        if getattr(args, name) < n:
-            what = f"{name}={getattr(args, name)} must be at least {n}"
+        x = getattr(args, name)
+        if x is not None and not x >= n:  # also if it is NaN
+            what = f"{name}={x} must be at least {n}"
             raise UserError(USAGE, what, f"set --{name} {n} or more")
 
 

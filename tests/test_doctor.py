@@ -117,6 +117,14 @@ def test_faults_are_told_all_at_once_and_each_with_its_cure(corpus, tmp_path):
     assert not [*runs.iterdir()]
 
 
+@pytest.mark.parametrize("seconds", ["0", "nan"])
+def test_no_time_for_a_check_is_a_mistake_and_no_fault_of_the_machine(seconds):
+    doctor = start("--seconds", seconds)
+    out, err = doctor.communicate(timeout=60)
+    assert (doctor.returncode, out) == (USAGE, "")
+    assert f"error: seconds={float(seconds)} must be at least 0.1\n  fix: " in err
+
+
 def test_a_mesh_that_does_not_fit_is_red_and_not_measured(tmp_path):
     axes = ["--mesh.dp", 2, "--mesh.pp", 2, "--mesh.tp", 2]
     env = ENV | dict(JAX_NUM_CPU_DEVICES="4")
