@@ -49,7 +49,7 @@ def parse() -> tuple[Args, config.Config]:
     if find_spec("lm_eval") is None:
         what = "the harness is not installed: Python has no package lm_eval"
         raise errors.UserError(errors.USAGE, what, "pip install lm-eval==0.4.13")
-    cli.check_at_least(args, batch_size=1)
+    cli.check_at_least(args, batch_size=1, limit=1e-9)
     length = ["--train.seq_len", str(args.seq_len)] if args.seq_len else []
     return args, cli.config_of_run(args.run, args.mesh, *length, *args.train.flags)
 
