@@ -353,51 +353,39 @@ def scan_layers(layer: Callable, x, kinds: list[str], inputs: dict, first_layer,
     """
     kinds = kinds[:1] if len(set(kinds)) == 1 else kinds
     times = sum(jax.tree.leaves(tree)[0].shape[0] for tree in inputs.values()) // len(kinds)
-    is_single = {kind: kinds.count(kind) == 1 for kind in inputs}
-
-    def split(kind, tree):
-        """[N, ...] as [blocks, N / blocks, ...].  No reshape where a block has one layer of the
-        kind: XLA copies what is reshaped on its way into a loop."""
-        if is_single[kind]:
-            return tree
-        return jax.tree.map(lambda x: x.reshape(times, -1, *x.shape[1:]), tree)
-
-    def join(kind, tree):
-        if is_single[kind]:
-            return tree
-        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
+    # Kinds of which a block has several layers, [N, ...] as [blocks, N / blocks, ...].  The others
+    # are not reshaped: XLA copies what is reshaped on its way into a loop.
+    several = {kind: tree for kind, tree in inputs.items() if kinds.count(kind) > 1}
+    inputs = inputs | jax.tree.map(lambda x: x.reshape(times, -1, *x.shape[1:]), several)
 
     def block(x, numbered_input):
         block_input, n = numbered_input
         outputs = {kind: [] for kind in inputs}
         for kind, start, stop in kind_runs(kinds):
-            if is_single[kind]:
-                x, output = layer(kind, x, (block_input[kind], n))
-            else:
+            if kind in several:
                 run_input = jax.tree.map(itemgetter(slice(start, stop)), block_input[kind])
                 numbers = n + jnp.arange(stop - start)
                 x, output = lax.scan(partial(layer, kind), x, (run_input, numbers), unroll=unroll)
+            else:
+                x, output = layer(kind, x, (block_input[kind], n))
             outputs[kind].append(output)
             n += stop - start
-        for kind, runs in outputs.items():
-            if is_single[kind]:
-                outputs[kind] = runs[0]
-            else:
-                outputs[kind] = jax.tree.map(lambda *x: jnp.concatenate(x), *runs)
+        for kind, (run, *runs) in outputs.items():
+            outputs[kind] = jax.tree.map(lambda *x: jnp.concatenate(x), run, *runs) if runs else run
         return x, outputs
 
-    by_block = {kind: split(kind, tree) for kind, tree in inputs.items()}
     numbers = first_layer + len(kinds) * jnp.arange(times)
     if unroll < times:
-        x, outputs = lax.scan(block, x, (by_block, numbers), unroll=unroll)
+        x, outputs = lax.scan(block, x, (inputs, numbers), unroll=unroll)
     else:
         # Not a scan, which would stack what the backward pass needs, and slice it again.
         by_layer = []
         for n in range(times):
-            x, output = block(x, jax.tree.map(itemgetter(n), (by_block, numbers)))
+            x, output = block(x, jax.tree.map(itemgetter(n), (inputs, numbers)))
             by_layer.append(output)
         outputs = jax.tree.map(lambda *x: jnp.stack(x), *by_layer)
-    return x, {kind: join(kind, tree) for kind, tree in outputs.items()}
+    several_outputs = {kind: outputs[kind] for kind in several}
+    return x, outputs | jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), several_outputs)
 
 
 def stacked_shape(w) -> tuple[int, ...]:
