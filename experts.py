@@ -13,6 +13,7 @@ to a mesh axis is the local part.  After `gather_rows` B is tp times as large, a
 
 import math
 from functools import partial
+from operator import itemgetter
 
 import jax
 import jax.numpy as jnp
@@ -354,11 +355,8 @@ def moe(x_BLD, w, cfg, training: bool):
 def moe_metrics(stats, cfg: Config) -> dict:
     """load (pairs of token and expert), entropy (nats a token), balance (1 is best) and dropped
     (share of the pairs) of each moe layer, in the order of the layers."""
-
-    def layer_stats(group, kind, row):
-        return jax.tree.map(lambda x: x[row], stats[group][kind])
-
-    by_layer = [layer_stats(*place) for place in layer_places(cfg) if "moe" in place[1]]
+    places = [place for place in layer_places(cfg) if "moe" in place[1]]
+    by_layer = [jax.tree.map(itemgetter(row), stats[group][kind]) for group, kind, row in places]
     total = jax.tree.map(lambda *x: jnp.stack(x), *by_layer)
     n = cfg.train.batch_size * cfg.train.seq_len
     return dict(
