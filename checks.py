@@ -127,64 +127,47 @@ BIG = 2**31 - 1
 # Fields where -1 is allowed too.
 AUTO = {"mesh.dp", "mesh.pp", "mesh.tp", "train.eval_batches", "data.end_id"}
 
-# fmt: off
-RANGES = {  # field: (lowest, highest) allowed value
-    **dict.fromkeys(sorted(AUTO), (1, BIG)),
-    "data.end_id": (0, BIG),
-    **{f"model.{name}": (1, BIG) for name in (
-        "vocab_size", "d_model", "n_heads", "n_kv_heads", "d_head", "d_ff",
-        "n_active", "n_groups", "n_active_groups", "rope_original")},
-    "model.n_layers": (1, math.inf),  # pattern_problems has its limit
-    **{f"model.{name}": (0, BIG) for name in (
-        "mup_base_width", "mup_base_depth", "mup_base_head",
-        "q_rank", "kv_rank", "d_rope", "d_value", "attn_width", "window", "max_positions",
-        "n_experts", "n_shared", "d_expert")},
-    **{f"model.{name}": (0.0, 1e6) for name in (
-        "logit_softcap", "attn_softcap", "yarn_mscale", "yarn_mscale_all_dim", "score_scale")},
-    "model.rope_factor": (1.0, 1e6),
-    "model.rope_low": (1e-6, 1e6),
-    "model.rope_high": (1e-6, 1e6),
-    **{f"train.{name}": (1, BIG) for name in (
-        "seq_len", "batch_size", "grad_accum", "steps", "sample_tokens", "loss_chunk")},
-    "mesh.virtual_stages": (1, BIG),
-    **{f"train.{name}": (0, BIG) for name in (
-        "microbatches", "eval_every", "sample_every", "unroll")},
-    "run.seed": (0, 2**32 - 1),
-    "run.start_timeout": (1, BIG),
-    "run.restarts": (0, BIG),
-    "run.hang_timeout": (0, BIG),
-    "model.rope_theta": (1.0, 1e12),
-    "model.rope_local_theta": (0.0, 1e12),
-    "model.norm_eps": (1e-12, 0.1),
-    "train.dropout": (0.0, 0.99),
-    "train.spike_sigma": (0.0, 1e6),
-    "log.norms_every": (0, BIG),
-    "optim.ema": (0.0, 0.9999999),
-    "train.z_loss": (0.0, 1.0),
-    "train.balance_loss": (0.0, 10.0),
-    "train.bias_rate": (0.0, 1.0),
-    "train.capacity_factor": (0.0, 1000.0),
-    "optim.lr": (0.0, 100.0),
-    "optim.warmup_steps": (0, BIG),
-    "optim.decay_ratio": (0.0, 1.0),
-    "optim.min_lr_ratio": (0.0, 1.0),
-    "optim.weight_decay": (0.0, 10.0),
-    "optim.b1": (0.0, 0.9999999),
-    "optim.b2": (0.0, 0.9999999),
-    "optim.eps": (1e-30, 1.0),
-    "optim.muon_momentum": (0.0, 0.9999999),
-    "optim.muon_lr_ratio": (0.0, 1e4),
-    "optim.clip_norm": (1e-9, 1e9),
-    "data.epochs_max": (0, BIG),
-    "data.prefetch": (1, 1000),
-    "data.cache_gb": (0.0, 1e6),
-    "checkpoint.every": (0, BIG),
-    "checkpoint.minutes": (0.0, 1e6),
-    "checkpoint.patience": (0, BIG),
-    "checkpoint.keep": (2, BIG),
-    "log.every": (1, BIG),
+LIMITS = {
+    (0, BIG): (
+        "run.restarts run.hang_timeout data.end_id data.epochs_max optim.warmup_steps "
+        "checkpoint.every checkpoint.patience log.norms_every "
+        "model.mup_base_width model.mup_base_depth model.mup_base_head model.q_rank model.kv_rank "
+        "model.d_rope model.d_value model.attn_width model.window model.max_positions "
+        "model.n_experts model.n_shared model.d_expert "
+        "train.microbatches train.eval_every train.sample_every train.unroll"
+    ),
+    (1, BIG): (
+        "run.start_timeout mesh.dp mesh.pp mesh.tp mesh.virtual_stages log.every "
+        "model.vocab_size model.d_model model.n_heads model.n_kv_heads model.d_head model.d_ff "
+        "model.n_active model.n_groups model.n_active_groups model.rope_original "
+        "train.seq_len train.batch_size train.grad_accum train.steps train.eval_batches "
+        "train.sample_tokens train.loss_chunk"
+    ),
+    (1, math.inf): "model.n_layers",  # pattern_problems has its limit
+    (0.0, 1e6): (
+        "model.logit_softcap model.attn_softcap model.yarn_mscale model.yarn_mscale_all_dim "
+        "model.score_scale train.spike_sigma data.cache_gb checkpoint.minutes"
+    ),
+    (1.0, 1e6): "model.rope_factor",
+    (1e-6, 1e6): "model.rope_low model.rope_high",
+    (0, 2**32 - 1): "run.seed",
+    (0.0, 100.0): "optim.lr",
+    (1.0, 1e12): "model.rope_theta",
+    (0.0, 1e12): "model.rope_local_theta",
+    (1e-12, 0.1): "model.norm_eps",
+    (0.0, 0.99): "train.dropout",
+    (0.0, 0.9999999): "optim.ema optim.b1 optim.b2 optim.muon_momentum",
+    (0.0, 1.0): "train.z_loss train.bias_rate optim.decay_ratio optim.min_lr_ratio",
+    (0.0, 10.0): "train.balance_loss optim.weight_decay",
+    (0.0, 1000.0): "train.capacity_factor",
+    (1e-30, 1.0): "optim.eps",
+    (0.0, 1e4): "optim.muon_lr_ratio",
+    (1e-9, 1e9): "optim.clip_norm",
+    (1, 1000): "data.prefetch",
+    (2, BIG): "checkpoint.keep",
 }
-# fmt: on
+"""{(lowest, highest): the settings that may have these values, and all between}"""
+RANGES = {name: limits for limits, names in LIMITS.items() for name in names.split()}
 
 
 def range_problems(cfg: Config):
