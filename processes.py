@@ -31,14 +31,7 @@ from config import Config, Run
 from errors import Problem, UserError
 from files import write_whole
 from restart import LAST_END
-from utils import (
-    exchange,
-    is_storage_error,
-    process_id,
-    process_ids,
-    shared_store,
-    warn,
-)
+from utils import exchange, is_storage_error, process_id, process_ids, shared_store, warn
 
 # ---- connecting
 

@@ -53,6 +53,7 @@ from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 import model
+import optim
 import processes
 import utils
 from boards import send_to_wandb
@@ -70,18 +71,6 @@ from metrics import MetricsLog, print_end, print_eval, print_scores
 from mixture import read_sets
 from model import token_spec
 from norms import layer_norms, logit_sizes
-from optim import (
-    SPIKE_WINDOW,
-    add_norm,
-    average_weights,
-    count_updates,
-    is_finite,
-    is_spike,
-    learning_rate,
-    optimizer,
-    warn_of_warmup,
-    with_count,
-)
 from processes import NOTICE
 from profiling import DATA_WAIT, Profile
 from rundir import open_run, record_end, record_start
@@ -108,8 +97,8 @@ class State(NamedTuple):
 def make_state(params, cfg: Config) -> State:
     """The State before the first update, with these weights."""
     ema = params if cfg.optim.ema else None
-    norms = jnp.full(SPIKE_WINDOW, -1.0) if cfg.train.spike_sigma else None
-    return State(np.int32(0), params, optimizer(cfg).init(params), ema, norms)
+    norms = jnp.full(optim.SPIKE_WINDOW, -1.0) if cfg.train.spike_sigma else None
+    return State(np.int32(0), params, optim.optimizer(cfg).init(params), ema, norms)
 
 
 def new_state(cfg: Config) -> State:
@@ -137,7 +126,7 @@ def state_specs(cfg: Config) -> State:
 
     trees = state.opt, state.params, specs
     others = dict(transform_non_params=lambda _: P(), is_leaf=is_absent)
-    opt = optax.tree.map_params(optimizer(cfg), moment_spec, *trees, **others)
+    opt = optax.tree.map_params(optim.optimizer(cfg), moment_spec, *trees, **others)
     ema = specs if cfg.optim.ema else None
     return State(P(), specs, opt, ema, P() if cfg.train.spike_sigma else None)
 
@@ -228,7 +217,7 @@ def branch_state(run, source, cfg: Config) -> State:
     def fill(found):
         state = make_state(found["params"], cfg)
         if keeps_all:  # the items that the parent has replace these
-            opt = with_count(state.opt, parent.step)
+            opt = optim.with_count(state.opt, parent.step)
             state = state._replace(step=jnp.int32(parent.step), opt=opt)
         return checkpoint_items(state) | found
 
@@ -327,17 +316,17 @@ def train_step(state: State, tokens_AMBL, targets_AMBL, cfg: Config):
     key = jax.random.fold_in(jax.random.key(cfg.run.seed), state.step)
     loss, grads, stats = loss_and_grads(state.params, tokens_AMBL, targets_AMBL, key, cfg)
     grad_norm = optax.tree.norm(grads)
-    updates, opt = optimizer(cfg).update(grads, state.opt, state.params)
+    updates, opt = optim.optimizer(cfg).update(grads, state.opt, state.params)
     params = update_router_biases(optax.apply_updates(state.params, updates), stats, cfg)
-    ema = average_weights(state.ema, params, state.step, cfg)
+    ema = optim.average_weights(state.ema, params, state.step, cfg)
     new = state._replace(params=params, opt=opt, ema=ema)
-    is_good = is_finite(loss, grad_norm)
-    lr = learning_rate(count_updates(state.opt, state.step), cfg)
+    is_good = optim.is_finite(loss, grad_norm)
+    lr = optim.learning_rate(optim.count_updates(state.opt, state.step), cfg)
     metrics = dict(loss=loss, grad_norm=grad_norm, lr=lr)
     if cfg.model.n_experts:
         metrics["moe"] = lax.with_sharding_constraint(moe_metrics(stats, cfg), P())
     if cfg.train.spike_sigma:
-        metrics["spike"] = is_spike(grad_norm, state.recent_norms, cfg)
+        metrics["spike"] = optim.is_spike(grad_norm, state.recent_norms, cfg)
         is_good &= ~metrics["spike"]
     new = optax.tree.where(is_good, new, state)._replace(step=state.step + 1)
     if cfg.log.norms_every:
@@ -346,7 +335,7 @@ def train_step(state: State, tokens_AMBL, targets_AMBL, cfg: Config):
         norms["logit"] = logit_sizes(stats, cfg)
         metrics["norms"] = lax.with_sharding_constraint(norms, P())
     if cfg.train.spike_sigma:
-        new = new._replace(recent_norms=add_norm(grad_norm, state.recent_norms))
+        new = new._replace(recent_norms=optim.add_norm(grad_norm, state.recent_norms))
     return lax.with_sharding_constraint(new, state_specs(cfg)), metrics
 
 
@@ -559,7 +548,7 @@ def main(cfg: Config, held=None) -> State | None:
     with processes.Watchdog(stop, run_path(cfg), cfg, record_end):
         processes.compare_settings(cfg)
         cfg = utils.start_mesh(cfg)
-        warn_of_warmup(cfg)
+        optim.warn_of_warmup(cfg)
         train, vals, tasks = open_data(cfg)
         cfg = train.cfg  # now with the data's end-of-document id
         with open_run(cfg, train.source, held) as run:

@@ -7,17 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cases import GPT2
-from runs import (
-    contents,
-    final_weights,
-    finish,
-    losses,
-    new_run,
-    refusal,
-    rows,
-    start,
-    start_two,
-)
+from runs import contents, final_weights, finish, losses, new_run, refusal, rows, start, start_two
 
 import train
 from errors import CHECKPOINT, USAGE

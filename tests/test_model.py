@@ -6,18 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import (
-    GPT2,
-    MIXED,
-    MOE,
-    PLAIN,
-    RICH,
-    as_float64,
-    batch,
-    golden,
-    params_of,
-    plain_logits,
-)
+from cases import GPT2, MIXED, MOE, PLAIN, RICH, as_float64, batch, golden, params_of, plain_logits
 from conftest import on_mesh
 
 import config

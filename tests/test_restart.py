@@ -16,17 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import ROOT
-from runs import (
-    copy_run,
-    finish,
-    flags,
-    losses,
-    new_run,
-    rows,
-    start,
-    start_two,
-    wait_for_step,
-)
+from runs import copy_run, finish, flags, losses, new_run, rows, start, start_two, wait_for_step
 
 import checkpoint
 import files

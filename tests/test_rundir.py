@@ -11,17 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from runs import (
-    contents,
-    copy_run,
-    finish,
-    flags,
-    new_run,
-    refusal,
-    rows,
-    start,
-    wait_for_step,
-)
+from runs import contents, copy_run, finish, flags, new_run, refusal, rows, start, wait_for_step
 from test_train import OBEY_PERMISSIONS
 
 import cli
