@@ -147,21 +147,34 @@ def yarn_magnitudes(m) -> tuple[float, float]:
     return rotated, magnitude(m.yarn_mscale_all_dim) ** 2
 
 
-def rope(x_BLHK, at: Span, cfg):
-    """Rotary position embedding (Su et al. 2021), pairing element i with i + K/2 as Llama does."""
-    m = cfg.model
+def rope(x_BLHK, at: Span, cfg, width=None):
+    """Rotary position embedding (Su et al. 2021) of the last `width` elements of each head (None:
+    all), of which element i and element i + width/2 are a pair, as Llama's."""
+    m, K = cfg.model, x_BLHK.shape[-1]
+    width = width or K
     if m.positions == "learned":
         return x_BLHK
     if at.window and m.rope_local_theta:
         m = replace(m, rope_theta=m.rope_local_theta, rope_scaling="none")
-    freq_A = rope_frequencies(x_BLHK.shape[-1], m).astype(np.float32)
+    freq_A = rope_frequencies(width, m).astype(np.float32)
     angle_BLA = at.position_BL[..., None] * freq_A
     scale = yarn_magnitudes(m)[0]
     sin_BL1A = scale * jnp.sin(angle_BLA)[:, :, None]
     cos_BL1A = scale * jnp.cos(angle_BLA)[:, :, None]
-    a_BLHA, b_BLHA = jnp.split(x_BLHK.astype(jnp.float32), 2, axis=-1)
+    if platform() == "tpu":
+        # A product with a matrix of 0, 1 and -1 lets the pairs change places.  Halves of heads XLA
+        # would write to memory, each padded to 128 elements, and read again: in jaxformer_1b
+        # attention takes 2.4 times the cycles then.
+        swap_KK = np.pad(np.kron([[0, 1], [-1, 0]], np.eye(width // 2)), (K - width, 0))
+        swapped_BLHK = jnp.einsum("BLHK,KJ->BLHJ", x_BLHK, swap_KK.astype(x_BLHK.dtype))
+        front = ((0, 0),) * 3 + ((K - width, 0),)
+        sin_BL1K = jnp.pad(jnp.concatenate([sin_BL1A] * 2, -1), front)
+        cos_BL1K = jnp.pad(jnp.concatenate([cos_BL1A] * 2, -1), front, constant_values=1)
+        return (x_BLHK * cos_BL1K + swapped_BLHK * sin_BL1K).astype(x_BLHK.dtype)
+    x32_BLHK = x_BLHK.astype(jnp.float32)
+    fixed, a_BLHA, b_BLHA = jnp.split(x32_BLHK, [K - width, K - width // 2], axis=-1)
     halves = [a_BLHA * cos_BL1A - b_BLHA * sin_BL1A, b_BLHA * cos_BL1A + a_BLHA * sin_BL1A]
-    return jnp.concatenate(halves, -1).astype(x_BLHK.dtype)
+    return jnp.concatenate([fixed, *halves], -1).astype(x_BLHK.dtype)
 
 
 # ---- kernels: softmax attention of queries, keys and values
@@ -472,19 +485,22 @@ def mla(x_BLD, w, cfg, at: Span, cache):
     c_BLI = gather_over_tp(c_BLI, at.tp_dim)
     k_BLT = gather_over_tp(k_BLT, at.tp_dim)
 
-    q_BLHK = einsum("BLJ,JHK->BLHK", h_BLJ, w["q_JHK"])
-    q_BLHT = rope(einsum("BLJ,JHT->BLHT", h_BLJ, w["q_rope_JHT"]), at, cfg)
     kv = update_cache(cache, dict(c_BSI=c_BLI, k_BST=rope(k_BLT[:, :, None], at, cfg)[:, :, 0]), at)
     c_BSI, k_BST = kv["c_BSI"], kv["k_BST"]
     width = m.d_head + m.d_rope
-    if q_BLHK.shape[1] > 1 or not at.decoding:
-        k_BSHK = einsum("BSI,IHK->BSHK", c_BSI, w["k_IHK"])
-        k_BSHT = jnp.broadcast_to(k_BST[:, :, None], (*k_BSHK.shape[:3], m.d_rope))
+    if h_BLJ.shape[1] > 1 or not at.decoding:
+        # Joined weights cost less than joined heads: those would be written to memory once more.
+        q_JHK = jnp.concatenate([w["q_JHK"], w["q_rope_JHT"]], -1)
+        k_IHK = jnp.pad(w["k_IHK"], ((0, 0), (0, 0), (0, m.d_rope)))
+        q_BLHK = rope(einsum("BLJ,JHK->BLHK", h_BLJ, q_JHK), at, cfg, m.d_rope)
+        k_BSHK = einsum("BSI,IHK->BSHK", c_BSI, k_IHK)
+        k_BSHK += jnp.pad(k_BST, ((0, 0), (0, 0), (m.d_head, 0)))[:, :, None]
         v_BSHW = einsum("BSI,IHW->BSHW", c_BSI, w["v_IHW"])
-        q, k = jnp.concatenate([q_BLHK, q_BLHT], -1), jnp.concatenate([k_BSHK, k_BSHT], -1)
-        y_BLHW = attend(q, k, v_BSHW, at, cfg, width)
-        stats = logit_stats(q, k, at, cfg, width)
+        y_BLHW = attend(q_BLHK, k_BSHK, v_BSHW, at, cfg, width)
+        stats = logit_stats(q_BLHK, k_BSHK, at, cfg, width)
     else:  # For a new token it is cheaper to compare with latents than to expand them to all heads.
+        q_BLHK = einsum("BLJ,JHK->BLHK", h_BLJ, w["q_JHK"])
+        q_BLHT = rope(einsum("BLJ,JHT->BLHT", h_BLJ, w["q_rope_JHT"]), at, cfg)
         q_BLHI = einsum("BLHK,IHK->BLHI", q_BLHK, w["k_IHK"])
         q, k = jnp.concatenate([q_BLHI, q_BLHT], -1), jnp.concatenate([c_BSI, k_BST], -1)
         y_BLHI = attend(q, k[:, :, None], c_BSI[:, :, None], at, cfg, width)

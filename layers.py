@@ -213,7 +213,8 @@ def einsum(dims: str, x, w, dtype=None):
 
 def einsum_backward(dims, dtype, xw, grad_y):
     x_dims, w_dims, y_dims = re.split(",|->", dims)
-    (x, w), grad_y = xw, grad_y.astype(xw[0].dtype)
+    (x, w), exact_grad_y = xw, grad_y
+    grad_y = grad_y.astype(x.dtype)
     grad_x = multiply(f"{y_dims},{w_dims}->{x_dims}", grad_y, w)
     if platform() == "cpu" and x.size > grad_y.size:
         # XLA transposes the first array, so the smaller one comes first: 2 % of an update.  Without
@@ -222,6 +223,11 @@ def einsum_backward(dims, dtype, xw, grad_y):
         grad_w = multiply(f"{y_dims},{x_dims}->{''.join(order)}", grad_y, x)
         grad_w = lax.optimization_barrier(grad_w)
         return grad_x, grad_w.transpose([order.index(d) for d in w_dims])
+    if platform() == "tpu" and exact_grad_y.dtype == jnp.float32 != x.dtype:
+        # The same values as above, written in another way, so that XLA does not see it.  It then
+        # computes the gradient of the logits inside each of the two products instead of writing it
+        # to memory: 17 % fewer cycles for the head.
+        grad_y = lax.reduce_precision(exact_grad_y, 8, 7).astype(x.dtype)
     return grad_x, multiply(f"{x_dims},{y_dims}->{w_dims}", x, grad_y)
 
 

@@ -29,6 +29,30 @@ import errors
 import model
 import train
 
+# ---- positions
+
+
+def test_rope_of_a_tpu_is_that_of_other_platforms(monkeypatch):
+    """Value and gradient, of whole heads and of their last elements."""
+    yarn = dict(rope_scaling="yarn", rope_factor=4.0, yarn_mscale=2.0, yarn_mscale_all_dim=1.0)
+    cfg = on_mesh(PLAIN, model=yarn)
+    x_BLHK, _, _, g_BLHK = random_attention(2, 24, 3, 3, 20, 20)
+    index_BL = jnp.arange(24)[None]
+    at = attention.Span(index_BL, index_BL)
+
+    def rotate(width, platform):
+        monkeypatch.setattr(attention, "platform", lambda: platform)
+        y_BLHK, backward = jax.vjp(lambda x: attention.rope(x, at, cfg, width), x_BLHK)
+        return y_BLHK, *backward(g_BLHK)
+
+    for width in (20, 12):
+        want = rotate(width, "cpu")
+        np.testing.assert_allclose(rotate(width, "tpu"), want, atol=1e-5)
+        last_BLHK = attention.rope(x_BLHK[..., 20 - width :], at, cfg)
+        np.testing.assert_allclose(want[0][..., 20 - width :], last_BLHK, atol=1e-6)
+        np.testing.assert_array_equal(want[0][..., : 20 - width], x_BLHK[..., : 20 - width])
+
+
 # ---- kernels
 
 

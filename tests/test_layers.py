@@ -1,6 +1,7 @@
 """The building blocks of a layer: dropout, and the order of tokens that are gathered over tp."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,22 @@ def test_whole_sequences_get_the_order_of_gathered_rows_and_back():
     same_BL, back_BL = run(x_BL, x_BL)
     assert same_BL.shape == (8 * 8, 4) and same_BL.all()
     np.testing.assert_array_equal(back_BL, x_BL)
+
+
+# ---- products
+
+
+def test_a_tpu_has_the_gradients_of_other_platforms(monkeypatch):
+    on_mesh(RICH)
+    rng = np.random.default_rng(0)
+    x_BD, w_DV, g_BV = (jnp.float32(rng.normal(size=n)) for n in ((4, 8), (8, 16), (4, 16)))
+    xw = x_BD.astype(jnp.bfloat16), w_DV.astype(jnp.bfloat16)
+    want = jax.vjp(partial(layers.einsum, "BD,DV->BV", dtype=jnp.float32), *xw)[1](g_BV)
+    monkeypatch.setattr(layers, "platform", lambda: "tpu")
+    got = jax.vjp(partial(layers.einsum, "BD,DV->BV", dtype=jnp.float32), *xw)[1](g_BV)
+    for x, y in zip(got, want, strict=True):
+        assert x.dtype == y.dtype == jnp.bfloat16
+        np.testing.assert_allclose(jnp.float32(x), jnp.float32(y), rtol=2**-7)
 
 
 # ---- dropout
