@@ -252,7 +252,7 @@ def check_at_least(args, **least: float):
 def config_of_run(run: str, mesh: Mesh, *flags: str) -> Config:
     """The config of a run directory on the given mesh, for scripts that do not train.
 
-    Also calls prepare_cpu.  Raises UserError USAGE.
+    Also calls simulate_devices.  Raises UserError USAGE.
     """
     mesh_flags = [word for axis, x in asdict(mesh).items() for word in (f"--mesh.{axis}", str(x))]
     # A batch that passes the checks on this mesh; resolve() replaces it.
@@ -264,7 +264,7 @@ def config_of_run(run: str, mesh: Mesh, *flags: str) -> Config:
     one_process = ["--run.coordinator=", "--run.num_processes", "0", "--run.process_id=-1"]
     file = f"{run.rstrip('/')}/config.json"
     cfg = parse(["--config", file, *mesh_flags, *batch, *one_process, *flags])
-    prepare_cpu(mesh)
+    simulate_devices(mesh)
     return cfg
 
 
@@ -272,7 +272,7 @@ def config_of_run(run: str, mesh: Mesh, *flags: str) -> Config:
 
 
 def keep_freed_memory():
-    """Have the C library keep freed memory for the next allocation, where it is glibc.
+    """Without an accelerator, have the C library keep freed memory for the next allocation.
 
     On a CPU XLA allocates a program's temporary memory in every call.  When that is freed, glibc
     returns large pieces to the system, which then clears each page again.  With all of it kept, an
@@ -280,13 +280,16 @@ def keep_freed_memory():
     docs/performance.md 0.97; the process is a tenth larger.  Call it before threads start: those
     that have a heap of their own keep it, and large pieces do not fit into one.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: None)
+    accelerators = find_spec("libtpu") or find_spec("jax_plugins")
+    if accelerators and os.environ.get("JAX_PLATFORMS") != "cpu":
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: None)  # glibc has it
     mallopt(-8, 1)  # M_ARENA_MAX: one heap for all threads
     mallopt(-4, 0)  # M_MMAP_MAX: large pieces come from the heap too
     mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: the free end of the heap is kept
 
 
-def prepare_cpu(mesh: Mesh, n_processes: int = 1):
+def simulate_devices(mesh: Mesh, n_processes: int = 1):
     """Give the CPU as many devices as the mesh needs, and enough threads to run them.
 
     Call it before jax is imported.  Where there is an accelerator, jax uses that and these settings
@@ -294,10 +297,6 @@ def prepare_cpu(mesh: Mesh, n_processes: int = 1):
     threads than twice the devices, programs with collectives deadlock; NPROC sets the number of
     threads.  The timeout turns any hang that is left into an error.
     """
-    # Programs on accelerators have no use for it, and it was not tried there.
-    accelerators = find_spec("libtpu") or find_spec("jax_plugins")
-    if os.environ.get("JAX_PLATFORMS") == "cpu" or not accelerators:
-        keep_freed_memory()
     xla_flags = os.environ.get("XLA_FLAGS", "")
     wanted = math.prod(size for size in mesh.sizes if size > 0) // max(1, n_processes)
     if wanted > 1 and "xla_force_host_platform_device_count" not in xla_flags:
@@ -352,5 +351,6 @@ def start() -> Config:
     # JAX's programs are a million long-lived objects.  With Python's defaults, scanning them took a
     # twentieth of the start.
     gc.set_threshold(100_000, 50)
-    prepare_cpu(cfg.mesh, cfg.run.num_processes)
+    keep_freed_memory()
+    simulate_devices(cfg.mesh, cfg.run.num_processes)
     return cfg

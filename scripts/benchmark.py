@@ -79,7 +79,8 @@ def parse() -> tuple[Args, Config, dict[str, Config]]:
     others = parse_meshes(args.meshes, rest)
     meshes = [x.mesh for x in (cfg, *others.values())]
     largest = max(meshes, key=lambda mesh: math.prod(n for n in mesh.sizes if n > 0))
-    cli.prepare_cpu(largest, cfg.run.num_processes)
+    cli.keep_freed_memory()
+    cli.simulate_devices(largest, cfg.run.num_processes)
     if {"transformers", "nanogpt"} & set(args.peers):
         # Otherwise JAX would take most of a GPU's memory and leave torch none.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

@@ -38,7 +38,7 @@ def parse() -> tuple[Args, Config]:
     args, rest = tyro.cli(Args, return_unknown_args=True, use_underscores=True, description=__doc__)
     cli.check_at_least(args, seconds=0.1)
     cfg = cli.parse(rest if "--config" in " ".join(rest) else [*SMALL.split(), *rest])
-    cli.prepare_cpu(cfg.mesh, cfg.run.num_processes)
+    cli.simulate_devices(cfg.mesh, cfg.run.num_processes)
     return args, cfg
 
 

@@ -49,7 +49,8 @@ class Args:
 
 def parse() -> tuple[Args, config.Config]:
     args = tyro.cli(Args, use_underscores=True, description=__doc__)
-    cli.prepare_cpu(config.Mesh(1, 1, 1))
+    cli.keep_freed_memory()
+    cli.simulate_devices(config.Mesh(1, 1, 1))
     return args, make_config(args)
 
 

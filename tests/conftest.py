@@ -27,7 +27,7 @@ if version("jaxlib") < "0.11":
 CACHE = tempfile.TemporaryDirectory(prefix="trifold-tests-")
 os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE.name
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
-cli.prepare_cpu(config.Mesh(2, 2, 2))  # before jax is imported
+cli.simulate_devices(config.Mesh(2, 2, 2))  # before jax is imported
 
 import jax
 import pytest

@@ -419,7 +419,7 @@ def test_simulated_devices_get_the_threads_they_need(monkeypatch):
         for name, text in env.items():
             monkeypatch.setenv(name, text)
         monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores[0] if cores else 2)
-        cli.prepare_cpu(config.Mesh(*mesh))
+        cli.simulate_devices(config.Mesh(*mesh))
         assert os.environ["NPROC"] == str(want)
         assert "terminate_timeout" in os.environ["XLA_FLAGS"]
 
@@ -428,8 +428,8 @@ def test_simulated_devices_get_the_threads_they_need(monkeypatch):
 def test_memory_of_one_call_is_used_by_the_next():
     code = """
 import resource
-import cli, config
-cli.prepare_cpu(config.Mesh(1, 1, 1))
+import cli
+cli.keep_freed_memory()
 import jax, jax.numpy as jnp
 f = jax.jit(lambda a: (a @ a.T) @ a)
 a = jnp.ones((5000, 16))  # a @ a.T takes 100 MB, or 24,414 pages
