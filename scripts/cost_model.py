@@ -371,6 +371,17 @@ def body_memory(op: Op, weight_shapes: set, free: set) -> Counter:
     return peak
 
 
+def last_reads(ops: list[Op]) -> dict[int, int]:
+    """{value: the number of the last operation that reads it}"""
+    updated, found = {op.outputs[0]: op.inputs[0] for op in ops if op.name in IN_PLACE}, {}
+    for at, op in enumerate(ops):
+        # XLA makes a select between an array and its update part of the update, so that the update
+        # is in place although the select reads the old array after it.
+        old = {updated.get(x) for x in op.inputs} if op.name == "select_n" else ()
+        found |= {x: at for x in op.inputs if x not in old}
+    return found
+
+
 def peak_memory(jaxpr: Jaxpr, weight_shapes: set, preallocated=(), overwritable=()) -> Counter:
     """Bytes by class in use at the operation of `jaxpr` where their sum is largest.
 
@@ -381,14 +392,7 @@ def peak_memory(jaxpr: Jaxpr, weight_shapes: set, preallocated=(), overwritable=
     through values computed from it that are not stored.
     """
     ops, arguments, results, avals = flatten(jaxpr)
-    updated = {op.outputs[0]: op.inputs[0] for op in ops if op.name in IN_PLACE}
-    last_read = {}
-    for at, op in enumerate(ops):
-        # XLA makes a select between an array and its update part of the update, so that the update
-        # is in place although the select reads the old array after it.
-        old = {updated.get(x) for x in op.inputs} if op.name == "select_n" else ()
-        last_read |= {x: at for x in op.inputs if x not in old}
-    last_read |= dict.fromkeys(results, len(ops))
+    last_read = last_reads(ops) | dict.fromkeys(results, len(ops))
     readers = count_readers(ops)
     sources = dict.fromkeys([None, *arguments], frozenset())  # value: indices of its arrays
     arrays, peaks = [], [Counter() for _ in range(len(ops) + 1)]
@@ -436,17 +440,13 @@ def state_bytes(cfg: Config) -> dict:
     are scalars, are left out."""
     state, specs = train.state_shapes(cfg), train.state_specs(cfg)
 
-    def leaf_bytes(x, spec) -> int:
-        if x.shape == ():
-            return 0
-        return math.prod(shard_shape(x.shape, spec, cfg.mesh.shape)) * x.dtype.itemsize
+    def device_bytes(x, spec) -> int:
+        n = math.prod(shard_shape(x.shape, spec, cfg.mesh.shape))
+        return n * x.dtype.itemsize if x.shape else 0
 
-    def tree_bytes(tree, tree_specs) -> int:
-        return sum(jax.tree.leaves(jax.tree.map(leaf_bytes, tree, tree_specs)))
-
-    return dict(
-        weights=tree_bytes(state.params, specs.params), moments=tree_bytes(state.opt, specs.opt)
-    )
+    weights = jax.tree.map(device_bytes, state.params, specs.params)
+    moments = jax.tree.map(device_bytes, state.opt, specs.opt)
+    return dict(weights=sum(jax.tree.leaves(weights)), moments=sum(jax.tree.leaves(moments)))
 
 
 def update_bytes(cfg: Config) -> int:

@@ -285,8 +285,8 @@ def main(args: Args, cfg: Config):
         product += f" = {math.prod(cfg.mesh.sizes)}"
         fix = f"choose axes whose product is {n_devices} (one axis may be -1)"
         raise UserError(USAGE, f"{product}, but {args.target} has {n_devices} devices", fix)
-    target = args.topology, chip, slice_size, args.slices
-    devices = compiled_cost.target_devices(*target) if args.compile else []
+    if args.compile:  # first, because the compiler may be missing
+        devices = compiled_cost.target_devices(args.topology, chip, slice_size, args.slices)
     plan = make_plan(cfg, chip)
     if args.compile:
         plan["xla"] = compiled_cost.compile_step(cfg, args.target, chip, devices)
