@@ -9,7 +9,7 @@ import re
 from dataclasses import replace
 
 from architecture import Model, all_kinds, layer_kinds, n_blocks
-from config import SECTIONS, Config, Optim, field_value
+from config import Config, field_value, settings
 from errors import USAGE, Problem, UserError, or_list
 from mixture import read_ramp, read_sets, read_skip, read_stages, read_tasks
 
@@ -25,7 +25,7 @@ def check(cfg: Config) -> Config:
         problems += pattern
     else:
         problems += [*divisor_problems(cfg), *pipeline_problems(cfg)]
-        problems += [*model_problems(cfg), *optim_problems(cfg)]
+        problems += [*no_effect_problems(cfg), *model_problems(cfg)]
     problems += other_problems(cfg)
     if problems:
         raise UserError(USAGE, problems=problems)
@@ -349,15 +349,29 @@ def unused_fields(m: Model) -> dict[str, str]:
 
 # Not reported: presets set these, and a flag that makes them unused need not unset them.
 MAY_BE_UNUSED = {"n_kv_heads", "d_ff", "mlp_bias"}
+UNUSED_BY = dict(adamw="muon_momentum muon_lr_ratio", lion="eps muon_momentum muon_lr_ratio")
+"""{optim.name: the settings of optim that it does not use}"""
+ONLY_MOE = "train.balance_loss", "train.bias_rate", "train.capacity_factor", "mesh.experts"
+"""Settings of other sections that only moe layers use."""
+
+
+def no_effect_problems(cfg: Config):
+    """Settings that were changed from their defaults, but have no effect."""
+    m, o, default = cfg.model, cfg.optim, Config()
+    unused = {f"model.{n}": why for n, why in unused_fields(m).items() if n not in MAY_BE_UNUSED}
+    if not any("moe" in kind for kind in all_kinds(m)):
+        unused |= dict.fromkeys(ONLY_MOE, "no layer is moe")
+    unused |= {f"optim.{n}": f"optim.name={o.name}" for n in UNUSED_BY.get(o.name, "").split()}
+    for name, why in unused.items():
+        if (x := field_value(cfg, name)) != field_value(default, name):
+            yield Problem(f"{name}={x} has no effect: {why}", f"leave --{name} out")
 
 
 def model_problems(cfg: Config):
-    """Settings of the architecture that have no effect, are missing, or contradict each other."""
-    m, t, default = cfg.model, cfg.train, Model()
-    for name, why in unused_fields(m).items():
-        if (x := getattr(m, name)) != getattr(default, name) and name not in MAY_BE_UNUSED:
-            yield Problem(f"model.{name}={x} has no effect: {why}", f"leave --model.{name} out")
-    yield from moe_problems(cfg)
+    """Settings of the architecture that are missing or contradict each other."""
+    m, t = cfg.model, cfg.train
+    if any("moe" in kind for kind in all_kinds(m)):
+        yield from moe_problems(m)
     if any("local" in kind for kind in all_kinds(m)):
         yield from missing_problems(m, ["window"], "there are local layers")
     if m.attention == "mla":
@@ -377,35 +391,8 @@ def model_problems(cfg: Config):
         yield Problem(what, "set --model.rope_theta 10000, or as the model was trained with")
 
 
-UNUSED_BY = dict(adamw="muon_momentum muon_lr_ratio", lion="eps muon_momentum muon_lr_ratio")
-"""{optim.name: the settings of optim that it does not use}"""
-
-
-def optim_problems(cfg: Config):
-    """Settings of an optimizer that is not chosen."""
-    o, default = cfg.optim, Optim()
-    for name in UNUSED_BY.get(o.name, "").split():
-        if (x := getattr(o, name)) != getattr(default, name):
-            what = f"optim.{name}={x} has no effect: optim.name={o.name}"
-            yield Problem(what, f"leave --optim.{name} out")
-
-
-def moe_problems(cfg: Config):
-    """Settings of moe layers that are missing or contradict each other, or, without moe layers,
-    have no effect."""
-    m, t = cfg.model, cfg.train
-    if not any("moe" in kind for kind in all_kinds(m)):
-        defaults = {
-            "train.balance_loss": t.balance_loss == 0,
-            "train.bias_rate": t.bias_rate == type(t).bias_rate,
-            "train.capacity_factor": t.capacity_factor == 0,
-            "mesh.experts": cfg.mesh.experts == "gather",
-        }
-        for name, is_default in defaults.items():
-            if not is_default:
-                what = f"{name}={field_value(cfg, name)} has no effect: no layer is moe"
-                yield Problem(what, f"leave --{name} out")
-        return
+def moe_problems(m: Model):
+    """Settings of moe layers that are missing or contradict each other."""
     yield from missing_problems(m, ["n_experts", "d_expert"], "there are moe layers")
     if m.n_experts <= 0:
         return
@@ -442,8 +429,7 @@ def other_problems(cfg: Config):
         allowed = "1 to 64 letters, digits, '.', '_' or '-', not starting with '.'"
         what = f"run.name={r.name!r} must be {allowed}"
         yield Problem(what, "choose a plain --run.name; folders belong in --run.dir")
-    fields = {f"{s}.{name}" for s in SECTIONS for name in vars(getattr(cfg, s))}
-    if unknown := [name for name in r.accept if name not in fields]:
+    if unknown := [name for name in r.accept if name not in settings(cfg)]:
         what = f"run.accept names {or_list(unknown)}, which is no setting"
         yield Problem(what, "name settings as their flags do, such as --run.accept optim.lr")
     if cfg.rollback < -1:

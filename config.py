@@ -546,6 +546,11 @@ PRESETS = {
 END = "<|endoftext|>"  # the token that our tokenizers put after each document
 
 
+def settings(cfg: Config) -> dict:
+    """{"section.field": value} of all sections."""
+    return {f"{s}.{name}": x for s in SECTIONS for name, x in vars(getattr(cfg, s)).items()}
+
+
 def field_value(cfg: Config, name: str):
     """The value of "section.field"."""
     return reduce(getattr, name.split("."), cfg)

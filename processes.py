@@ -16,7 +16,6 @@ import time
 import traceback
 from collections import deque
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from types import CoroutineType
 
@@ -217,12 +216,9 @@ def differences(facts: dict[str, str]) -> dict[str, str]:
 def compare_settings(cfg: Config):
     """Raise UserError USAGE if another process of the run was started with other settings; warn if
     it has other versions."""
-    settings = {"eval_only": str(cfg.eval_only)}  # --fresh concerns process 0 alone
-    for section in config.SECTIONS:
-        for name, value in asdict(getattr(cfg, section)).items():
-            settings[f"{section}.{name}"] = str(value)
-    settings = {name: value for name, value in settings.items() if name not in OWN_FLAGS}
-    if differ := differences(settings):
+    settings = config.settings(cfg) | {"eval_only": cfg.eval_only}  # --fresh is process 0's alone
+    shared = {name: str(value) for name, value in settings.items() if name not in OWN_FLAGS}
+    if differ := differences(shared):
         fix = "start all processes of a run with the same flags"
         problems = [Problem(f"{name} is {values}", fix) for name, values in differ.items()]
         raise UserError(errors.USAGE, problems=problems)
