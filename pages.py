@@ -130,7 +130,7 @@ class PageReader:
     def __init__(self, cfg: Config):
         self.cfg, self.lock, self.disk = cfg, threading.Lock(), None
         self.memory, self.size = OrderedDict(), 0  # {digest: page}, those used last at the end
-        self.states = {}  # {path: None, or the file_state of a local file without digests}
+        self.states = {}  # {path: its state when it was first read}
 
     def read(self, pieces: list[tuple[Shard, int, int]]) -> list[np.ndarray]:
         """Tokens start to stop - 1 of each (shard, start, stop).
@@ -153,35 +153,31 @@ class PageReader:
                 shard.offset + i * shard.itemsize - parts[0].start for i in (start, stop)
             )
             data = b"".join(found[part] for part in parts)[first:last]
-            if len(data) != last - first or not self.is_unchanged(shard):
+            if len(data) != last - first or self.state_of(shard) != self.states[shard.path]:
                 what = f"shard {shard.path.name!r} was changed while the run used it"
                 raise data_error(what, "do not change data that a run uses; copy the shard again")
             arrays.append(np.frombuffer(data, shard.dtype))
         return arrays
 
     def open(self, shard: Shard) -> list[int] | None:
-        """Check a file before it is read; returns its file_state, if `is_unchanged` needs it."""
-        state = None
+        """Check a file before it is read; returns its state."""
         if shard.pages:  # the files of other shards were checked when their headers were read
             check_is_part(shard.path)
             check_is_part(digest_list(shard).path)
-        elif not is_remote(shard.path):
-            state = self.state_of(shard)
+        state = self.state_of(shard)
         if shard.sha256 and file_sha256(shard.path) != shard.sha256:
             what = f"shard {shard.path.name!r}: its checksum is not the manifest's"
             raise data_error(what, "copy it again, or make the data set again")
         return state
 
-    def state_of(self, shard: Shard) -> list[int]:
+    def state_of(self, shard: Shard) -> list[int] | None:
+        """What shows whether a local file without digests has been changed; None of other files."""
+        if shard.pages or is_remote(shard.path):
+            return None
         try:
             return file_state(shard.path)
         except FileNotFoundError:
             raise missing_error(shard.path) from None
-
-    def is_unchanged(self, shard: Shard) -> bool:
-        """Whether a file without digests is as it was when it was first read."""
-        state = self.states[shard.path]
-        return state is None or self.state_of(shard) == state
 
     def load(self, blocks: list[Block]) -> dict[Block, bytes]:
         """The bytes of these blocks, verified where they have a digest."""
