@@ -153,8 +153,7 @@ class NormsPanel(Panel):
         found = {}
         for name in ("gradient", "weight", "logit"):
             usual = np.median(self.first[name], axis=0) if self.first[name] else ()
-            pairs = zip(usual, self.newest[name], strict=False)
-            for layer, (a, b) in zip(self.names, pairs, strict=False):
+            for layer, a, b in zip(self.names, usual, self.newest[name], strict=False):
                 if b is not None and b > self.GROWTH * a > 0:
                     what = f"{layer}: {SIZES[name]} have grown from {a:.3g} to {b:.3g}"
                     found[f"{name} {layer}"] = f"{what}; see norms.png, and lower --optim.lr"
