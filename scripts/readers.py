@@ -81,10 +81,6 @@ class Skipped(NamedTuple):
     why: str
 
 
-def text_hash(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=16).digest()
-
-
 def rank_of(key: bytes) -> int:
     return int.from_bytes(key[:8], "big")
 
@@ -467,11 +463,12 @@ def read_row(row: int, raw, piece: Piece, options: Options) -> Document | Skippe
             raise ValueError(f"longer than {LIMIT} bytes" if data else "empty")
     except (ValueError, RecursionError) as e:
         return Skipped(row, "not UTF-8" if isinstance(e, UnicodeError) else str(e)[:200])
-    if piece.rank is None:
-        key = text_hash(data)
-        return Document(row, parts, len(data), rank_of(key), key, piece.ends)
-    key = text_hash(f"{piece.rank} {piece.start}".encode())  # repeats of a long text are cut alike
-    return Document(row, parts, len(data), piece.rank, key, piece.ends)
+    is_part = piece.rank is not None
+    # Repeats of a long text are cut alike.
+    hashed = f"{piece.rank} {piece.start}".encode() if is_part else data
+    key = hashlib.blake2b(hashed, digest_size=16).digest()
+    rank = piece.rank if is_part else rank_of(key)
+    return Document(row, parts, len(data), rank, key, piece.ends)
 
 
 def read_documents(piece: Piece, options: Options) -> Iterator[Document | Skipped]:
