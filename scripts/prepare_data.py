@@ -309,7 +309,8 @@ def is_finished(out: epath.Path, recipe: dict, times: str) -> bool:
         if differ == ["documents"] and found == [path] and (path.parent / "refused").exists():
             for file in files_made(out):
                 file.unlink()
-            remove_progress(out)  # last, because without it the files would be taken for another's
+            # Last, because without it the files would be taken for another's.
+            (out / "progress").rmtree()
             return False
         if differ:
             what = f"{path.parent} was made with other {', '.join(differ)}"
@@ -407,11 +408,6 @@ def finish(out: epath.Path, tasks: list[Task], facts: list[dict], recipe: dict):
         say(f"skipped {n_skipped:,} document(s), which {out / 'skipped.jsonl'} lists")
 
 
-def remove_progress(out: epath.Path):
-    if (out / "progress").exists():
-        (out / "progress").rmtree()
-
-
 def parse() -> Args:
     return tyro.cli(Args, use_underscores=True, description=__doc__)
 
@@ -447,7 +443,7 @@ def main(args: Args):
     say(f"found {len(files):,} file(s)" + ("" if is_streamed else f", {n_bytes:,} bytes"))
     recipe, times = make_recipe(args, files)
     if is_finished(out, recipe, times):
-        remove_progress(out)
+        (out / "progress").rmtree(missing_ok=True)
         return say(f"{out} is up to date")
     check_output("out", out, is_folder=True)
     step = min(PIECE, max(65536, args.shard_tokens))
@@ -464,7 +460,7 @@ def main(args: Args):
         tasks = find_repeats(tasks, args, n_workers)
     facts = run_all(tasks, args, n_workers)
     finish(out, tasks, facts, recipe)
-    remove_progress(out)
+    (out / "progress").rmtree()
 
 
 if __name__ == "__main__":
