@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 
 import jax
@@ -38,7 +38,7 @@ def run_record(cfg: Config, fingerprint: str, old: dict) -> str:
     at Weights & Biases) and parent are kept.
     """
     versions = {module.__name__: module.__version__ for module in (jax, jaxlib, np, ocp)}
-    if any(package.name == "libtpu" for package in metadata.distributions()):
+    with suppress(metadata.PackageNotFoundError):
         versions |= dict(libtpu=metadata.version("libtpu"))
     versions |= dict(python=platform.python_version(), device=jax.devices()[0].device_kind)
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
@@ -237,8 +237,6 @@ def changes(old: dict, new: dict, step: int) -> dict[str, dict[str, list]]:
     """
     found = {group: {} for group in ("same numbers", "within rounding", "changes the training")}
     there, here = record_facts(old), record_facts(new)
-    if there[FINGERPRINT] is not None:  # a record may be older than these settings
-        there = {"data.skip": "", "data.stages": [], "train.batch_ramp": ""} | there
     for name, value in here.items():
         before = there.get(name)
         if None in (before, value) or before == value:  # None: one of the records lacks it
