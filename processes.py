@@ -255,8 +255,8 @@ class Stop:
     """
 
     TOGETHER = 2.0
-    """Seconds in which a second signal is ignored if a parent process forwards signals, because who
-    stops a service signals both."""
+    """Seconds in which a second signal is ignored if a parent process forwards signals: whoever
+    stops a service signals both processes, so this one gets the same signal twice."""
 
     def __init__(self):
         self.wants_stop = self.wants_save = False
