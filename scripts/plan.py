@@ -51,8 +51,7 @@ class Args:
 def parse() -> tuple[Args, Config]:
     args, rest = tyro.cli(Args, use_underscores=True, description=__doc__, return_unknown_args=True)
     parse_topology(args.topology)  # raises
-    if not 1 <= args.slices < 10**5:
-        raise UserError(USAGE, f"slices={args.slices} must be at least 1", "give --slices 2")
+    cli.check_at_least(args, slices=1)
     # Keep JAX from looking for an accelerator, and libtpu from asking the cloud whether this is a
     # TPU host.
     os.environ |= dict(JAX_PLATFORMS="cpu", ALLOW_MULTIPLE_LIBTPU_LOAD="1", TPU_SKIP_MDS_QUERY="1")
