@@ -16,7 +16,6 @@ Dimension key (a suffix on every array's name spells its logical shape):
 import json
 import math
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -216,14 +215,14 @@ def on_first_device(f, *args):
         return f(*args)
 
 
-def compile_contestant(name: str, n_devices: int, step, begin, batch, cfg: Config) -> Contestant:
+def compile_contestant(name: str, step, begin, batch, cfg: Config) -> Contestant:
     """A contestant from a jitted function of (state, *batch, cfg), on the ambient mesh."""
     state, start = begin(), time.perf_counter()
     program = utils.compile_program(step, state, *batch, cfg)
     seconds, use = time.perf_counter() - start, program.memory_analysis()
     memory = use.argument_size_in_bytes + use.temp_size_in_bytes
     memory += use.output_size_in_bytes - use.alias_size_in_bytes  # donated inputs become outputs
-    loss = float(program(state, *batch)[1]["loss"])
+    loss, n_devices = float(program(state, *batch)[1]["loss"]), jax.sharding.get_mesh().size
     return Contestant(name, n_devices, begin, lambda s: program(s, *batch), seconds, memory, loss)
 
 
@@ -240,7 +239,7 @@ def make_trifold(window_BL, cfg: Config, mesh: Mesh, name: str = "trifold") -> C
         sharding = utils.shardings(token_spec())
         inputs = window_BL[:, :-1], window_BL[:, 1:]
         batch = [jax.device_put(x.reshape(shape), sharding) for x in inputs]
-        return compile_contestant(name, mesh.size, train.train_step, begin, batch, cfg)
+        return compile_contestant(name, train.train_step, begin, batch, cfg)
 
 
 def make_plain(window_BL, cfg: Config) -> Contestant:
@@ -248,7 +247,7 @@ def make_plain(window_BL, cfg: Config) -> Contestant:
     shape = cfg.train.grad_accum, -1, cfg.train.seq_len
     batch = [jnp.array(x.reshape(shape)) for x in (window_BL[:, :-1], window_BL[:, 1:])]
     begin = partial(on_first_device, train.init_state, cfg)
-    return compile_contestant("plain jit", 1, plain_step, begin, batch, cfg)
+    return compile_contestant("plain jit", plain_step, begin, batch, cfg)
 
 
 def make_torch(name: str, window_BL, cfg: Config) -> Contestant:
@@ -417,8 +416,7 @@ def measure(args: Args, cfg: Config, others: dict[str, tuple[Config, Mesh]]) -> 
 
     cfg: for the ambient mesh.  others: for more meshes, by the names of their contestants.
     """
-    t, default_steps = cfg.train, 3 if platform() == "cpu" else 20
-    n_steps = args.steps if args.steps > 0 else default_steps
+    t, n_steps = cfg.train, args.steps or (3 if platform() == "cpu" else 20)
     shape, rng = (t.batch_size, t.seq_len + 1), np.random.default_rng(cfg.run.seed)
     window_BL = rng.integers(cfg.model.vocab_size, size=shape, dtype=np.int32)
     contestants = [make_trifold(window_BL, cfg, jax.sharding.get_mesh())]
@@ -431,7 +429,7 @@ def measure(args: Args, cfg: Config, others: dict[str, tuple[Config, Mesh]]) -> 
         matmul_rates.append(on_first_device(matmul_flops, t.dtype))
         for contestant, seconds in zip(contestants, turns, strict=True):
             seconds.append(time_steps(contestant, n_steps))
-    matmul_rate = statistics.median(matmul_rates)
+    matmul_rate = float(np.median(matmul_rates))
     pairs = zip(contestants, turns, strict=True)
     first, *rest = (summarize(contestant, x, matmul_rate, cfg) for contestant, x in pairs)
     return dict(
