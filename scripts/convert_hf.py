@@ -81,7 +81,6 @@ if __name__ == "__main__":  # before jax is imported, see train.py
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -100,7 +99,7 @@ from scripts.outputs import check_output
 
 # ---- Hugging Face directories
 
-DTYPES = dict(F32=np.float32, F16=np.float16, BF16=ml_dtypes.bfloat16)
+DTYPES = "F32", "F16", "BF16"
 
 
 class StoredTensor(NamedTuple):
