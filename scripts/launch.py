@@ -211,7 +211,8 @@ class Tpu:
             slices=(self.slices > 0, "1 or more"),
         )
 
-    def words(self, group: str, verb: str, *words: str) -> list[str]:
+    def gcloud(self, group: str, verb: str, *words: str) -> list[str]:
+        """The words of a command line."""
         zone = f"--zone={self.zone}"
         return ["gcloud", "compute", "tpus", group, verb, *words, zone, "--quiet"]
 
@@ -220,7 +221,7 @@ class Tpu:
 
         Raises CloudError, or UserError USAGE where trying again is of no use.
         """
-        command = self.words(group, verb, *words)
+        command = self.gcloud(group, verb, *words)
         if self.dry_run:
             print(shlex.join(command))
             return "READY 1" if group == "tpu-vm" else "ACTIVE" if self.is_ours else ""
@@ -266,7 +267,7 @@ class Tpu:
                 self.is_ours = False
             time.sleep(0 if self.dry_run else CLOUD_POLL)
         what = f"{self.name} may still be there, and cost money"
-        raise UserError(DISTRIBUTED, what, shlex.join(self.words(*words)))
+        raise UserError(DISTRIBUTED, what, shlex.join(self.gcloud(*words)))
 
     def make_ready(self) -> list[tuple[str, int]]:
         """(node, worker) of every machine, once all are there.  Raises CloudError."""
@@ -302,7 +303,7 @@ class Tpu:
         words += ["--ssh-flag=-oServerAliveInterval=15"]
         commands = {}
         for node, n in workers:
-            ssh = self.words("tpu-vm", "ssh", node, f"--worker={n}", *words)
+            ssh = self.gcloud("tpu-vm", "ssh", node, f"--worker={n}", *words)
             commands[f"{node}, worker {n}"] = ssh
         return run_on_all(commands, self.dry_run)
 
