@@ -275,8 +275,8 @@ class Array:
     """An array in memory from operation number `start` to operation number `end`."""
 
     bytes: int
-    kind: str
-    """Its class, see `memory_by_class`."""
+    memory_class: str
+    """See `memory_by_class`."""
     start: int
     end: int
 
@@ -425,7 +425,7 @@ def peak_memory(jaxpr: Jaxpr, weight_shapes: set, preallocated=(), overwritable=
         arrays[i].end = len(ops)
     for array in arrays:
         for at in range(array.start, array.end + 1):
-            peaks[at][array.kind] += array.bytes
+            peaks[at][array.memory_class] += array.bytes
     return max(peaks, key=Counter.total)
 
 
