@@ -25,22 +25,11 @@ from etils import epath
 from orbax.checkpoint import checkpoint_managers
 
 import errors
+import utils
 from digests import digest_leaves
 from errors import UserError
 from files import free_name, is_remote, move_folder
 from processes import LOST_IN_COLLECTIVE, name_ids
-from utils import (
-    all_agree,
-    exchange,
-    is_lead,
-    is_storage_error,
-    leaf_table,
-    process_id,
-    process_ids,
-    run_on_lead,
-    shared_store,
-    warn,
-)
 
 
 def meta_checksum(meta: dict) -> int:
@@ -113,8 +102,8 @@ class SaveBarrier:
 
     def begin(self, save: int):
         """To be called by every process before each save.  save: the number of saves before it."""
-        if is_lead() and save > 0:
-            shared_store().key_value_delete(f"trifold/save/{save - 1}/")
+        if utils.is_lead() and save > 0:
+            utils.shared_store().key_value_delete(f"trifold/save/{save - 1}/")
         self.save, self.passed, self.over = save, 0, False
 
     def __call__(self, *, key: str, timeout_ms: int):
@@ -128,24 +117,24 @@ class SaveBarrier:
 
     def put(self, stage: int, failed: list[int]):
         """Write into the store which processes have failed, as far as this one knows."""
-        name = f"trifold/save/{self.save}/{stage}/{process_id()}"
-        shared_store().key_value_set(name, json.dumps(failed), allow_overwrite=True)
+        name = f"trifold/save/{self.save}/{stage}/{utils.process_id()}"
+        utils.shared_store().key_value_set(name, json.dumps(failed), allow_overwrite=True)
 
     def meet(self, timeout_ms: int):
         """Report that this process has reached the next stage, and wait until all may go on."""
 
         def ask(n: int) -> list[int]:
             name = f"trifold/save/{self.save}/{self.passed}/{n}"
-            return json.loads(shared_store().blocking_key_value_get(name, timeout_ms))
+            return json.loads(utils.shared_store().blocking_key_value_get(name, timeout_ms))
 
         # At the second stage process 0 waits for none.
-        others = process_ids()[1:] if is_lead() and self.passed == 0 else []
+        others = utils.process_ids()[1:] if utils.is_lead() and self.passed == 0 else []
         failed = [n for n in others if ask(n)]
         with self.lock:
             if self.over:
                 raise RuntimeError("this process could not write all")
             self.put(self.passed, failed)
-        failed = failed if is_lead() else ask(0)
+        failed = failed if utils.is_lead() else ask(0)
         with self.lock:
             if failed:
                 self.over = True
@@ -156,7 +145,7 @@ class SaveBarrier:
         """Report that this process has ended: it has failed in the stages that it did not reach."""
         with self.lock:
             for stage in range(self.passed, len(self.STAGES)) if not self.over else []:
-                self.put(stage, [process_id()])
+                self.put(stage, [utils.process_id()])
             self.over = True
 
 
@@ -235,7 +224,7 @@ class Checkpoints:
     def open_manager(self):
         self.barrier = SaveBarrier() if self.several else None
         if not is_remote(self.path):
-            run_on_lead(self.move_pipes)
+            utils.run_on_lead(self.move_pipes)
         if self.keep == 0:
             options = ocp.CheckpointManagerOptions(read_only=True)
         else:
@@ -260,10 +249,11 @@ class Checkpoints:
         metadata of all checkpoints when it is opened, and would wait for ever."""
         for path in self.path.glob("*/_CHECKPOINT_METADATA"):
             if not stat.S_ISREG(os.lstat(path).st_mode):
-                self.refuse_if_reader(path.parent.name)
-                moved_to = free_name(self.run / "damaged" / path.parent.name)
+                name = path.parent.name
+                self.refuse_if_reader(name)
+                moved_to = free_name(self.run / "damaged" / name)
                 move_folder(path.parent, moved_to)
-                warn(f"checkpoint {path.parent.name}: {path.name} is no file; moved to {moved_to}")
+                utils.warn(f"checkpoint {name}: {path.name} is no file; moved to {moved_to}")
 
     def refuse_if_reader(self, name: str):
         """With keep=0, raise UserError CHECKPOINT instead of moving a damaged checkpoint."""
@@ -292,7 +282,7 @@ class Checkpoints:
             except Damaged as e:
                 bad.append(f"{n} ({e})")
                 moved_to = self.move_to_damaged(n)
-                warn(f"checkpoint {n} failed verification ({e}); moved to {moved_to}")
+                utils.warn(f"checkpoint {n} failed verification ({e}); moved to {moved_to}")
         if bad:
             what = f"no usable checkpoint among {len(bad)} in {self.path}: {', '.join(bad)}"
             fix = "restore one from a copy, or start over with --fresh; they are in damaged/"
@@ -323,7 +313,7 @@ class Checkpoints:
         items = {name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()}
         found = self.read(step, **items)
         tree = {name: found[name] for name in abstract}
-        table = leaf_table(tree)
+        table = utils.leaf_table(tree)
         values = np.asarray(digest_leaves(list(table.values()))[0]).tolist()
         wrong = [n for n, x in zip(table, values, strict=True) if x != meta["leaves"][n][2]]
         if wrong:
@@ -335,7 +325,7 @@ class Checkpoints:
         this run.  Raises Damaged, UserError CHECKPOINT for another run's, and what `read`
         raises."""
         fault = "" if is_remote(self.path) else find_fault(Path(self.path / str(step)))
-        if not all_agree(fault == ""):
+        if not utils.all_agree(fault == ""):
             raise Damaged(fault or "another process found a fault")
         meta = self.read(step, meta=ocp.args.JsonRestore())["meta"]
         if not isinstance(meta, dict) or meta.get("checksum") != meta_checksum(meta):
@@ -358,7 +348,7 @@ class Checkpoints:
             what = f"cannot read {self.path / str(step)}: {str(error)[:300]}"
             fix = "fix the storage or the permissions, and run the same command again"
             raise UserError(errors.STORAGE, what, fix) from error
-        if not all_agree(error is None):
+        if not utils.all_agree(error is None):
             why = f"{type(error).__name__}: {error}" if error else "another process failed"
             raise Damaged(re.sub(r"\s+", " ", why)[:160]) from error
         return tree
@@ -373,7 +363,7 @@ class Checkpoints:
         settings = mismatches(there, {n: here[n] for n in there})
         leaves = {n: x for n, x in meta["leaves"].items() if n.split("/")[0] in abstract}
         there = {n: f"{dtype}{shape}" for n, (shape, dtype, _) in leaves.items()}
-        here = {n: f"{x.dtype}{list(x.shape)}" for n, x in leaf_table(abstract).items()}
+        here = {n: f"{x.dtype}{list(x.shape)}" for n, x in utils.leaf_table(abstract).items()}
         arrays, optional = mismatches(there, here), {}
         # Otherwise the model is another, so its moments are too.
         if not any(n.startswith("params/") for n in arrays):
@@ -398,7 +388,7 @@ class Checkpoints:
         self.refuse_if_reader(str(step))
         moved_to = free_name(self.run / "damaged" / str(step))
         self.manager.close()
-        run_on_lead(move_folder, self.path / str(step), moved_to)
+        utils.run_on_lead(move_folder, self.path / str(step), moved_to)
         self.open_manager()
         return moved_to
 
@@ -434,17 +424,17 @@ class Checkpoints:
         later.  Raises UserError DIVERGED if a number in the state is not finite, and what
         `is_writing`, `write` and `recover` raise.
         """
-        if not last and not all_agree(not self.is_writing()):
+        if not last and not utils.all_agree(not self.is_writing()):
             if self.warned_of != self.newest:
                 why = f"that of {self.newest} is still being written"
-                warn(f"no checkpoint after update {step}: {why}")
+                utils.warn(f"no checkpoint after update {step}: {why}")
             self.warned_of = self.newest
             return False
         self.finish()
         if not self.recover():
             return False
         if step != self.newest:
-            table = leaf_table(state)
+            table = utils.leaf_table(state)
             values, finite = digest_leaves(list(table.values()))
             if not finite:
                 what = f"the state after update {step} holds a NaN or infinity; it was not saved"
@@ -454,7 +444,7 @@ class Checkpoints:
             self.write(step, state, leaf_digests, loss)
         if last:
             self.finish()
-        return all_agree(self.failure is None)
+        return utils.all_agree(self.failure is None)
 
     def write(self, step: int, state: dict, leaf_digests: dict[str, list[int]], loss=None):
         """Start to write checkpoint `step`: the items of `state`, and meta with their digests.
@@ -463,7 +453,7 @@ class Checkpoints:
         before the first update.  Raises UserError STORAGE if that fails, or if one of several
         processes cannot even start.
         """
-        table = leaf_table(state)
+        table = utils.leaf_table(state)
         leaves = {n: [list(x.shape), str(x.dtype), leaf_digests[n]] for n, x in table.items()}
         meta = dict(format=self.FORMAT, step=step, must=self.settings, leaves=leaves)
         meta |= dict(checksum=meta_checksum(meta))
@@ -506,7 +496,7 @@ class Checkpoints:
         """Note that saving `step` has failed, and when to try again, if not is_final.  Raises the
         error if storage cannot be its cause."""
         # orbax raises many types for storage; others are bugs
-        if not (isinstance(error, ValueError | RuntimeError) or is_storage_error(error)):
+        if not (isinstance(error, ValueError | RuntimeError) or utils.is_storage_error(error)):
             raise error
         if re.search(LOST_IN_COLLECTIVE, str(error)):  # one of orbax's, which may be a ValueError
             raise error
@@ -521,9 +511,9 @@ class Checkpoints:
         self.failure = Failure(UserError(errors.STORAGE, what, fix), now + wait, is_final)
         if not self.several:  # other processes may still write there
             self.remove_parts()
-        if is_lead() and not is_final:
-            warn(f"{what}; the next try is in {wait:.0f} s, the last in {left:.0f} s")
-        elif not is_lead() and not isinstance(error, PeerFailed):
+        if utils.is_lead() and not is_final:
+            utils.warn(f"{what}; the next try is in {wait:.0f} s, the last in {left:.0f} s")
+        elif not utils.is_lead() and not isinstance(error, PeerFailed):
             print(f"warning: {what}", file=sys.stderr, flush=True)
 
     def recover(self) -> bool:
@@ -534,12 +524,12 @@ class Checkpoints:
         it as saved.  Raises UserError STORAGE in all processes if saves have failed for
         self.patience seconds, or if the run's first save has failed.
         """
-        if all_agree(self.failure is None):
+        if utils.all_agree(self.failure is None):
             return True
-        run_on_lead(self.give_up)
+        utils.run_on_lead(self.give_up)
         is_time = self.failure is None or time.monotonic() >= self.failure.retry_at
         ours = [is_time, self.complete, self.failed[-1:]]
-        is_time, complete, failed = json.loads(exchange(json.dumps(ours))[0])
+        is_time, complete, failed = json.loads(utils.exchange(json.dumps(ours))[0])
         if not is_time:
             return False
         self.complete = complete
@@ -565,7 +555,7 @@ class Checkpoints:
             self.check_written(step)
         except Damaged:
             is_whole = False
-        if all_agree(is_whole):
+        if utils.all_agree(is_whole):
             self.complete, self.failed = step, []
         else:
             self.move_to_damaged(step)
@@ -583,7 +573,7 @@ class Checkpoints:
         item_metadata takes 40 and loses 0.2 MB of memory each time.  Processes come here at
         different times, so only process 0 does it.
         """
-        if not is_lead():
+        if not utils.is_lead():
             return
         try:
             (self.path / str(step) / "meta" / "metadata").read_bytes()
@@ -593,9 +583,10 @@ class Checkpoints:
         except Exception as e:  # orbax and its storage raise many types
             if isinstance(e, FileNotFoundError) or "NOT_FOUND" in str(e):
                 raise Damaged(f"not all that was written is there: {e}") from e
-            if not (is_storage_error(e) or re.search(UNREACHABLE, str(e))):
+            if not (utils.is_storage_error(e) or re.search(UNREACHABLE, str(e))):
                 raise
-            warn(f"checkpoint {step} could not be looked at ({type(e).__name__}: {str(e)[:200]})")
+            why = f"{type(e).__name__}: {str(e)[:200]}"
+            utils.warn(f"checkpoint {step} could not be looked at ({why})")
 
     def count_arrays(self, step: int, item: str) -> int:
         """The number of arrays in an item of checkpoint `step`, as its database lists them."""
@@ -606,7 +597,7 @@ class Checkpoints:
 
     def remove_parts(self):
         """Remove what failed saves have left, which may be why the disk is full."""
-        for step, _ in self.failed if is_lead() and not is_remote(self.path) else []:
+        for step, _ in self.failed if utils.is_lead() and not is_remote(self.path) else []:
             with suppress(OSError):  # it is tried again after the next save
                 for folder in self.path.glob(f"{step}.orbax-checkpoint-tmp*"):
                     folder.rmtree()
