@@ -21,19 +21,11 @@ import fsspec
 import numpy as np
 from etils import epath
 
+import shards
 from config import Config
 from errors import DATA, UserError
 from files import is_remote, make_private_folder
-from shards import (
-    PAGE,
-    Shard,
-    check_is_part,
-    data_error,
-    file_sha256,
-    file_state,
-    missing_error,
-    page_digest,
-)
+from shards import PAGE, Shard
 
 
 class Block(NamedTuple):
@@ -137,11 +129,11 @@ class PageReader:
 
         Raises UserError DATA for files that are missing, damaged (DamagedPage) or changed, and what
         the storage raises."""
-        shards = {shard.path: shard for shard, _, _ in pieces}
-        for shard in shards.values():
+        by_path = {shard.path: shard for shard, _, _ in pieces}
+        for shard in by_path.values():
             if shard.path not in self.states:
                 self.states[shard.path] = self.open(shard)
-        paged = [shard for shard in shards.values() if shard.pages]
+        paged = [shard for shard in by_path.values() if shard.pages]
         lists = [digest_list(shard) for shard in paged]
         found = self.load(lists)
         digests = {shard.path: found[b] for shard, b in zip(paged, lists, strict=True)}
@@ -155,19 +147,20 @@ class PageReader:
             data = b"".join(found[part] for part in parts)[first:last]
             if len(data) != last - first or self.state_of(shard) != self.states[shard.path]:
                 what = f"shard {shard.path.name!r} was changed while the run used it"
-                raise data_error(what, "do not change data that a run uses; copy the shard again")
+                fix = "do not change data that a run uses; copy the shard again"
+                raise UserError(DATA, what, fix)
             arrays.append(np.frombuffer(data, shard.dtype))
         return arrays
 
     def open(self, shard: Shard) -> list[int] | None:
         """Check a file before it is read; returns its state."""
         if shard.pages:  # the files of other shards were checked when their headers were read
-            check_is_part(shard.path)
-            check_is_part(digest_list(shard).path)
+            shards.check_is_part(shard.path)
+            shards.check_is_part(digest_list(shard).path)
         state = self.state_of(shard)
-        if shard.sha256 and file_sha256(shard.path) != shard.sha256:
+        if shard.sha256 and shards.file_sha256(shard.path) != shard.sha256:
             what = f"shard {shard.path.name!r}: its checksum is not the manifest's"
-            raise data_error(what, "copy it again, or make the data set again")
+            raise UserError(DATA, what, "copy it again, or make the data set again")
         return state
 
     def state_of(self, shard: Shard) -> list[int] | None:
@@ -175,9 +168,9 @@ class PageReader:
         if shard.pages or is_remote(shard.path):
             return None
         try:
-            return file_state(shard.path)
+            return shards.file_state(shard.path)
         except FileNotFoundError:
-            raise missing_error(shard.path) from None
+            raise shards.missing_error(shard.path) from None
 
     def load(self, blocks: list[Block]) -> dict[Block, bytes]:
         """The bytes of these blocks, verified where they have a digest."""
@@ -186,10 +179,10 @@ class PageReader:
             absent = [block for block, data in found.items() if data is None]
             for block, data in zip(absent, fetch(absent), strict=True):
                 if isinstance(data, FileNotFoundError):
-                    raise missing_error(block.path) from None
+                    raise shards.missing_error(block.path) from None
                 if isinstance(data, Exception):
                     raise data
-                if not block.digest or page_digest(data) == block.digest:
+                if not block.digest or shards.page_digest(data) == block.digest:
                     found[block] = data
                     self.keep(block, data)
         for block, data in found.items():
@@ -206,7 +199,7 @@ class PageReader:
                 self.memory.move_to_end(block.digest)
                 return self.memory[block.digest]
         data = cache.get(block.digest) if (cache := self.disk_cache(block)) else None
-        if data is None or page_digest(data) != block.digest:
+        if data is None or shards.page_digest(data) != block.digest:
             return None
         self.remember(block, data)
         return data
