@@ -345,6 +345,7 @@ class Log:
 
 # Booleans take a value (--model.qk_norm True), as in config.json.
 YesNo = tyro.conf.FlagConversionOff
+Flag = tyro.conf.FlagCreatePairsOff[bool]  # takes no value, and has no --no_ form
 
 
 @dataclass(frozen=True)
@@ -358,9 +359,9 @@ class Config:
     optim: Optim = Optim()
     checkpoint: YesNo[Checkpoint] = Checkpoint()
     log: YesNo[Log] = Log()
-    fresh: tyro.conf.FlagCreatePairsOff[bool] = False
+    fresh: Flag = False
     """Start over where the run directory holds a run: the old run is moved aside, never deleted."""
-    eval_only: tyro.conf.FlagCreatePairsOff[bool] = False
+    eval_only: Flag = False
     """Evaluate the newest checkpoint and exit."""
     rollback: int = -1
     """Go on from the newest checkpoint that has at most this many updates; -1 from the newest.

@@ -32,7 +32,7 @@ class Args:
     """The update, counted from 1."""
     row: int = -1
     """Only this row of the batch, counted from 0; -1 shows all."""
-    loss: tyro.conf.FlagCreatePairsOff[bool] = False
+    loss: config.Flag = False
     """Also show each token's loss, with the newest checkpoint from before the update.
     Where there is none, with the oldest after it."""
     html: str = ""

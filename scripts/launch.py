@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from cli import quit_on_error
+from config import Flag
 from errors import DISTRIBUTED, INTERRUPTED, TEMPORARY, USAGE, Problem, UserError, or_list
 
 # In seconds:
@@ -37,8 +38,6 @@ CLOUD_POLL = 10  # between questions to the cloud
 FIRST_WAIT = 2  # before the first restart; each further one waits twice as long
 GRACE = 60  # for the other workers to end by themselves after one has ended
 SAVING = 300  # for train.py to save
-
-Flag = tyro.conf.FlagCreatePairsOff[bool]
 
 
 def say(text: str):

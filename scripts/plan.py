@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import checks
 import cli
 import config
-from config import Config
+from config import Config, Flag
 from errors import USAGE, UserError
 from scripts.chips import GIB, Chip, parse_topology
 
@@ -36,11 +36,11 @@ class Args:
     """Chips and their shape, such as v5p:4x4x4, v5e:16x16, v6e:4x4, v4:4x4x4 or h200:8."""
     slices: int = 1
     """How many TPU slices of that topology, or nodes of GPUs; dp is split over them."""
-    compile: tyro.conf.FlagCreatePairsOff[bool] = False
+    compile: Flag = False
     """Compile the step for these chips too, and show XLA's own figures beside the estimate."""
-    search: tyro.conf.FlagCreatePairsOff[bool] = False
+    search: Flag = False
     """Rank all meshes, microbatches and remat policies for these chips by predicted step time."""
-    json: tyro.conf.FlagCreatePairsOff[bool] = False
+    json: Flag = False
     """Print one JSON object instead of a table."""
 
     @property

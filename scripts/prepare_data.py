@@ -38,7 +38,7 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from cli import quit_on_error
-from config import END
+from config import END, Flag
 from errors import DATA, USAGE, UserError
 from files import is_remote, write_whole
 from scripts import readers
@@ -58,9 +58,9 @@ class Args:
     input: tuple[str, ...] = ()
     """Files, folders and patterns, local or gs://, and data sets hf://org/name:config:split.
     By suffix: .jsonl, .jsonl.gz, .jsonl.zst, .parquet and .arrow are tables; the rest is text."""
-    stdlib: tyro.conf.FlagCreatePairsOff[bool] = False
+    stdlib: Flag = False
     """Use the source code of Python's standard library, without its tests."""
-    pydocs: tyro.conf.FlagCreatePairsOff[bool] = False
+    pydocs: Flag = False
     """Use the prose in Python's documentation: docstrings, and the topics of help()."""
     suffix: str = ""
     """With --input: use only files whose names end with this, such as .txt or .md."""
@@ -69,11 +69,11 @@ class Args:
     Of a chat, only the assistant's messages are scored."""
     prompt_field: str = ""
     """Field or column with a prompt that precedes the text and is not scored."""
-    document_per_line: tyro.conf.FlagCreatePairsOff[bool] = False
+    document_per_line: Flag = False
     """Each line of a text file is a document."""
-    dedup: tyro.conf.FlagCreatePairsOff[bool] = False
+    dedup: Flag = False
     """Drop documents that repeat an earlier one exactly."""
-    strict: tyro.conf.FlagCreatePairsOff[bool] = False
+    strict: Flag = False
     """Stop at a row or file that cannot be used; without it they are skipped and listed."""
     tokenizer: str = "bpe"
     """byte, char, bpe (byte-level, trained on the text), or the path of a tokenizer.json."""
