@@ -97,8 +97,7 @@ class NanoGPT(nn.Module):
         self.transformer = nn.ModuleDict(parts)
         weights = initial_weights("gpt2", cfg)
         # transformers stores these matrices as [inputs, outputs], nn.Linear as [outputs, inputs].
-        is_matrix = {name: ".c_" in name and x.ndim == 2 for name, x in weights.items()}
-        weights = {name: x.T if is_matrix[name] else x for name, x in weights.items()}
+        weights = {n: x.T if ".c_" in n and x.ndim == 2 else x for n, x in weights.items()}
         self.load_state_dict(weights)
 
     def forward(self, token_BL):
