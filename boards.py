@@ -118,8 +118,6 @@ def init_wandb(run: epath.Path, cfg: Config, mode: str):
 def send_to_wandb(session, row: dict):
     """Send a row, its fields named kind/field, and lists as histograms.  A failure is only a
     warning."""
-    if session is None:
-        return
     try:
         import wandb
 
@@ -133,8 +131,6 @@ def send_to_wandb(session, row: dict):
 
 def finish_wandb(session):
     """End the session.  A failure is only a warning, because metrics.jsonl has all rows."""
-    if session is None:
-        return
     try:
         session.finish()
     except Exception as e:  # as in send_to_wandb

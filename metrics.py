@@ -191,7 +191,8 @@ class MetricsLog:
     def write(self, row: dict):
         if is_lead():
             self.metrics_file.add(row)
-            send_to_wandb(self.wandb, row)
+            if self.wandb:
+                send_to_wandb(self.wandb, row)
             if self.tensorboard:
                 self.tensorboard.send(row)
         self.track(row)
@@ -327,7 +328,8 @@ class MetricsLog:
         if is_lead():
             self.metrics_file.close()
             self.samples_file.close()
-        finish_wandb(self.wandb)
+        if self.wandb:
+            finish_wandb(self.wandb)
 
     def is_evaluated(self, step: int) -> bool:
         """Whether all that is evaluated after update `step` is written."""
