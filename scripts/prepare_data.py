@@ -303,7 +303,7 @@ def is_finished(out: epath.Path, recipe: dict, times: str) -> bool:
     found = [path for path in (*paths, out / "progress" / "plan.json") if path.exists()]
     # Not in the manifests, which do not depend on when the files were copied to a machine.
     old_times = out / "times.sha256"
-    is_edited = bool(times and found) and old_times.exists() and old_times.read_text() != times
+    is_edited = times != "" and old_times.exists() and old_times.read_text() != times
     for path in found:
         differ = changed_fields(path, recipe) or (["documents"] if is_edited else [])
         if differ == ["documents"] and found == [path] and (path.parent / "refused").exists():
@@ -409,11 +409,8 @@ def finish(out: epath.Path, tasks: list[Task], facts: list[dict], recipe: dict):
 
 
 def parse() -> Args:
-    return tyro.cli(Args, use_underscores=True, description=__doc__)
-
-
-def check_args(args: Args):
-    """Raise UserError USAGE or DATA for flags that cannot work."""
+    """The command line.  Raises UserError USAGE for flags that cannot work."""
+    args = tyro.cli(Args, use_underscores=True, description=__doc__)
     n_sources = bool(args.input) + args.stdlib + args.pydocs
     if n_sources != 1:
         what = f"{n_sources} of --input, --stdlib and --pydocs are given, not 1"
@@ -431,11 +428,11 @@ def check_args(args: Args):
     if args.tokenizer not in ("byte", "char", "bpe") and not epath.Path(args.tokenizer).exists():
         what = f"--tokenizer {args.tokenizer} is none of byte, char and bpe, nor a file"
         raise UserError(USAGE, what, "choose one of those, or give the path of a tokenizer.json")
+    return args
 
 
 def main(args: Args):
     """Find the files, plan the tasks, run them, and write the manifests."""
-    check_args(args)
     files = find_corpus(args)
     out = epath.Path(args.out)
     n_bytes = sum(file.size for file in files)
