@@ -417,12 +417,6 @@ def missing_problems(m: Model, names: list[str], why: str):
 # ---- everything else
 
 
-MIXTURE_FIX = (
-    "give them as in --data.train web=data/web:0.7,code=data/code:0.3 --data.val web=data/web-val "
-    "--data.stages 8000:web=0.2,code=0.8"
-)
-
-
 def other_problems(cfg: Config):
     r, t = cfg.run, cfg.train
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", r.name) or r.name.startswith("."):
@@ -460,11 +454,9 @@ def other_problems(cfg: Config):
     port = re.fullmatch(r".+:(\d{1,5})", r.coordinator)
     complete = port and 0 < int(port[1]) < 65536 and 0 <= r.process_id < r.num_processes
     if (r.coordinator or r.num_processes or r.process_id >= 0) and not complete:
-        what = (
-            f"run.coordinator={r.coordinator!r} run.num_processes={r.num_processes} "
-            f"run.process_id={r.process_id} must go together: "
-            "HOST:PORT, a count, and a number below it"
-        )
+        what = f"run.coordinator={r.coordinator!r} run.num_processes={r.num_processes} "
+        what += f"run.process_id={r.process_id} must go together: "
+        what += "HOST:PORT, a count, and a number below it"
         yield Problem(what, "set all three, or none of them where JAX detects the cluster")
 
 
@@ -479,7 +471,9 @@ def text_problems(cfg: Config):
         if any(part.weight != 1 for part in sets["data.val"].values()):
             raise ValueError("sets of data.val have no weights: each is evaluated")
     except ValueError as e:
-        yield Problem(f"data.train, data.val or data.stages: {e}", MIXTURE_FIX)
+        fix = "give them as in --data.train web=data/web:0.7,code=data/code:0.3 "
+        fix += "--data.val web=data/web-val --data.stages 8000:web=0.2,code=0.8"
+        yield Problem(f"data.train, data.val or data.stages: {e}", fix)
     try:
         paths += [("eval.tasks", pattern) for pattern in read_tasks(cfg.eval.tasks).values()]
     except ValueError as e:
