@@ -141,9 +141,8 @@ class PageReader:
         found = self.load([*itertools.chain(*blocks)])
         arrays = []
         for (shard, start, stop), parts in zip(pieces, blocks, strict=True):
-            first, last = (
-                shard.offset + i * shard.itemsize - parts[0].start for i in (start, stop)
-            )
+            before = shard.offset - parts[0].start
+            first, last = (before + i * shard.itemsize for i in (start, stop))
             data = b"".join(found[part] for part in parts)[first:last]
             if len(data) != last - first or self.state_of(shard) != self.states[shard.path]:
                 what = f"shard {shard.path.name!r} was changed while the run used it"

@@ -42,12 +42,8 @@ class ExpertsPanel(Panel):
 
     def row(self, arrays: dict) -> dict:
         """The fields of a row, one element per layer, from the arrays of experts.moe_metrics."""
-        fields = {
-            name: [finite_or_none(x) for x in values]
-            for name, values in arrays.items()
-            if name != "load"
-        }
-        load = arrays["load"]
+        load, others = arrays["load"], {name: x for name, x in arrays.items() if name != "load"}
+        fields = {name: [finite_or_none(x) for x in values] for name, values in others.items()}
         share = (load / load.sum(-1, keepdims=True)).round(6)
         dead = (load == 0).sum(-1)
         return dict(layer=self.layers, **fields, load=share.tolist(), dead=dead.tolist())

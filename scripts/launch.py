@@ -344,10 +344,8 @@ class Tpu:
         with tempfile.TemporaryDirectory() as folder:
             archive = write_archive(f"{folder}/trifold.tgz")
             if state := self.state():
-                say(
-                    f"{self.name} exists ({state}): it is used, and not deleted at the end, "
-                    "unless it was preempted and is made anew"
-                )
+                text = f"{self.name} exists ({state}): it is used, and not deleted at the end, "
+                say(text + "unless it was preempted and is made anew")
             try:
                 return self.train_with_restarts(archive)
             finally:
