@@ -32,6 +32,7 @@ import cli
 import config
 import errors
 import files
+from config import Config
 from errors import CHECKPOINT, DATA, USAGE, Problem, UserError
 
 
@@ -64,10 +65,8 @@ class Export:
 
 
 def parse() -> Import | Export:
-    commands = (
-        Annotated[Import, tyro.conf.subcommand("import")]
-        | Annotated[Export, tyro.conf.subcommand("export")]
-    )
+    subcommand = tyro.conf.subcommand
+    commands = Annotated[Import, subcommand("import")] | Annotated[Export, subcommand("export")]
     args = tyro.cli(commands, use_underscores=True, description=__doc__)
     if isinstance(args, Export) and args.shard_size < 1:
         what = f"shard_size={args.shard_size} must be at least 1"
@@ -188,12 +187,10 @@ def find_tensors(folder: Path, family: str) -> dict[str, StoredTensor]:
     return found
 
 
-def unknown_tensors(found: dict[str, StoredTensor], known, hf: dict, cfg: config.Config):
+def unknown_tensors(found: dict[str, StoredTensor], known, hf: dict, cfg: Config):
     """The names of tensors that the model does not use, except those that may be ignored."""
     m, family = cfg.model, hf_families.FAMILIES[hf["model_type"]]
-    unknown = [
-        name for name in found if name not in known and not name.endswith(hf_families.BUFFERS)
-    ]
+    unknown = [n for n in found if n not in known and not n.endswith(hf_families.BUFFERS)]
     if m.tie_embeddings and "lm_head.weight" in unknown:
         unknown.remove("lm_head.weight")
         embed = found.get(family.ends[0][0])
@@ -208,9 +205,7 @@ def unknown_tensors(found: dict[str, StoredTensor], known, hf: dict, cfg: config
     return unknown
 
 
-def check_tensors(
-    found: dict[str, StoredTensor], tensors: list[TensorMap], hf: dict, cfg: config.Config
-):
+def check_tensors(found: dict[str, StoredTensor], tensors: list[TensorMap], hf: dict, cfg: Config):
     """Raise UserError DATA unless the directory has every tensor, with the right shape, and no
     unknown ones."""
     shapes = {tensor.name: tensor.shape for tensor in tensors}
@@ -277,14 +272,14 @@ def check_new(path, flag: str):
     check_output(flag, path, is_folder=True)
 
 
-def run_config(hf: dict, run) -> config.Config:
+def run_config(hf: dict, run) -> Config:
     """The config of a run with that model.  Raises UserError DATA, or USAGE for the run's name."""
     m = hf_config.read_model(hf)
     longest = m.max_positions or hf.get("max_position_embeddings") or 1024
     if type(longest) is not int:
         what = f"config.json: max_position_embeddings={longest!r} is no whole number"
         raise UserError(DATA, what, "correct config.json")
-    cfg = config.Config(run=config.Run(name=run.name, dir=os.fspath(run.parent)))
+    cfg = Config(run=config.Run(name=run.name, dir=os.fspath(run.parent)))
     checks.check(cfg)
     end = hf.get("eos_token_id")
     end = end[0] if isinstance(end, list) and end else end
@@ -322,9 +317,7 @@ def weight_blocks(found: dict[str, StoredTensor], tensors: list[TensorMap], shap
     return blocks
 
 
-def write_checkpoint(
-    found: dict[str, StoredTensor], tensors: list[TensorMap], run, cfg: config.Config
-):
+def write_checkpoint(found: dict[str, StoredTensor], tensors: list[TensorMap], run, cfg: Config):
     """Write checkpoint 0: the weights, and zeros for the rest of a new run's state.
 
     Every tensor is read twice, because orbax needs the digests before it writes the arrays.
@@ -418,7 +411,7 @@ def end_token(tokenizer: str, end_id: int) -> tuple[int | None, str | None]:
     return end_id, texts.get(end_id)
 
 
-def find_checkpoint(run, cfg: config.Config, step: int, item: str) -> tuple[int, dict]:
+def find_checkpoint(run, cfg: Config, step: int, item: str) -> tuple[int, dict]:
     """(step, meta) of checkpoint `step`, or of the newest for -1, checked to be of cfg's model.
     Raises UserError CHECKPOINT and STORAGE."""
     store = checkpoint.Checkpoints(run, keep=0)
@@ -513,7 +506,7 @@ def round_to(x, dtype: str, name: str):
     return y
 
 
-def main(args: Import | Export, cfg: config.Config):
+def main(args: Import | Export, cfg: Config):
     """cfg, which processes.run_main passes on, is not used: nothing here needs a mesh."""
     if isinstance(args, Import):
         import_hf(args.hf, args.run)
@@ -522,4 +515,4 @@ def main(args: Import | Export, cfg: config.Config):
 
 
 if __name__ == "__main__":
-    processes.run_main(partial(main, ARGS), config.Config())
+    processes.run_main(partial(main, ARGS), Config())
