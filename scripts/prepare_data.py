@@ -223,9 +223,7 @@ def choose_threshold(pieces: list[Piece], options: Options, val_fraction: float)
     return low + 1 if threshold <= low else high
 
 
-def make_plan(
-    args: Args, out: epath.Path, pieces: list[Piece], options, recipe: dict, times: str
-) -> dict:
+def make_plan(args: Args, out, pieces: list[Piece], options, recipe: dict, times: str) -> dict:
     """{recipe, threshold, size (bytes of text of a task)}, also written to progress/plan.json, and
     the tokenizer in its files.  If an interrupted command has written them, they are kept.
     """
