@@ -14,7 +14,6 @@ from collections import Counter
 from contextlib import suppress
 from operator import itemgetter
 from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
@@ -49,10 +48,8 @@ class Damaged(ValueError):
 
 # An error with one of these in its text means that the storage cannot be reached, not that the
 # checkpoint is damaged.
-UNREACHABLE = (
-    "RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE_EXCEEDED|UNAUTHENTICATED|PERMISSION_DENIED"
-    "|[Pp]ermission denied"
-)
+UNREACHABLE = "RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE_EXCEEDED|UNAUTHENTICATED|PERMISSION_DENIED"
+UNREACHABLE += "|[Pp]ermission denied"
 
 
 def find_fault(folder: Path) -> str:
@@ -159,6 +156,14 @@ class Failure(NamedTuple):
     """It is not tried again: the run ends with the error."""
 
 
+OPTIONAL = {
+    "rest/opt/": "another optimizer's state (optim.name)",
+    "ema/": "an average of the weights (optim.ema)",
+    "recent_norms/": "the last gradient norms (train.spike_sigma)",
+}
+"""Arrays that some settings add; an error counts them instead of naming each."""
+
+
 class Checkpoints:
     """The checkpoints of a run, saved in the background and verified when they are restored.
 
@@ -173,36 +178,19 @@ class Checkpoints:
 
     FORMAT = 2
 
-    OPTIONAL = MappingProxyType(
-        {
-            "rest/opt/": "another optimizer's state (optim.name)",
-            "ema/": "an average of the weights (optim.ema)",
-            "recent_norms/": "the last gradient norms (train.spike_sigma)",
-        }
-    )
-    """Arrays that some settings add; an error counts them instead of naming each."""
-
     BEST = 2
     """How many checkpoints of lowest validation loss are kept, with best=True."""
 
     SLOWEST = 3600
     """The longest that a save may take, in seconds; then the run ends with STORAGE."""
 
-    def __init__(
-        self,
-        run: epath.Path,
-        keep: int = 2,
-        settings: dict = MappingProxyType({}),
-        accept: tuple = (),
-        best: bool = False,
-        patience: float = 0,
-    ):
+    def __init__(self, run: epath.Path, keep=2, settings=None, accept=(), best=False, patience=0):
         """run: the run directory.  keep: how many checkpoints to keep; 0 only reads them.
-        settings: saved as `must`, and compared with `must` of a checkpoint that is restored, except
-        those that accept names.  best: keep those of lowest loss too.  patience: seconds for which
-        saving may fail."""
+        settings: {name: value}, saved as `must`, and compared with `must` of a checkpoint that is
+        restored, except those that accept names.  best: keep those of lowest loss too.  patience:
+        seconds for which saving may fail."""
         self.run, self.path, self.keep = run, run / "checkpoints", keep
-        self.settings, self.accept, self.best = dict(settings), accept, best
+        self.settings, self.accept, self.best = settings or {}, accept, best
         self.patience = patience
         self.newest = None
         """The step of the last checkpoint that this object restored, saved or started to save."""
@@ -367,7 +355,7 @@ class Checkpoints:
         arrays, optional = mismatches(there, here), {}
         # Otherwise the model is another, so its moments are too.
         if not any(n.startswith("params/") for n in arrays):
-            for prefix, why in self.OPTIONAL.items():
+            for prefix, why in OPTIONAL.items():
                 found = [n for n, x in arrays.items() if n.startswith(prefix) and "nothing" in x]
                 optional |= dict.fromkeys(found, why)
         pairs = {n: x for n, x in (settings | arrays).items() if n not in optional}
