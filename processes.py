@@ -216,7 +216,8 @@ def differences(facts: dict[str, str]) -> dict[str, str]:
 def compare_settings(cfg: Config):
     """Raise UserError USAGE if another process of the run was started with other settings; warn if
     it has other versions."""
-    settings = config.settings(cfg) | {"eval_only": cfg.eval_only}  # --fresh is process 0's alone
+    # --fresh is left out, because only process 0 acts on it.
+    settings = config.settings(cfg) | dict(eval_only=cfg.eval_only)
     shared = {name: str(value) for name, value in settings.items() if name not in OWN_FLAGS}
     if differ := differences(shared):
         fix = "start all processes of a run with the same flags"

@@ -404,6 +404,7 @@ def peak_memory(jaxpr: Jaxpr, weight_shapes: set, preallocated=(), overwritable=
         free = {x for x in op.inputs if x in writable and last_read[x] == at}
         if not is_stored(op, avals, readers, sum(arrays[i].bytes for i in read)):
             sources |= dict.fromkeys(op.outputs, read)
+            # Another form of an array that may be written over may be written over too.
             if free and len(op.inputs) == 1:
                 size = n_bytes(avals[op.inputs[0]])
                 writable |= {x for x in op.outputs if n_bytes(avals[x]) == size}
