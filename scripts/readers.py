@@ -182,10 +182,9 @@ def read_lines(f) -> Iterator[bytes]:
 
 def cut_lines(file: File, options: Options) -> list[Piece]:
     """Ranges of bytes: a line belongs to the range in which it begins."""
-    kind, step = kind_of(file, options), options.piece
-    starts = range(0, file.size, step) or [0]
-    stops = [min(start + step, file.size) for start in starts]
-    return [Piece(kind, file.source, a, b, b - a) for a, b in zip(starts, stops, strict=True)]
+    kind, starts = kind_of(file, options), range(0, file.size, options.piece) or [0]
+    cuts = pairwise([*starts, file.size])
+    return [Piece(kind, file.source, a, b, b - a) for a, b in cuts]
 
 
 def read_range(piece: Piece, options: Options) -> Iterator[bytes]:
