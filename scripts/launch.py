@@ -475,11 +475,12 @@ class Ssh:
 
 
 def parse(words: list[str]) -> Tpu | Slurm | Ssh:
-    """The checked command line.  Raises UserError USAGE."""
+    """The checked command line, with two more fields: `command`, the words after --, and `extra`,
+    the flags that --help does not list.  Raises UserError USAGE."""
     end = words.index("--") if "--" in words else len(words)
     options = dict(use_underscores=True, description=__doc__, return_unknown_args=True)
-    args, args.extra = tyro.cli(Tpu | Slurm | Ssh, args=words[:end], **options)
-    args.command, found = words[end + 1 :], args.problems()
+    args, extra = tyro.cli(Tpu | Slurm | Ssh, args=words[:end], **options)
+    args.command, args.extra, found = words[end + 1 :], extra, args.problems()
     if not args.command:
         found.append(Problem("no command", "end with -- python train.py --config NAME"))
     for word in args.extra:
