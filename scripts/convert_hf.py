@@ -376,12 +376,12 @@ def export_hf(run_dir, hf_dir, step=-1, dtype="float32", shard_size=5_000_000_00
     hf = hf_config.write_config(cfg, dtype, end)
     item = train.weights_item(cfg, weights)
     step, meta = find_checkpoint(run, cfg, step, item)
-    path = run / "checkpoints" / str(step)
-    saved = SavedWeights(path / item, utils.leaf_table(model.param_table(cfg)))
+    saved_in = run / "checkpoints" / str(step)
+    saved = SavedWeights(saved_in / item, utils.leaf_table(model.param_table(cfg)))
     tensors = hf_families.tensor_maps(hf["model_type"], cfg)
     tensors.sort(key=partial(slab_order, saved))
     with progress_bar("read and verify", tensors) as bar:
-        verify(saved, tensors, meta, path, item, bar)
+        verify(saved, tensors, meta, saved_in, item, bar)
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with progress_bar("write", tensors) as bar:

@@ -5,6 +5,7 @@ import math
 from contextlib import contextmanager
 from functools import cache, partial
 from itertools import product
+from operator import getitem
 
 import jax
 import jax.numpy as jnp
@@ -39,13 +40,14 @@ class Streamed(np.ndarray):
 def streamed_array(shape, dtype, blocks: list | None) -> Streamed:
     """The placeholder for an array of these blocks, which all have the same shape.  None stands for
     zeros; they are written too, because orbax treats an array without data as damaged."""
-    x = np.broadcast_to(np.zeros((), dtype), shape).view(Streamed)
+    zeros = np.broadcast_to(np.zeros((), dtype), shape)
     if blocks is None:
-        chunk, blocks = chunk_shape(shape, x.itemsize), []
+        chunk, blocks = chunk_shape(shape, zeros.itemsize), []
         for starts in product(*(range(0, n, c) for n, c in zip(shape, chunk, strict=True))):
             ends = [min(a + c, n) for a, c, n in zip(starts, chunk, shape, strict=True)]
             index = tuple(map(slice, starts, ends))
-            blocks.append((index, partial(np.ndarray.__getitem__, x.view(np.ndarray), index)))
+            blocks.append((index, partial(getitem, zeros, index)))
+    x = zeros.view(Streamed)
     x.blocks = blocks
     return x
 
