@@ -350,10 +350,10 @@ class Checkpoints:
         here = self.settings | dict(format=self.FORMAT)
         settings = mismatches(there, {n: here[n] for n in there})
         leaves = {n: x for n, x in meta["leaves"].items() if n.split("/")[0] in abstract}
-        there = {n: f"{dtype}{shape}" for n, (shape, dtype, _) in leaves.items()}
-        here = {n: f"{x.dtype}{list(x.shape)}" for n, x in utils.leaf_table(abstract).items()}
-        arrays, optional = mismatches(there, here), {}
-        # Otherwise the model is another, so its moments are too.
+        saved = {n: f"{dtype}{shape}" for n, (shape, dtype, _) in leaves.items()}
+        wanted = {n: f"{x.dtype}{list(x.shape)}" for n, x in utils.leaf_table(abstract).items()}
+        arrays, optional = mismatches(saved, wanted), {}
+        # Where weights differ too, the reason is another model, and not one of these settings.
         if not any(n.startswith("params/") for n in arrays):
             for prefix, why in OPTIONAL.items():
                 found = [n for n, x in arrays.items() if n.startswith(prefix) and "nothing" in x]
