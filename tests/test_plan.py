@@ -139,8 +139,10 @@ def test_collectives_and_flops_of_the_step_are_those_of_the_formulas(mesh, field
 
     D, F, H, G, K = m.d_model, m.d_ff, m.n_heads, m.n_kv_heads, m.d_head
     matmuls, attention = 2 * D * (H + G) * K + 3 * D * F, 2 * t.seq_len * H * K
+    rotary = (H + G) * K * K  # of attention.rope on a TPU
     layer = 3 * (matmuls + attention) + attention / 2  # the backward pass computes the scores again
-    layer += {"none": 0, "dots": attention, "layer": matmuls + attention - D * F}[t.remat]
+    recomputed = {"none": 0, "dots": attention, "layer": matmuls + attention + rotary - D * F}
+    layer += 2 * rotary + recomputed[t.remat]
     flops = 2 * (m.n_layers * layer + 3 * D * m.vocab_rows)
     assert cost.flops == pytest.approx(flops * t.batch_size * t.seq_len / (dp * pp * tp))
 
@@ -270,7 +272,8 @@ def test_tokens_go_to_their_experts_and_back_as_the_formula_says(capacity_factor
 @pytest.mark.parametrize("form", ["tiles", "kernels"])
 def test_flops_of_experts_are_those_that_a_token_is_sent_to(form):
     """As many as model.flops_per_token says, and the masked half of attention, its recomputed
-    scores, the recomputed hidden units, and the padding of tiles, which kernels do not need."""
+    scores, the products of attention.rope, the recomputed hidden units, and the padding of tiles,
+    which kernels do not need."""
     sizes = dict(d_model=128, d_expert=128) if form == "kernels" else {}
     cfg = replace(MOE, model=replace(MOE.model, **sizes))
     cfg = configure((1, 1, 1), cfg, remat="none")
@@ -282,7 +285,8 @@ def test_flops_of_experts_are_those_that_a_token_is_sent_to(form):
     extra = rows_per_pair * (6 * 3 + 2 * 2) - 6 * 3
     extra *= m.n_layers * m.n_active * m.d_model * m.d_expert
     scores = 2 * m.n_layers * m.n_heads * m.d_head * t.seq_len
-    want = model.flops_per_token(cfg) + masked + scores + extra
+    rotary = 2 * 2 * m.n_layers * (m.n_heads + m.n_kv_heads) * m.d_head**2
+    want = model.flops_per_token(cfg) + masked + scores + rotary + extra
     assert count(cfg).flops / (t.batch_size * t.seq_len) == pytest.approx(want, rel=1e-6)
 
 
