@@ -133,8 +133,9 @@ class MetricsLog:
         self.cfg, self.run, self.first_step = cfg, run, step
         self.flops_per_token, self.peak = flops_per_token, peak_flops(cfg)
         parent = (run_on_lead(read_record, run) or {}).get("parent", {})  # the lead writes rows
-        is_branch = cfg.run.start_with == "state" and parent.get("step") == step
-        self.first_tokens = parent["tokens"] if is_branch else self.tokens_until(step)
+        # The rows of a branch that went on with its parent's state begin after the parent's step.
+        begin = parent.get("step", 0) if cfg.run.start_with == "state" else 0
+        self.first_tokens = parent["tokens"] if 0 < step == begin else self.tokens_until(step)
         """Tokens of all updates up to first_step.  Not always tokens_until(first_step): a parent's
         updates, and those before a --run.accept, may have had another batch size."""
         self.start = self.clock = time.perf_counter()
@@ -154,8 +155,7 @@ class MetricsLog:
         self.sampled_steps = {row["step"] for row in self.samples_file.rows}
         for row in self.metrics_file.rows:
             self.track(row)
-        # The rows of a branch that went on with its parent's state begin after the parent's step.
-        before = step if self.metrics_file.rows else parent.get("step", 0)
+        before = step if self.metrics_file.rows else begin
         first = min(self.train_losses, default=before + 1)
         lost = sorted(set(range(first, step + 1)) - self.train_losses.keys())
         if lost and (run / "metrics.jsonl").exists():

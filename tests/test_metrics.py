@@ -67,10 +67,17 @@ def test_lost_rows_are_said(tmp_path, capsys):
         open_log(path, cfg, 6).close()
         warnings = capsys.readouterr().err
         assert said in warnings and ("lost" in warnings) == bool(said)
-    record = json.loads(cli.to_json(cfg, parent=dict(step=6, tokens=1)))
-    (path / "config.json").write_text(json.dumps(record))  # a branch killed in its first updates
-    open_log(path, cfg, 6).close()
-    assert "lost" not in capsys.readouterr().err
+    parents = {  # of a branch killed in its first updates, of one with weights, and of an average
+        "state": (dict(step=6, tokens=1), ""),
+        "weights": (dict(step=50, tokens=1), lost.format(6)),
+        "": (dict(step=[4, 6]), lost.format(6)),
+    }
+    for start_with, (parent, said) in parents.items():
+        (path / "config.json").write_text(cli.to_json(cfg, parent=parent))
+        branch = replace(cfg, run=replace(cfg.run, start_with=start_with or "weights"))
+        open_log(path, branch, 6).close()
+        warnings = capsys.readouterr().err
+        assert said in warnings and ("lost" in warnings) == bool(said)
 
 
 def test_rows_are_written_one_update_late_and_nan_is_null(tmp_path, capsys):
