@@ -579,7 +579,7 @@ class Checkpoints:
     def count_arrays(self, step: int, item: str) -> int:
         """The number of arrays in an item of checkpoint `step`, as its database lists them."""
         folder = f"{self.path / str(step) / item}/"
-        base = folder if is_remote(self.path) else f"file://{folder}"
+        base = folder if is_remote(self.path) else dict(driver="file", path=folder)
         keys = tensorstore.KvStore.open(dict(driver="ocdbt", base=base)).result().list().result()
         return sum(key.endswith(b"/.zarray") for key in keys)
 

@@ -233,6 +233,15 @@ def test_a_checkpoint_under_another_name_is_damaged(copy, change):
     assert (run / "damaged" / ("20" if "pipe" in change else "60")).exists()
 
 
+def test_a_folder_may_have_any_name(saved, tmp_path):
+    cfg, _, states = saved
+    run = epath.Path(tmp_path / "é #%20?x")
+    store = open_store(run)
+    assert store.save(10, train.checkpoint_items(states[10]), last=True)
+    store.close()
+    assert_restored(restore(run, cfg)[1], states[10])
+
+
 def test_a_run_without_a_usable_checkpoint_does_not_start_over(copy):
     cfg, run, _ = copy
     for step in (10, 20):
