@@ -43,11 +43,13 @@ class FileLock:
         self.file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            os.ftruncate(self.file, 0)
+            os.write(self.file, json.dumps(new_owner()).encode())
+        except OSError as e:  # the disk may be full, and a lock left open would look like another's
             os.close(self.file)
-            raise busy_error(path, path.read_text()) from None
-        os.ftruncate(self.file, 0)
-        os.write(self.file, json.dumps(new_owner()).encode())
+            if isinstance(e, BlockingIOError):
+                raise busy_error(path, path.read_text()) from None
+            raise
 
     def release(self):
         if self.file is not None:

@@ -144,7 +144,7 @@ def roll_back(path: epath.Path, cfg: Config, source):
 def check_is_run(path: epath.Path):
     """Raises UserError USAGE where the folder has files that are not a run's, or where a pipe,
     which may never end, has the name of one of a run's files."""
-    for name in ("config.json", "history.jsonl", "metrics.jsonl", "samples.jsonl"):
+    for name in ("lock", "config.json", "history.jsonl", "metrics.jsonl", "samples.jsonl"):
         file = path / name
         # Not file.is_file(), which is True of a pipe.
         if not is_remote(file) and file.exists() and not os.path.isfile(file):

@@ -1,5 +1,6 @@
 """The run directory: where it can be written, what is kept out of it, and what a start changes."""
 
+import errno
 import json
 import os
 import re
@@ -8,15 +9,18 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from conftest import ROOT
+from etils import epath
 from runs import contents, copy_run, finish, flags, new_run, refusal, rows, start, wait_for_step
 from test_train import OBEY_PERMISSIONS
 
 import cli
 import config
 import errors
+import lock
 import rundir
 import train
 from errors import CHECKPOINT, STORAGE, USAGE, UserError
@@ -42,11 +46,21 @@ def test_a_lock_without_permission_is_named(base, reference):
     assert what == f"error: cannot write to {run / 'lock'}: Permission denied", done.stderr
 
 
-@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "history.jsonl"])
+def test_a_lock_that_cannot_be_written_stays_free(tmp_path, monkeypatch):
+    path, full = epath.Path(tmp_path / "lock"), OSError(errno.ENOSPC, "No space left on device")
+    with monkeypatch.context() as m, pytest.raises(OSError, match="No space"):
+        m.setattr(lock.os, "write", Mock(side_effect=full))
+        lock.FileLock(path)
+    lock.FileLock(path).release()
+
+
+@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "history.jsonl", "lock"])
 def test_a_pipe_among_a_runs_files_is_refused(base, reference, name, time_limit):
     cfg, run = copy_run(reference, base, f"pipe-{name}")
-    (run / name).unlink()
+    (run / name).unlink(missing_ok=True)
     os.mkfifo(run / name)
+    if name == "lock":
+        assert lock.take_early(cfg) is None
     error = refusal(cfg)
     assert error.code == USAGE and f"{name} is not a file but" in str(error)
 
