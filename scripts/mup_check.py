@@ -123,7 +123,7 @@ def sizes(params, tokens_AMBL, cfg: config.Config) -> dict:
             x_BLD, _, _ = model.decoder_layer(kind, x_BLD, layer, cfg, None, at, None)
             found[f"after layer {n + 1}"] = x_BLD
         x_BLD = layers.gather_rows(layers.norm(x_BLD, w, "norm", cfg))
-        found["logits"] = model.logits(x_BLD, w, cfg)
+        found["logits"] = model.logits(x_BLD, w, cfg)[..., : cfg.model.vocab_size]
         mean = {name: jnp.sqrt(jnp.mean(x**2)) for name, x in found.items()}
         return lax.pmean(mean, utils.AXES)
 
