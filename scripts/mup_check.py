@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import cli
 import config
+from errors import USAGE, UserError
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,12 @@ class Args:
 
 def parse() -> tuple[Args, config.Config]:
     args = tyro.cli(Args, use_underscores=True, description=__doc__)
+    cli.check_at_least(args, steps=1, depth=1, vocab_size=1)
+    for name, low in dict(coordinate_widths=16, widths=16, rates=1e-30, seeds=0).items():
+        values, n = getattr(args, name), 2 if name == "coordinate_widths" else 1  # for a slope
+        if len(set(values)) < n or not all(x >= low for x in values):
+            what = f"{name}={values} must be {n} or more different numbers, each at least {low}"
+            raise UserError(USAGE, what, f"set --{name} to such numbers")
     cli.keep_freed_memory()
     cli.simulate_devices(config.Mesh(1, 1, 1))
     return args, make_config(args)

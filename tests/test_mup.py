@@ -13,7 +13,7 @@ import attention
 import optim
 import train
 import utils
-from errors import DATA, UserError
+from errors import DATA, USAGE, UserError
 from scripts import hf_config
 
 BASE = dict(mup_base_width=32, mup_base_depth=8, mup_base_head=4)  # the sizes of PLAIN
@@ -121,6 +121,15 @@ def test_the_script_prints_slopes_and_best_rates_and_draws_them(corpus, tmp_path
         assert np.isfinite([*found["slopes"].values()]).all()
     assert table["standard"]["losses"]["16"] == table["muP"]["losses"]["16"]  # the base
     assert (tmp_path / "mup.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("flags", [
+    ["--coordinate_widths", 64], ["--widths", 64, 8], ["--rates"], ["--seeds"], ["--depth", 0],
+])  # fmt: skip
+def test_the_script_names_an_argument_that_it_cannot_use(flags):
+    done = run("scripts/mup_check.py", *flags)
+    assert done.returncode == USAGE and "Traceback" not in done.stderr
+    assert done.stderr.startswith(f"error: {flags[0][2:]}=") and "\n  fix: set " in done.stderr
 
 
 def test_a_ladder_predicts_its_largest_run(tmp_path):
