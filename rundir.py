@@ -116,7 +116,8 @@ def prepare_run(path: epath.Path, cfg: Config, source, lock) -> FileLock | Lease
 def roll_back(path: epath.Path, cfg: Config, source):
     """Go back to the newest checkpoint of at most cfg.rollback updates: move later checkpoints and
     rows to rolled_back/, unless the last start was by this same command.  Raises UserError
-    CHECKPOINT if there is no such checkpoint, and as check_changes and check_past."""
+    CHECKPOINT if there is no such checkpoint, and as check_changes, check_past and
+    check_settings."""
     history = read_history(path)
     last = history[-1] if history else {}
     if (last.get("argv"), last.get("rollback")) == (sys.argv, cfg.rollback):
@@ -130,6 +131,7 @@ def roll_back(path: epath.Path, cfg: Config, source):
     old, new = read_record(path), json.loads(run_record(cfg, source.fingerprint, {}))
     check_changes(changes(old, new, to), cfg)
     check_past(old, cfg, to)
+    check_settings(folder / str(to), record_facts(new), cfg)
     where = free_name(path / "rolled_back" / str(to))
     where.mkdir(parents=True, exist_ok=True)
     for name in ("metrics.jsonl", "samples.jsonl"):  # the run itself drops them as it resumes
@@ -280,6 +282,21 @@ def check_past(old: dict, cfg: Config, step: int):
         what += f"{step} updates that the run has made"
         fix = "add --rollback with an update from before those, or change only later ones"
         raise UserError(errors.CHECKPOINT, what, fix)
+
+
+def check_settings(folder: epath.Path, here: dict, cfg: Config):
+    """Raises UserError CHECKPOINT if the checkpoint in this folder, which may be from before a
+    --run.accept, could not be restored with the settings here.  A damaged one has no settings."""
+    try:
+        must = dict(json.loads((folder / "meta" / "metadata").read_text())["must"])
+    except (OSError, ValueError, TypeError, KeyError):
+        must = {}
+    accepted = {*cfg.run.accept, *(f"{flag} fingerprint" for flag in cfg.run.accept)}
+    pairs = {n: (x, here.get(n, x)) for n, x in must.items() if x is not None and n not in accepted}
+    differ = [f"{n}: {x} there, {y} here" for n, (x, y) in pairs.items() if x != y]
+    if differ:
+        what = f"checkpoint {folder} was saved with other settings: {'; '.join(differ)}"
+        raise UserError(errors.CHECKPOINT, what, "give its values, or name each in --run.accept")
 
 
 # ---- history.jsonl: a line for each start

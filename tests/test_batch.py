@@ -141,6 +141,20 @@ def test_a_rollback_that_is_refused_moves_nothing(reference, base):
     assert saved_steps(run)[-1] == 20 and not (run / "rolled_back").exists()
 
 
+def test_a_rollback_to_before_an_accepted_change_moves_nothing_until_it_is_accepted_again(
+    reference, base
+):
+    cfg, run = copy_run(reference, base, "larger-batch", train=dict(batch_size=64))
+    record = json.loads((run / "config.json").read_text())
+    record["train"]["batch_size"] = 64  # as after a start with --run.accept train.batch_size
+    (run / "config.json").write_text(json.dumps(record))
+    error = refusal(replace(cfg, rollback=10))
+    assert error.code == CHECKPOINT and "train.batch_size: 32 there, 64 here" in str(error)
+    assert saved_steps(run)[-1] == 20 and not (run / "rolled_back").exists()
+    train.main(replace(cfg, rollback=10, run=replace(cfg.run, accept=("train.batch_size",))))
+    assert rows(run)[20]["tokens"] == (10 * 32 + 10 * 64) * cfg.train.seq_len
+
+
 def test_a_rollback_of_no_run_leaves_no_folder(base):
     cfg, run = new_run(base, "no-run")
     error = refusal(replace(cfg, rollback=5))
