@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import cli
 import config
+import files
 from errors import USAGE, UserError
 
 
@@ -100,6 +101,7 @@ import train
 import utils
 from dataset import Dataset
 from optim import optimizer
+from panels import write_png
 from scripts.outputs import check_output
 
 
@@ -196,7 +198,7 @@ def draw(args: Args, table: dict):
         for axes in column:
             axes.grid(alpha=0.3)
             axes.legend(fontsize="small")
-    figure.savefig(args.out, dpi=110)
+    write_png(files.absolute_path(args.out), figure)
 
 
 def main(args: Args, cfg: config.Config):
