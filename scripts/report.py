@@ -54,7 +54,8 @@ def main(args: Args):
     """Print where the run is, how long and how fast it trained, its last evaluation and sample."""
     run = epath.Path(args.run)
     (train, evals), samples = read_metrics(run), read_rows(run / "samples.jsonl")
-    last, n_skipped = train[-1], sum(None in (row["loss"], row["grad_norm"]) for row in train)
+    skipped = [None in (x["loss"], x["grad_norm"]) or x.get("spike", 0) > 0 for x in train]
+    last, n_skipped = train[-1], sum(skipped)
     rate = statistics.median(row["tokens_per_sec"] for row in train)
     print(f"run directory    {run} (loss.png, metrics.jsonl, checkpoints/)")
     amount = f"{last['step']:,} updates, {last['tokens']:,} tokens"

@@ -187,6 +187,9 @@ def test_rows_that_are_incomplete_damaged_or_not_finite_are_reported(trained, tm
     rows.write_text(re.sub(r'("kind": "eval".*?"loss": )[0-9.]+', r"\1null", whole))
     done = run("scripts/report.py", "--run", other)
     assert done.returncode == 0 and "validation loss  not finite" in done.stdout, done.stderr
+    spike = whole.replace('"train", "step": 3,', '"train", "step": 3, "spike": 1.0,')
+    rows.write_text(re.sub(r'("step": 5, "loss": )[0-9.]+', r"\1null", spike))
+    assert " 2 skipped\n" in run("scripts/report.py", "--run", other).stdout
     rows.write_bytes(b"\xff\n" + whole.encode())
     for command in (["report.py", "--run", other], ["compare.py", trained, other]):
         done = run(f"scripts/{command[0]}", *command[1:])
