@@ -40,9 +40,12 @@ def run_path(cfg: Config) -> epath.Path:
 def saved_steps(run: epath.Path) -> list[int]:
     """The numbers of a run's complete checkpoints, in order."""
     folder = run / "checkpoints"
-    found = [path for path in folder.iterdir() if path.name.isdigit()] if folder.exists() else []
+    found = [*folder.iterdir()] if folder.exists() else []
+    found = [path for path in found if re.fullmatch("0|[1-9][0-9]*", path.name)]
     if is_remote(folder):  # there orbax writes this file last; locally it renames the folder
         found = [path for path in found if (path / "commit_success.txt").exists()]
+    else:
+        found = [path for path in found if path.is_dir()]
     return sorted(int(path.name) for path in found)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import ROOT, on_mesh
+from etils import epath
 from runs import copy_run, finish, new_run, refusal, rows, start
 
 import files
@@ -169,6 +170,13 @@ def test_a_rollback_to_before_all_checkpoints_is_an_error(spoilt):
     error = refusal(replace(on_mesh(cfg, (1, 1, 1)), rollback=3))
     (run / "0").rename(run / "checkpoints" / "0")
     assert error.code == CHECKPOINT and f"its checkpoints are {others}" in str(error)
+
+
+def test_what_only_resembles_a_checkpoint_is_none(tmp_path):
+    for name in ("0", "20", "020", "³", "20.old"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    (tmp_path / "checkpoints" / "15").write_text("a note")
+    assert saved_steps(epath.Path(tmp_path)) == [0, 20]
 
 
 @pytest.mark.slow
