@@ -325,7 +325,8 @@ def record_start(path: epath.Path, cfg: Config, source, step: int):
     old, history = read_record(path), read_history(path)
     new = json.loads(run_record(cfg, source.fingerprint, {}))
     found = changes(old, new, step)
-    if history or step:  # otherwise nothing has been trained: the run is new, or imported
+    # Otherwise nothing has been trained: it is new or imported, or no start has got that far.
+    if saved_steps(path) and (history or step):
         check_changes(found, cfg)
         check_past(old, cfg, step)
     if history and "end" not in history[-1]:

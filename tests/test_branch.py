@@ -119,6 +119,10 @@ def test_a_branch_that_cannot_be_is_refused(reference, base, tmp_path):
     assert f"model.d_ff is 64 in {reference} and 128 in this run" in str(error)
     error = refused("none", "@15")
     assert error.code == CHECKPOINT and "no checkpoint 15, only 10 or 20" in str(error)
+    # That start trained nothing, so the next one may have other settings.
+    run = replace(base.run, name="bad-none", start_from=str(reference), start_with="state")
+    other = dict(train=replace(base.train, steps=21), optim=replace(base.optim, lr=1e-3))
+    train.main(replace(base, run=run, **other))
     error = refused("ended", how="state", train=dict(steps=19))
     assert error.code == USAGE and "train.steps=19" in str(error)
     error = refused("nothing", "-2")

@@ -209,6 +209,9 @@ def test_a_program_that_does_not_compile_leaves_no_checkpoint(base):
     with pytest.raises(UserError, match="train.attention=splash runs on tpu, and this is cpu"):
         train.main(cfg)
     assert not [*run.glob("checkpoints/*")]
+    other = replace(base, train=replace(base.train, steps=1), optim=replace(base.optim, lr=1e-3))
+    train.main(replace(other, run=cfg.run))  # no update has the settings of the first start
+    assert [*rows(run)] == [1]
 
 
 def test_a_run_directory_has_at_most_one_live_run(base):
