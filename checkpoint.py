@@ -27,7 +27,7 @@ import errors
 import utils
 from digests import digest_leaves
 from errors import UserError
-from files import free_name, is_remote, move_folder
+from files import free_name, is_remote, move_folder, paths_in
 from processes import LOST_IN_COLLECTIVE, name_ids
 
 
@@ -235,7 +235,7 @@ class Checkpoints:
     def move_pipes(self):
         """Move checkpoints whose metadata are a pipe or device to damaged/: orbax reads the
         metadata of all checkpoints when it is opened, and would wait for ever."""
-        for path in self.path.glob("*/_CHECKPOINT_METADATA"):
+        for path in paths_in(self.path, "*/_CHECKPOINT_METADATA"):
             if not stat.S_ISREG(os.lstat(path).st_mode):
                 name = path.parent.name
                 self.refuse_if_reader(name)
@@ -587,7 +587,7 @@ class Checkpoints:
         """Remove what failed saves have left, which may be why the disk is full."""
         for step, _ in self.failed if utils.is_lead() and not is_remote(self.path) else []:
             with suppress(OSError):  # it is tried again after the next save
-                for folder in self.path.glob(f"{step}.orbax-checkpoint-tmp*"):
+                for folder in paths_in(self.path, f"{step}.orbax-checkpoint-tmp*"):
                     folder.rmtree()
 
     def close(self):

@@ -5,6 +5,7 @@ This module does not import jax, so that scripts that only prepare files start a
 """
 
 import atexit
+import glob
 import io
 import logging
 import os
@@ -64,6 +65,12 @@ def is_writable(path: epath.Path) -> bool:
 
 def absolute_path(path: str) -> epath.Path:
     return epath.Path(path if is_remote(path) else os.path.abspath(path))
+
+
+def paths_in(folder: epath.Path, pattern: str) -> list[epath.Path]:
+    """What a pattern matches in a folder.  For epath's own glob the folder's name is a pattern
+    too."""
+    return [*epath.Path(glob.escape(os.fspath(folder))).glob(pattern)]
 
 
 def leaves_folder(path, folder) -> bool:

@@ -15,7 +15,7 @@ from etils import epath
 from jax.experimental.profiler import get_profiled_instructions_proto
 
 from config import SLICE, Config
-from files import local_folder, upload_folder, write_whole
+from files import local_folder, paths_in, upload_folder, write_whole
 from metrics import MetricsLog
 from utils import AXES, exchange, is_lead, run_on_lead, say, warn
 
@@ -291,7 +291,7 @@ class Profile:
     def read_times(self) -> str:
         if self.state != "traced":  # the run has resumed after the first of train.profile
             return ""
-        newest = max(self.local_path.glob("plugins/profile/*"))  # their names are times
+        newest = max(paths_in(self.local_path, "plugins/profile/*"))  # their names are times
         return base64.b64encode(get_profiled_instructions_proto(os.fspath(newest))).decode()
 
     def report(self):
@@ -304,7 +304,7 @@ class Profile:
             self.stop()
         if self.state != "traced":
             return
-        traces = self.local_path.glob("plugins/profile/*/*.xplane.pb")
+        traces = paths_in(self.local_path, "plugins/profile/*/*.xplane.pb")
         newest = sorted(traces)[-1]  # their folders are named by time
         data = jax.profiler.ProfileData.from_file(os.fspath(newest))
         rows = ledger(data, self.hlo, tuple(self.cfg.mesh.shape.values()))

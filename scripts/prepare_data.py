@@ -40,7 +40,7 @@ from tqdm import tqdm
 from cli import quit_on_error
 from config import END, Flag
 from errors import DATA, USAGE, UserError
-from files import is_remote, write_whole
+from files import is_remote, paths_in, write_whole
 from scripts import readers
 from scripts.corpus import File, find_files, find_input
 from scripts.outputs import check_output
@@ -287,7 +287,7 @@ def changed_fields(path: epath.Path, recipe: dict) -> list[str]:
 def files_made(out: epath.Path) -> list[epath.Path]:
     """The shards and tokenizers in `out`, without files that this script never writes."""
     patterns = [f"{split}/{name}" for split in SPLITS for name in ("shard_*", "tokenizer.json")]
-    return [path for pattern in patterns for path in out.glob(pattern)]
+    return [path for pattern in patterns for path in paths_in(out, pattern)]
 
 
 def is_finished(out: epath.Path, recipe: dict, times: str) -> bool:

@@ -188,6 +188,20 @@ def test_what_strict_refused_is_not_in_the_way_once_it_is_corrected(tmp_path, n_
     assert contents(out) == contents(tmp_path / "fresh")
 
 
+def test_an_out_that_looks_like_a_pattern_matches_no_other_folder(tmp_path):
+    path, theirs = tmp_path / "a.jsonl", tmp_path / "x1" / "train" / "shard_00000.npy"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_bytes(b"theirs")
+    request = ["--input", path, "--tokenizer", "byte", "--strict", "--out", tmp_path / "x[1]*"]
+    for lines in (["{}"], ["{}", "{}"], []):
+        rows = [json.dumps(dict(text=str(n))) for n in range(9)]
+        path.write_text("\n".join([*rows, *lines]))
+        done = run(SCRIPT, *request)
+        got = done.returncode, "is missing" in done.stderr
+        assert got == ((DATA, True) if lines else (0, False)), done.stderr
+    assert theirs.read_bytes() == b"theirs" and len(documents_of(tmp_path / "x[1]*" / "train")) > 4
+
+
 def test_a_single_text_that_is_not_utf8_is_said_to_be(tmp_path):
     (tmp_path / "b.txt").write_bytes(b"\xff\xfe\n")
     request = ["--input", tmp_path / "b.txt", "--tokenizer", "byte", "--out", tmp_path / "out"]

@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from conftest import on_mesh
+from etils import epath
 
 import checks
 import config
+import files
 import utils
 from errors import USAGE, UserError
 
@@ -115,3 +117,11 @@ def test_a_cache_of_programs_that_others_can_write_to_is_refused(tmp_path):
     with pytest.raises(UserError, match="run.compile_cache") as e:
         utils.keep_programs(str(tmp_path))
     assert e.value.code == USAGE
+
+
+def test_a_folder_named_like_a_pattern_is_searched_as_it_is(tmp_path):
+    for name in ("run[1]*", "run1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").touch()
+    found = files.paths_in(epath.Path(tmp_path / "run[1]*"), "*.txt")
+    assert [str(path) for path in found] == [str(tmp_path / "run[1]*" / "a.txt")]
