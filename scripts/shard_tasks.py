@@ -9,7 +9,6 @@ not been done.
 import json
 import os
 from collections.abc import Iterator
-from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -84,11 +83,17 @@ class ShardWriter:
         self.clear()
 
 
-@cache
+# {--out: its tokenizer}.  Not functools.cache, whose functions Ray's workers look for in a module,
+# which they have only where the command was started in this repository.
+LOADED = {}
+
+
 def load_tokenizer(out: str) -> Tokenizer:
-    tokenizer = Tokenizer.from_str((epath.Path(out) / "train" / "tokenizer.json").read_text())
-    tokenizer.encode_special_tokens = True  # a special token's name in the text stays text
-    return tokenizer
+    if out not in LOADED:
+        text = (epath.Path(out) / "train" / "tokenizer.json").read_text()
+        LOADED[out] = Tokenizer.from_str(text)
+        LOADED[out].encode_special_tokens = True  # a special token's name in the text stays text
+    return LOADED[out]
 
 
 def documents_of(task: Task, facts: dict) -> Iterator[Document]:

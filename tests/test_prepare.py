@@ -986,7 +986,9 @@ def needs(package: str):
 @pytest.mark.slow
 @needs("ray")
 def test_ray_writes_the_same_bytes(large, by_one_worker, tmp_path):
-    prepare(*large, "--ray", "local", "--out", tmp_path / "out")
+    """Also where its workers cannot import this repository, because it was not started there."""
+    done = run(SCRIPT, *large, "--ray", "local", "--out", tmp_path / "out", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     assert contents(tmp_path / "out") == by_one_worker
 
 
