@@ -46,7 +46,14 @@ from scripts.corpus import File, find_files, find_input
 from scripts.outputs import check_output
 from scripts.pydocs import prose_documents
 from scripts.readers import PIECE, Document, Options, Piece
-from scripts.shard_tasks import SPLITS, Task, hash_documents, load_tokenizer, write_shards
+from scripts.shard_tasks import (
+    SPLITS,
+    Task,
+    encode_texts,
+    hash_documents,
+    load_tokenizer,
+    write_shards,
+)
 from scripts.vocabularies import bpe_tokenizer, byte_tokenizer, char_tokenizer, read_tokenizer
 from scripts.workers import run_tasks
 
@@ -235,7 +242,7 @@ def make_plan(args: Args, out, pieces: list[Piece], options, recipe: dict, times
     texts = list(sample_texts(pieces, options, 0, 1_000_000, 16))
     texts = texts or list(islice(sample_texts(pieces, options, 0, 2**62), 1))
     tokenizer = make_tokenizer(args, pieces, options, threshold)
-    encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    encodings = encode_texts(tokenizer, texts)
     n_bytes = sum(len(text.encode()) for text in texts)
     bytes_per_token = n_bytes / max(1, sum(len(encoding) for encoding in encodings))
     size = min(args.shard_tokens * bytes_per_token, max(PIECE, sum(p.size for p in pieces) / 256))

@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 from etils import epath
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from config import END
+from errors import DATA, UserError
 from files import npy_bytes, write_whole
 from scripts.readers import Document, Options, Piece, read_documents
 from shards import page_digest, page_digests
@@ -96,6 +97,15 @@ def load_tokenizer(out: str) -> Tokenizer:
     return LOADED[out]
 
 
+def encode_texts(tokenizer: Tokenizer, texts: list[str]) -> list[Encoding]:
+    """Raises UserError DATA for text that the tokenizer has no tokens for."""
+    try:
+        return tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    except Exception as e:  # tokenizers raises nothing narrower
+        what = f"the tokenizer has no token for a part of the text: {e}"
+        raise UserError(DATA, what, "give another --tokenizer, such as bpe") from None
+
+
 def documents_of(task: Task, facts: dict) -> Iterator[Document]:
     """The documents of a task.  It adds to `facts` how many rows each piece has, and the rows that
     it skips."""
@@ -144,7 +154,7 @@ def write_shards(task: Task):
     facts = {}
     for batch in batches(documents_of(task, facts)):
         texts = [text for document in batch for text, _ in document.parts]
-        encodings = iter(tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+        encodings = iter(encode_texts(tokenizer, texts))
         for document in batch:
             writer = val if document.rank < task.threshold else train
             for _, is_scored in document.parts:

@@ -73,6 +73,8 @@ def run_on_ray(function: Callable, tasks: list, address: str) -> Iterator:
     except (ray.exceptions.RayError, ConnectionError, RuntimeError) as e:
         if isinstance(e, OSError) and not isinstance(e, ConnectionError):
             raise  # a storage error
+        if isinstance(e, UserError):
+            raise e.cause from None
         what = f"--ray {address}: {' '.join(str(e).split())[-300:]}"
         fix = "look at the cluster with `ray status`, and run the same command again to go on"
         raise UserError(DISTRIBUTED, what, fix) from None

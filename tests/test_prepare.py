@@ -221,6 +221,20 @@ def test_too_little_text_is_an_error_and_leaves_nothing(tmp_path, text):
         assert done.returncode == DATA and "too short" in done.stderr and not out.exists()
 
 
+@pytest.mark.parametrize("n_rows", [10, 3000])
+def test_text_that_a_tokenizer_does_not_know_is_two_lines(tmp_path, n_rows):
+    """Of 3,000 rows the last one is not in the sample that is read at first."""
+    path, out = tmp_path / "a.jsonl", tmp_path / "out"
+    rows = [dict(text=f"{n} {'x' * 500}") for n in range(n_rows)]
+    path.write_bytes(json_lines(rows))
+    prepare("--input", path, "--tokenizer", "char", "--out", out)
+    path.write_bytes(json_lines([*rows, dict(text="ü")]))
+    flags = ["--tokenizer", out / "train/tokenizer.json", "--out", tmp_path / "other"]
+    done = run(SCRIPT, "--input", path, *flags)
+    assert done.returncode == DATA and "has no token for a part of the text" in done.stderr
+    assert done.stderr.count("\n") == 2
+
+
 def test_an_interrupted_run_goes_on_and_ends_the_same(tmp_path):
     source = Path(os.__file__).parent / "email"
     request = ["--input", source, "--suffix", ".py", "--shard_tokens", 4000]
