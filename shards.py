@@ -29,6 +29,11 @@ def missing_error(path: epath.Path) -> UserError:
     return data_error(what, "copy it there, or make the data set again")
 
 
+def n_ids(tokenizer) -> int:
+    """One more than a tokenizer's highest id.  Its get_vocab_size() is less where ids have gaps."""
+    return 1 + max(tokenizer.get_vocab().values(), default=-1)
+
+
 # ---- pages: the units in which a file is verified
 
 PAGE = 64 * 1024

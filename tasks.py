@@ -21,6 +21,7 @@ from errors import DATA, Problem, UserError
 from files import absolute_path
 from mixture import read_tasks
 from model import token_spec
+from shards import n_ids
 
 # ---- text as rows of tokens
 
@@ -39,8 +40,8 @@ def load_tokenizer(path: epath.Path | None, cfg: Config, fix: str):
     except Exception as e:  # tokenizers raises nothing narrower
         what = f"{path} is not a tokenizer.json of the tokenizers library: {str(e)[:200]}"
         raise UserError(DATA, what, fix) from None
-    if (size := tokenizer.get_vocab_size()) > cfg.model.vocab_size:
-        what = f"the tokenizer has {size} tokens, the model vocab_size={cfg.model.vocab_size}"
+    if (n := n_ids(tokenizer)) > cfg.model.vocab_size:
+        what = f"the tokenizer has ids up to {n - 1}, the model vocab_size={cfg.model.vocab_size}"
         raise UserError(DATA, what, "give the tokenizer that the run's data was made with")
     return tokenizer
 

@@ -65,6 +65,7 @@ from lm_eval.tasks import TaskManager
 
 import generate
 import processes
+import shards
 import tasks
 import train
 import utils
@@ -146,7 +147,7 @@ class Run(TemplateLM):
             return any(stop in added(k, row) for stop in s["until"])
 
         draw = {name: s.get(name, x) for name, x in dict(temperature=0, top_k=0, top_p=1).items()}
-        ids = dict(vocab_size=self.tokenizer.get_vocab_size(), stop_id=self.end_id, is_over=is_over)
+        ids = dict(vocab_size=shards.n_ids(self.tokenizer), stop_id=self.end_id, is_over=is_over)
         args = self.params, prompts, s["max_gen_toks"], self.cfg
         *_, rows = generate.generate(*args, **ids, **draw)
         texts = [added(k, row) for k, row in enumerate(rows)]

@@ -56,6 +56,7 @@ from scripts.shard_tasks import (
 )
 from scripts.vocabularies import bpe_tokenizer, byte_tokenizer, char_tokenizer, read_tokenizer
 from scripts.workers import run_tasks
+from shards import n_ids
 
 
 @dataclass(frozen=True)
@@ -393,7 +394,7 @@ def run_all(tasks: list[Task], args: Args, n_workers: int) -> list[dict]:
 def finish(out: epath.Path, tasks: list[Task], facts: list[dict], recipe: dict):
     """Write the list of skipped rows, and the manifests."""
     tokenizer = load_tokenizer(str(out))
-    vocab_size, end_id = tokenizer.get_vocab_size(), tokenizer.token_to_id(END)
+    vocab_size, end_id = n_ids(tokenizer), tokenizer.token_to_id(END)
     n_skipped = sum(x["n_skipped"] for x in facts)
     if n_skipped:
         rows = [json.dumps(row) + "\n" for row in skipped_rows(tasks, facts)]

@@ -72,6 +72,7 @@ if __name__ == "__main__":  # before jax is imported, see train.py
 
 import generate
 import processes
+import shards
 import tasks
 import train
 import utils
@@ -122,7 +123,7 @@ def main(args: Args, cfg: config.Config):
     def until_stop(text: str) -> str:
         return min((text.partition(stop)[0] for stop in args.stop), key=len, default=text)
 
-    ids = dict(vocab_size=tokenizer.get_vocab_size(), stop_id=end_id, is_over=is_over)
+    ids = dict(vocab_size=shards.n_ids(tokenizer), stop_id=end_id, is_over=is_over)
     draw = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "seed")}
     all_rows = generate.generate(params, prompts, args.tokens, cfg, **ids, **draw)
     if len(texts) == 1 and not args.json:

@@ -19,7 +19,7 @@ from config import END
 from errors import DATA, UserError
 from files import npy_bytes, write_whole
 from scripts.readers import Document, Options, Piece, read_documents
-from shards import page_digest, page_digests
+from shards import n_ids, page_digest, page_digests
 
 SPLITS = ("train", "val")
 LISTED = 1000
@@ -149,7 +149,7 @@ def write_shards(task: Task):
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the tasks already run in parallel
     tokenizer = load_tokenizer(task.out)
     end_id = tokenizer.token_to_id(END)
-    dtype = "uint16" if tokenizer.get_vocab_size() <= 65536 else "uint32"
+    dtype = "uint16" if n_ids(tokenizer) <= 65536 else "uint32"
     train, val = writers = [ShardWriter(task, split, dtype) for split in SPLITS]
     facts = {}
     for batch in batches(documents_of(task, facts)):

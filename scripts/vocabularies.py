@@ -60,6 +60,10 @@ def read_tokenizer(path: str) -> Tokenizer:
         what = f"--tokenizer {path} cannot be read: {str(e)[:200]}"
         raise UserError(DATA, what, "give a tokenizer.json of the tokenizers library") from None
     tokenizer.add_special_tokens([END])  # does nothing if it has this token
+    ids, end_id = [*tokenizer.get_vocab().values()], tokenizer.token_to_id(END)
+    if ids.count(end_id) > 1:  # a new token's id is the number of tokens before
+        what = f"--tokenizer {path}: its ids have gaps: {END} would get {end_id}, another token's"
+        raise UserError(DATA, what, f"add a token {END} to it, with an id of its own")
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

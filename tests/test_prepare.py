@@ -25,7 +25,7 @@ import zstandard
 from buckets import emulate_bucket
 from conftest import ROOT, prepare, run
 from pyarrow import ipc, parquet
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from errors import DATA, DISTRIBUTED, INTERRUPTED, USAGE
 from scripts import corpus, prepare_data, pydocs, readers
@@ -233,6 +233,27 @@ def test_text_that_a_tokenizer_does_not_know_is_two_lines(tmp_path, n_rows):
     done = run(SCRIPT, "--input", path, *flags)
     assert done.returncode == DATA and "has no token for a part of the text" in done.stderr
     assert done.stderr.count("\n") == 2
+
+
+@pytest.mark.parametrize("x_id, n_ids, dtype", [(5, 6, "uint16"), (70_000, 70_001, "uint32")])
+def test_a_vocabulary_ends_with_the_highest_id(tmp_path, x_id, n_ids, dtype):
+    tokenizer = Tokenizer(models.WordLevel(dict(a=0, b=1, x=x_id), unk_token="x"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "gaps.json"))
+    (tmp_path / "a.txt").write_text("a b x\n" * 50)
+    flags = ["--tokenizer", tmp_path / "gaps.json", "--out", tmp_path / "out"]
+    prepare("--input", tmp_path / "a.txt", *flags)
+    about = manifest(tmp_path / "out" / "train")
+    assert (about["vocab_size"], about["dtype"], about["eot_id"]) == (n_ids, dtype, 3)
+    assert set(tokens_of(tmp_path / "out" / "train")) == {0, 1, x_id, 3}
+
+
+def test_an_end_token_with_the_id_of_another_is_refused(tmp_path):
+    Tokenizer(models.WordLevel(dict(a=0, b=2), unk_token="b")).save(str(tmp_path / "gaps.json"))
+    (tmp_path / "a.txt").write_text("a\n" * 50)
+    flags = ["--tokenizer", tmp_path / "gaps.json", "--out", tmp_path / "out"]
+    done = run(SCRIPT, "--input", tmp_path / "a.txt", *flags)
+    assert done.returncode == DATA and "would get 2, another token's" in done.stderr
 
 
 def test_an_interrupted_run_goes_on_and_ends_the_same(tmp_path):

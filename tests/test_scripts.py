@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, on_mesh, run
 from etils import epath
+from tokenizers import Tokenizer, models
 
 import cli
 import config
@@ -248,6 +249,16 @@ def test_a_file_that_is_no_tokenizer_is_no_traceback(data, cfg, tmp_path):
     with pytest.raises(UserError, match="is not a tokenizer.json") as e:
         tasks.load_tokenizer(path, cfg, "name another")
     assert e.value.code == DATA
+
+
+def test_a_tokenizer_with_an_id_that_the_model_lacks_is_refused(cfg, tmp_path):
+    path, limit = epath.Path(tmp_path / "tokenizer.json"), cfg.model.vocab_size
+    for highest in (limit - 1, limit):
+        path.write_text(Tokenizer(models.WordLevel(dict(a=0, b=highest), unk_token="a")).to_str())
+        if highest < limit:
+            tasks.load_tokenizer(path, cfg, "name another")
+    with pytest.raises(UserError, match=f"ids up to {limit}, the model vocab_size={limit}"):
+        tasks.load_tokenizer(path, cfg, "name another")
 
 
 @pytest.mark.slow
