@@ -26,6 +26,10 @@ def local_file(name: str, path: Path) -> File:
     return File(name, str(path), about.st_size, about.st_mtime_ns)
 
 
+def real_path(path: str) -> str:
+    return path if is_remote(path) else os.path.realpath(path)
+
+
 def find_files(root: Path, suffix: str, excluded: set[str] = frozenset()) -> list[File]:
     """The files in a folder and in those inside it, sorted by name.
 

@@ -42,7 +42,7 @@ from config import END, Flag
 from errors import DATA, USAGE, UserError
 from files import is_remote, paths_in, write_whole
 from scripts import readers
-from scripts.corpus import File, find_files, find_input
+from scripts.corpus import File, find_files, find_input, real_path
 from scripts.outputs import check_output
 from scripts.pydocs import prose_documents
 from scripts.readers import PIECE, Document, Options, Piece
@@ -134,8 +134,10 @@ NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "_
 def find_corpus(args: Args) -> list[File]:
     """All files, or the documents of --pydocs.  Raises UserError DATA if there are none."""
     if not (args.stdlib or args.pydocs):
-        found = chain.from_iterable(find_input(x, args.suffix) for x in args.input)
-        return list({file.source: file for file in found}.values())
+        files = {}  # each once, also where links or several --input lead to it
+        for file in chain.from_iterable(find_input(x, args.suffix) for x in args.input):
+            files.setdefault(real_path(file.source), file)
+        return list(files.values())
     found = find_files(Path(sysconfig.get_paths()["stdlib"]), ".py", NOT_STDLIB)
     if args.pydocs:
         return [File(name, text, len(text)) for name, text in prose_documents(found)]

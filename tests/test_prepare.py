@@ -499,6 +499,18 @@ def test_several_inputs_patterns_and_folders_are_one_corpus(tmp_path):
     assert sorted(all_documents(out)) == sorted([*rows, "A text."])
 
 
+def test_a_file_is_read_once_however_often_it_is_named(tmp_path):
+    rows = text_rows(20)
+    (tmp_path / "in").mkdir()
+    path = write_corpus(tmp_path / "in", ".jsonl", rows)
+    (tmp_path / "in" / "loop").symlink_to(".")
+    names = [path, tmp_path / "in/../in/rows.jsonl", "in/rows.jsonl", tmp_path / "in/**"]
+    flags = ["--tokenizer", "byte", "--out", tmp_path / "out"]
+    done = run(SCRIPT, "--input", *names, *flags, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert sorted(all_documents(tmp_path / "out")) == sorted(rows)
+
+
 def test_files_of_a_bucket_that_describe_arrow_files_are_no_text():
     bucket = fsspec.filesystem("memory")
     for name in ("hf/data.arrow", "hf/state.json", "notes/a.md", "notes/.hidden"):
