@@ -53,7 +53,7 @@ def find_local(pattern: str, suffix: str) -> list[File]:
     """
     if os.path.isdir(pattern):
         return find_files(Path(pattern), suffix)
-    if os.path.isfile(pattern):
+    if os.path.isfile(pattern) and pattern.endswith(suffix):
         return [local_file(os.path.basename(pattern), Path(pattern))]
     found = []
     for path in map(Path, sorted(glob.glob(pattern, recursive=True))):
@@ -100,7 +100,7 @@ def find_input(pattern: str, suffix: str) -> list[File]:
         return [File(pattern, pattern, 1)]
     found = (find_remote if is_remote(pattern) else find_local)(pattern, suffix)
     if not found:
-        exists = os.path.isdir(pattern) or is_remote(pattern)
+        exists = os.path.exists(pattern) or is_remote(pattern)
         ending = f" ending in {suffix!r}" if suffix else ""
         what = f"no files{ending} in {pattern}" if exists else f"--input {pattern} does not exist"
         raise UserError(DATA, what, "give a file, a folder with files, or a pattern within quotes")

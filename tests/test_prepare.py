@@ -375,6 +375,7 @@ def test_a_log_file_gets_no_progress_bars(texts, tmp_path):
     (["--input", "x", "--stdlib"], USAGE, "2 of --input, --stdlib and --pydocs are given, not 1"),
     (["--stdlib", "--pydocs"], USAGE, "2 of --input, --stdlib and --pydocs are given, not 1"),
     (["--input", "/nowhere"], DATA, "--input /nowhere does not exist"),
+    (["--input", __file__, "--suffix", ".md"], DATA, f"no files ending in '.md' in {__file__}"),
     (["--stdlib", "--val_fraction", "2"], USAGE, "val_fraction=2.0"),
     (["--stdlib", "--tokenizer", "bytes"], USAGE, "bytes is none of byte, char and bpe"),
 ], ids=lambda x: "")  # fmt: skip
