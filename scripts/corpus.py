@@ -84,11 +84,14 @@ def find_remote(pattern: str, suffix: str) -> list[File]:
 
 
 def without_descriptions(files: list[File]) -> list[File]:
-    """The files, without those that only describe .arrow files in the same folder."""
-    folders = {os.path.dirname(x.source) for x in files if x.source.endswith(".arrow")}
-    return [
-        x for x in files if x.source.endswith(".arrow") or os.path.dirname(x.source) not in folders
-    ]
+    """The files, without those that only describe .arrow files in the same folder, or in folders
+    for each split."""
+    arrow = [x.source for x in files if x.source.endswith(".arrow")]
+    folders = {os.path.dirname(source) for source in arrow}
+    others = [x.source for x in files if os.path.dirname(x.source) not in folders]
+    lists = [os.path.join(os.path.dirname(folder), "dataset_dict.json") for folder in folders]
+    kept = {*arrow, *others} - {*lists}
+    return [x for x in files if x.source in kept]
 
 
 def find_input(pattern: str, suffix: str) -> list[File]:

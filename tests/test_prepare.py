@@ -514,10 +514,13 @@ def test_a_file_is_read_once_however_often_it_is_named(tmp_path):
 
 def test_files_of_a_bucket_that_describe_arrow_files_are_no_text():
     bucket = fsspec.filesystem("memory")
-    for name in ("hf/data.arrow", "hf/state.json", "notes/a.md", "notes/.hidden"):
+    names = ["hf/data.arrow", "hf/state.json", "notes/a.md", "notes/.hidden"]
+    names += ["splits/dataset_dict.json", "splits/test/a.arrow", "notes/dataset_dict.json"]
+    for name in names:
         bucket.pipe(f"/corpus/{name}", b"x")
     names = [file.name for file in corpus.find_input("memory://corpus", "")]
-    assert names == ["hf/data.arrow", "notes/a.md"]
+    kept = ["hf/data.arrow", "notes/a.md", "notes/dataset_dict.json", "splits/test/a.arrow"]
+    assert names == kept
 
 
 @pytest.mark.parametrize("shard_tokens", [300, 100_000_000])
