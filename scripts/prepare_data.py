@@ -18,6 +18,7 @@ missing.  A finished data set is not changed.
 import hashlib
 import json
 import os
+import re
 import signal
 import sys
 import sysconfig
@@ -128,15 +129,22 @@ def say(text: str):
 
 # ---- files and pieces
 
+# The files that this script writes, below --out.  A folder of input may hold those of the same
+# command, given before.
+MADE = r"(train|val)/(shard_[^/]*|(manifest|tokenizer)\.json)|progress/[^/]*"
+MADE += r"|skipped\.jsonl|times\.sha256"
+
 NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
 def find_corpus(args: Args) -> list[File]:
     """All files, or the documents of --pydocs.  Raises UserError DATA if there are none."""
     if not (args.stdlib or args.pydocs):
-        files = {}  # each once, also where links or several --input lead to it
+        files, out = {}, real_path(args.out)
         for file in chain.from_iterable(find_input(x, args.suffix) for x in args.input):
-            files.setdefault(real_path(file.source), file)
+            path = real_path(file.source)
+            if not re.fullmatch(MADE, path.removeprefix(f"{out}/")):
+                files.setdefault(path, file)  # once, also where links or several --input lead to it
         return list(files.values())
     found = find_files(Path(sysconfig.get_paths()["stdlib"]), ".py", NOT_STDLIB)
     if args.pydocs:

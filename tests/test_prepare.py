@@ -131,6 +131,18 @@ def test_a_second_run_does_nothing_and_another_request_is_refused(texts, tmp_pat
     assert damaged.returncode == DATA and "train/manifest.json is damaged" in damaged.stderr
 
 
+@pytest.mark.parametrize("name", ["out", "."])
+def test_an_out_within_the_input_is_no_input(texts, name):
+    request = ["--input", texts, "--tokenizer", "byte", "--out", texts / name]
+    for n in (1, 2):
+        done = run(SCRIPT, *request)
+        assert done.returncode == 0 and ("is up to date" in done.stdout) == (n == 2), done.stderr
+        (texts / name / "train" / "mine.txt").write_text("z")  # only what it wrote is left out
+        other = run(SCRIPT, *request)
+        assert other.returncode == DATA and "made with other documents" in other.stderr
+        (texts / name / "train" / "mine.txt").unlink()
+
+
 def test_a_tokenizer_left_by_another_request_is_not_used(texts, tmp_path):
     """The state on disk is that of a command killed between the tokenizer and the first shard."""
     out = tmp_path / "out"
