@@ -439,8 +439,13 @@ def parse() -> Args:
         fix = "give a fraction between 0 and 1, at least 1 token, and a vocabulary of 257 to 10**7"
         raise UserError(USAGE, what, fix)
     for x in args.input:
-        if is_remote(x) and not x.startswith(("gs://", "hf://")):
-            raise UserError(USAGE, f"--input {x} is of an unknown kind", "give gs:// or hf://")
+        if is_remote(x) and not re.match("(gs|hf)://[^:]*[^:/]", x):
+            fix = "give gs://bucket/path or hf://org/name:config:split"
+            raise UserError(USAGE, f"--input {x} is of an unknown kind", fix)
+    if not args.out or not args.field or args.field == args.prompt_field:
+        names = ", ".join(f"{x}={getattr(args, x)!r}" for x in ("out", "field", "prompt_field"))
+        fix = "give a folder, and a field that is not the prompt's"
+        raise UserError(USAGE, f"{names}: one is empty, or two are the same", fix)
     if args.tokenizer not in ("byte", "char", "bpe") and not epath.Path(args.tokenizer).exists():
         what = f"--tokenizer {args.tokenizer} is none of byte, char and bpe, nor a file"
         raise UserError(USAGE, what, "choose one of those, or give the path of a tokenizer.json")

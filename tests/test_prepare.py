@@ -388,6 +388,11 @@ def test_a_log_file_gets_no_progress_bars(texts, tmp_path):
     (["--stdlib", "--pydocs"], USAGE, "2 of --input, --stdlib and --pydocs are given, not 1"),
     (["--input", "/nowhere"], DATA, "--input /nowhere does not exist"),
     (["--input", __file__, "--suffix", ".md"], DATA, f"no files ending in '.md' in {__file__}"),
+    (["--input", "s3://bucket"], USAGE, "--input s3://bucket is of an unknown kind"),
+    (["--input", "hf://"], USAGE, "--input hf:// is of an unknown kind"),
+    (["--stdlib", "--out="], USAGE, "out='', field='text', prompt_field='': one is empty"),
+    (["--input", __file__, "--field="], USAGE, "field='', prompt_field='': one is empty"),
+    (["--input", __file__, "--prompt_field=text"], USAGE, "prompt_field='text': one is empty, or"),
     (["--stdlib", "--val_fraction", "2"], USAGE, "val_fraction=2.0"),
     (["--stdlib", "--tokenizer", "bytes"], USAGE, "bytes is none of byte, char and bpe"),
 ], ids=lambda x: "")  # fmt: skip
