@@ -221,7 +221,10 @@ class ZstdText(io.RawIOBase):
 
     def readinto(self, buffer) -> int:
         while not self.text and (self.packed or (packed := self.f.read(4096))):
-            self.frame = self.frame or zstandard.ZstdDecompressor().decompressobj()
+            if not self.frame:
+                # 2 GB, the most of `zstd --long`, which large dumps of the web are made with.
+                decompressor = zstandard.ZstdDecompressor(max_window_size=2**31)
+                self.frame = decompressor.decompressobj()
             self.text = memoryview(self.frame.decompress(self.packed or packed))
             self.packed = self.frame.unused_data
             if self.frame.eof:

@@ -769,6 +769,17 @@ def test_the_end_that_a_compressed_file_lacks_is_told(tmp_path, cut):
     assert cut or len(found) == 20_001
 
 
+def test_a_zst_file_with_the_longest_window_is_read(tmp_path):
+    rows, path = text_rows(), tmp_path / "rows.jsonl.zst"
+    longest = zstandard.ZstdCompressionParameters(window_log=31)
+    stream = zstandard.ZstdCompressor(compression_params=longest).compressobj()
+    lines = json_lines([dict(text=text) for text in rows])
+    path.write_bytes(stream.compress(lines) + stream.flush())
+    piece = readers.Piece(".jsonl.zst", str(path), 0, 0, 0)
+    found = list(readers.read_documents(piece, readers.Options()))
+    assert [document.parts[0][0] for document in found] == rows
+
+
 def test_text_that_is_not_utf8_in_a_table_is_one_bad_row(tmp_path):
     column = pa.array([b"good", b"\xff\xfe", b"fine"], pa.binary()).view(pa.string())
     parquet.write_table(pa.table(dict(text=column)), tmp_path / "a.parquet")
