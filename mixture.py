@@ -36,7 +36,7 @@ def read_sets(text: str) -> dict[str, Part]:
 
 def read_stages(words: tuple[str, ...], parts: dict[str, Part]) -> dict[int, dict[str, Fraction]]:
     """{number of updates before it: weights} of each stage, from UPDATES:NAME=WEIGHT,.. words."""
-    stages = {0: {name: part.weight for name, part in parts.items()}}
+    stages, last = {0: {name: part.weight for name, part in parts.items()}}, -1
     for word in words:
         start, _, text = word.partition(":")
         pairs = [re.fullmatch(rf"([\w-]+)=({NUMBER})", pair) for pair in text.split(",")]
@@ -49,11 +49,12 @@ def read_stages(words: tuple[str, ...], parts: dict[str, Part]) -> dict[int, dic
         if len(weights) < len(pairs) or not any(weights.values()):
             raise ValueError(f"{word!r} names a set twice, or has no weight above 0")
         are_weighted = any(part.weight != 1 for part in parts.values())
-        if len(stages) > 1 and int(start) <= max(stages):
+        if int(start) <= last:
             raise ValueError(f"{word!r} does not begin after the stage before it")
         if int(start) == 0 and are_weighted:
             raise ValueError(f"{word!r} begins at once, but data.train has weights too")
-        stages[int(start)] = weights
+        last = int(start)
+        stages[last] = weights
     return stages
 
 

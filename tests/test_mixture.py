@@ -151,6 +151,7 @@ def test_a_limit_of_epochs_names_the_first_update_beyond_it(sized):
     (dict(train="x", stages=("5:c=1",)), "data.train has no names"),
     (dict(train="a=x", stages=("five:a=1",)), "is not UPDATES:NAME=WEIGHT"),
     (dict(train="a=x", stages=("5:a=1", "5:a=2")), "does not begin after"),
+    (dict(train="a=x", stages=("0:a=1", "0:a=2")), "does not begin after"),
     (dict(skip="0"), "counted from 1"),
     (dict(skip="7:7"), "neither an update nor FIRST:STOP"),
     (dict(skip="x"), "neither an update nor FIRST:STOP"),
