@@ -26,6 +26,8 @@ def read_sets(text: str) -> dict[str, Part]:
         if not match:
             raise ValueError(f"{word!r} is not NAME=PATH or NAME=PATH:WEIGHT")
         name, path, weight = match.groups()
+        if re.fullmatch(r".*:([+-]?[\d.]+(e[+-]?\d+)?|nan|inf|)", path, re.I):
+            raise ValueError(f"the weight in {word!r} is no decimal number of up to 9 places")
         if name in found:
             raise ValueError(f"the name {name!r} is given twice")
         found[name] = Part(path, Fraction(weight or 1))
