@@ -437,7 +437,7 @@ def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     f(a).block_until_ready()
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-print(*(faults() for _ in range(4)))
+print(*(faults() for _ in range(10)))
 """
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
