@@ -166,7 +166,9 @@ def rope(x_BLHK, at: Span, cfg, width=None):
         # would write to memory, each padded to 128 elements, and read again: in jaxformer_1b
         # attention takes 2.4 times the cycles then.
         swap_KK = np.pad(np.kron([[0, 1], [-1, 0]], np.eye(width // 2)), (K - width, 0))
-        swapped_BLHK = jnp.einsum("BLHK,KJ->BLHJ", x_BLHK, swap_KK.astype(x_BLHK.dtype))
+        # With a batch dim, because remat=dots keeps products that have none.
+        swap_aKK = swap_KK[None].astype(x_BLHK.dtype)
+        swapped_BLHK = jnp.einsum("aBLHK,aKJ->aBLHJ", x_BLHK[None], swap_aKK)[0]
         front = ((0, 0),) * 3 + ((K - width, 0),)
         sin_BL1K = jnp.pad(jnp.concatenate([sin_BL1A] * 2, -1), front)
         cos_BL1K = jnp.pad(jnp.concatenate([cos_BL1A] * 2, -1), front, constant_values=1)

@@ -141,7 +141,11 @@ def test_collectives_and_flops_of_the_step_are_those_of_the_formulas(mesh, field
     matmuls, attention = 2 * D * (H + G) * K + 3 * D * F, 2 * t.seq_len * H * K
     rotary = (H + G) * K * K  # of attention.rope on a TPU
     layer = 3 * (matmuls + attention) + attention / 2  # the backward pass computes the scores again
-    recomputed = {"none": 0, "dots": attention, "layer": matmuls + attention + rotary - D * F}
+    recomputed = {
+        "none": 0,
+        "dots": attention + rotary,
+        "layer": matmuls + attention + rotary - D * F,
+    }
     layer += 2 * rotary + recomputed[t.remat]
     flops = 2 * (m.n_layers * layer + 3 * D * m.vocab_rows)
     assert cost.flops == pytest.approx(flops * t.batch_size * t.seq_len / (dp * pp * tp))
