@@ -15,6 +15,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+from itertools import count
 from pathlib import Path
 
 import fsspec
@@ -965,7 +966,8 @@ def start_prepare(request, out) -> subprocess.Popen:
 
 @pytest.mark.slow
 def test_twenty_kills_change_no_byte(large, by_one_worker, tmp_path):
-    out, generator, n_kills = tmp_path / "out", random.Random(1), 0
+    folders, generator, n_kills = (tmp_path / f"out{n}" for n in count()), random.Random(1), 0
+    out = next(folders)
     begin = time.monotonic()
     prepare(*large, "--workers", 4, "--out", tmp_path / "straight")
     whole = time.monotonic() - begin
@@ -979,7 +981,7 @@ def test_twenty_kills_change_no_byte(large, by_one_worker, tmp_path):
         assert process.returncode in (0, -signal.SIGKILL), err
         if process.returncode == 0:
             assert contents(out) == by_one_worker
-            out = tmp_path / f"out{n_kills}"
+            out = next(folders)
     prepare(*large, "--out", out)
     assert contents(out) == by_one_worker
 
