@@ -237,7 +237,7 @@ class Log:
 
 def profile_updates(cfg, tmp_path, steps) -> Path:
     """Profile updates that do nothing; returns the folder of the trace."""
-    profile, log = profiling.Profile(epath.Path(tmp_path), None, cfg), Log()
+    profile, log = profiling.Profile(epath.Path(tmp_path), None, cfg, steps[0] - 1), Log()
     for step in steps:
         with profile.trace_update(step, log):
             pass
@@ -245,10 +245,12 @@ def profile_updates(cfg, tmp_path, steps) -> Path:
     return tmp_path / "profile"
 
 
-def test_a_resumed_run_traces_nothing_and_a_stopped_one_has_no_ledger(cfg, tmp_path):
+def test_a_resumed_run_traces_nothing_and_a_stopped_one_has_no_ledger(cfg, tmp_path, capsys):
     cfg = replace(cfg, train=replace(cfg.train, profile=(2, 3)))
     assert not profile_updates(cfg, tmp_path, range(3, 6)).exists()
+    assert "2 3 traces nothing, as the run has already made 2 updates" in capsys.readouterr().err
     stopped = profile_updates(cfg, tmp_path, range(1, 4))
+    assert not capsys.readouterr().err
     assert [*stopped.glob("plugins/profile/*/*.xplane.pb")]
     assert not (stopped / "ledger.txt").exists()
 
