@@ -190,6 +190,10 @@ def read_manifest(folder: epath.Path) -> TokenSet:
         counts = [manifest["vocab_size"], manifest["bytes"], len(pairs)]
         if not all(isinstance(n, int) and n > 0 for n in counts):
             raise ValueError("it needs shards, and vocab_size and bytes above 0")
+        end = manifest.get("eot_id", -1)
+        if type(end) is not int or not -1 <= end < manifest["vocab_size"]:
+            what = f"eot_id={end!r} is no id below vocab_size={manifest['vocab_size']}"
+            raise ValueError(f"{what}, nor -1 for none")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         what = f"{path} is not a manifest: {type(e).__name__} {str(e)[:200]}"
         raise data_error(what, fix) from None

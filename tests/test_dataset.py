@@ -406,6 +406,11 @@ def shard_entry(**fields):
     return manifest_change(lambda manifest: manifest["shards"][0].update(fields))
 
 
+def end_id(value):
+    """The fault of a manifest whose token that ends a document is `value`."""
+    return manifest_change(lambda manifest: manifest.update(eot_id=value))
+
+
 no_shards = manifest_change(lambda manifest: manifest.pop("shards"))
 large_vocabulary = manifest_change(lambda manifest: manifest.update(vocab_size=70_000))
 
@@ -435,6 +440,8 @@ FAULTS = {
     "no shards in the manifest": (no_shards, "not a manifest"),
     "a manifest that is a list": (manifest_text("[]"), "not a manifest"),
     "a manifest nested too deep": (manifest_text("[" * 200_000), "not a manifest"),
+    "an end of documents that is null": (end_id(None), "eot_id=None is no id below vocab_size="),
+    "an end of documents above all ids": (end_id(70_000), "eot_id=70000 is no id below"),
     "a large vocabulary": (large_vocabulary, "vocabulary of 70000, above model.vocab_size=512"),
 }
 
