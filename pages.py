@@ -54,6 +54,12 @@ def fetch(blocks: list[Block]) -> list[bytes | Exception]:
     return found
 
 
+def is_page(block: Block, data: bytes) -> bool:
+    """Whether these are the bytes of a block with a digest.  Of a file that is shorter than its
+    manifest says, the digest alone would fit."""
+    return len(data) == block.stop - block.start and shards.page_digest(data) == block.digest
+
+
 class DiskCache:
     """Pages on local disk under the names of their digests, for this run and later ones; those used
     last are kept, up to a number of bytes."""
@@ -181,7 +187,7 @@ class PageReader:
                     raise shards.missing_error(block.path) from None
                 if isinstance(data, Exception):
                     raise data
-                if not block.digest or shards.page_digest(data) == block.digest:
+                if not block.digest or is_page(block, data):
                     found[block] = data
                     self.keep(block, data)
         for block, data in found.items():
@@ -198,7 +204,7 @@ class PageReader:
                 self.memory.move_to_end(block.digest)
                 return self.memory[block.digest]
         data = cache.get(block.digest) if (cache := self.disk_cache(block)) else None
-        if data is None or shards.page_digest(data) != block.digest:
+        if data is None or not is_page(block, data):
             return None
         self.remember(block, data)
         return data
