@@ -438,13 +438,12 @@ class Ssh:
     dry_run: Flag = False
     """Only print the commands."""
 
-    tool = "ssh"
-
     def problems(self) -> list[Problem]:
         try:
             ssh = shlex.split(self.ssh)
         except ValueError:  # a quotation mark without its second one
             ssh = []
+        self.tool = ssh[0] if ssh else "ssh"
         return problems_with(
             self,
             folder=(self.folder, "Trifold's folder on the hosts"),
@@ -484,7 +483,7 @@ def parse(words: list[str]) -> Tpu | Slurm | Ssh:
     if not args.command:
         found.append(Problem("no command", "end with -- python train.py --config NAME"))
     for word in args.extra:
-        if args.tool == "ssh" or not re.match("--[a-z]", word):
+        if isinstance(args, Ssh) or not re.match("--[a-z]", word):
             found.append(Problem(f"{word!r} is unknown", "see --help, and write --flag=value"))
     if not args.dry_run and not shutil.which(args.tool):
         fix = f"install {args.tool}, or see with --dry_run what it would do"

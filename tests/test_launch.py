@@ -129,7 +129,7 @@ def test_mistakes_are_told_before_anything_is_done(words, problems, tmp_path):
 
 @pytest.mark.parametrize("tool, words", [
     ("gcloud", POD), ("sbatch", ["slurm", "--nodes", "2", "--gpus", "8"]),
-    ("ssh", ["ssh", "hosts"]),
+    ("ssh", ["ssh", "hosts"]), ("no_ssh", ["ssh", "hosts", "--ssh", "no_ssh -p 22"]),
 ])  # fmt: skip
 def test_a_missing_tool_is_named_in_two_lines(tool, words, tmp_path):
     code, _, err = finish(launch(*words, "--", "a", env=plain_env(PATH=str(tmp_path))))
