@@ -26,7 +26,8 @@ def warn(text: str):
 
 
 def busy_error(path: epath.Path, owner: str) -> UserError:
-    what = f"run directory {path.parent} belongs to another live run: {owner[:200]}"
+    owner = owner[:200] or "it has just started"
+    what = f"run directory {path.parent} belongs to another live run: {owner}"
     fix = "wait for that run or stop it, or choose another --run.name"
     return UserError(errors.BUSY, what, fix)
 

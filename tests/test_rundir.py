@@ -54,6 +54,15 @@ def test_a_lock_that_cannot_be_written_stays_free(tmp_path, monkeypatch):
     lock.FileLock(path).release()
 
 
+def test_a_run_that_has_not_written_its_name_yet_is_refused_in_words(tmp_path):
+    path = epath.Path(tmp_path / "lock")
+    held = lock.FileLock(path)
+    path.write_text("")
+    with pytest.raises(UserError, match="another live run: it has just started"):
+        lock.FileLock(path)
+    held.release()
+
+
 @pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "history.jsonl", "lock"])
 def test_a_pipe_among_a_runs_files_is_refused(base, reference, name, time_limit):
     cfg, run = copy_run(reference, base, f"pipe-{name}")
