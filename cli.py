@@ -77,7 +77,7 @@ def call_within(seconds: float, f):
             answer.set_exception(e)
 
     threading.Thread(target=call, daemon=True).start()
-    if not wait([answer], seconds).done:
+    if not wait([answer], seconds and min(seconds, threading.TIMEOUT_MAX)).done:
         raise TimeoutError(f"no answer within {seconds:g} s")
     return answer.result()
 

@@ -1,6 +1,7 @@
 """scripts/doctor.py: what it says of real processes, folders and buckets, with real faults."""
 
 import json
+import math
 import os
 import re
 import resource
@@ -123,6 +124,11 @@ def test_no_time_for_a_check_is_a_mistake_and_no_fault_of_the_machine(seconds):
     out, err = doctor.communicate(timeout=60)
     assert (doctor.returncode, out) == (USAGE, "")
     assert f"error: seconds={float(seconds)} must be at least 0.1\n  fix: " in err
+
+
+def test_a_check_may_take_any_time():
+    rows = doctor.run_check(doctor.limits, None, {}, math.inf)
+    assert rows and not [row.what for row in rows if "OverflowError" in row.what]
 
 
 def test_a_mesh_that_does_not_fit_is_red_and_not_measured(tmp_path):
