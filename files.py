@@ -21,7 +21,7 @@ import numpy as np
 from etils import epath
 
 from config import Config
-from errors import USAGE, UserError
+from errors import STORAGE, USAGE, UserError
 
 # Without this, gcsfs answers from its first listing of a folder, file sizes included, and does not
 # see what other processes write there.
@@ -108,9 +108,14 @@ def write_whole(path: epath.Path, data: bytes | str):
 
 def make_private_folder(path: str, name: str) -> Path:
     """A folder of this user's that no one else can write to; made if it is not there.  name: of the
-    setting that gives it.  Raises UserError USAGE."""
+    setting that gives it.  Raises UserError USAGE and STORAGE."""
     folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as e:
+        what = f"{name}={path} cannot be made: {e.strerror or e}"
+        fix = f"set --{name} to a folder that this user can write to"
+        raise UserError(STORAGE, what, fix) from None
     owner = os.lstat(folder)
     if not stat.S_ISDIR(owner.st_mode) or owner.st_uid != os.getuid() or owner.st_mode & 0o022:
         what = f"{name}={path} belongs to another user, is a link, or others can write to it"

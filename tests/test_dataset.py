@@ -19,7 +19,7 @@ import pages
 import shards
 import train
 from dataset import Dataset, Source
-from errors import DATA, USAGE, UserError
+from errors import DATA, STORAGE, USAGE, UserError
 from shards import Shard
 
 
@@ -607,3 +607,10 @@ def test_a_cache_that_others_can_write_to_is_refused(tmp_path):
     with pytest.raises(UserError, match="others can write to it") as error:
         pages.DiskCache(cache, 1000)
     assert error.value.code == USAGE
+
+
+def test_a_cache_that_cannot_be_made_is_named_by_its_flag(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="data.cache=.*/file/cache cannot be made: Not a") as error:
+        pages.DiskCache(f"{tmp_path}/file/cache", 1000)
+    assert error.value.code == STORAGE
