@@ -9,6 +9,7 @@ Dimension key: A accumulation slices, M microbatches, B sequences, L sequence le
 
 import hashlib
 import json
+import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from types import MappingProxyType
@@ -173,7 +174,7 @@ class TokenFiles(Source):
         fix = "make the shards again with the right tokenizer"
         if piece.min() >= 0:
             fix += f", or set --model.vocab_size {int(piece.max()) + 1} or more"
-        raise data_error(f"shard {self.shards[n].path.name!r}: {what}", fix)
+        raise data_error(f"shard {os.fspath(self.shards[n].path)!r}: {what}", fix)
 
 
 class Synthetic(Source):

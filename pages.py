@@ -115,7 +115,7 @@ class DamagedPage(UserError):
     def __init__(self, block: Block):
         self.block = block
         page = f"page {block.start // PAGE} (bytes {block.start} to {block.stop - 1})"
-        what = f"shard {block.path.name!r}: {page} is not what its digest promises"
+        what = f"shard {os.fspath(block.path)!r}: {page} is not what its digest promises"
         super().__init__(DATA, what, "copy it again, or make the data set again")
 
 
@@ -151,7 +151,7 @@ class PageReader:
             first, last = (before + i * shard.itemsize for i in (start, stop))
             data = b"".join(found[part] for part in parts)[first:last]
             if len(data) != last - first or self.state_of(shard) != self.states[shard.path]:
-                what = f"shard {shard.path.name!r} was changed while the run used it"
+                what = f"shard {os.fspath(shard.path)!r} was changed while the run used it"
                 fix = "do not change data that a run uses; copy the shard again"
                 raise UserError(DATA, what, fix)
             arrays.append(np.frombuffer(data, shard.dtype))
@@ -164,7 +164,7 @@ class PageReader:
             shards.check_is_part(digest_list(shard).path)
         state = self.state_of(shard)
         if shard.sha256 and shards.file_sha256(shard.path) != shard.sha256:
-            what = f"shard {shard.path.name!r}: its checksum is not the manifest's"
+            what = f"shard {os.fspath(shard.path)!r}: its checksum is not the manifest's"
             raise UserError(DATA, what, "copy it again, or make the data set again")
         return state
 

@@ -98,7 +98,7 @@ def npy_shard(path: epath.Path) -> Shard:
     fix = "make the shard again, as a 1-D .npy of token ids"
 
     def error(why: str) -> UserError:
-        return data_error(f"shard {path.name!r}: {why}", fix)
+        return data_error(f"shard {os.fspath(path)!r}: {why}", fix)
 
     npy = np.lib.format
     try:
@@ -128,7 +128,7 @@ def bin_shard(path: epath.Path) -> Shard:
     """nanoGPT's format: uint16 tokens without a header."""
     size = path.stat().length
     if size % 2 or not size:
-        what = f"shard {path.name!r}: {size} bytes is not a whole number of uint16 tokens"
+        what = f"shard {os.fspath(path)!r}: {size} bytes is not a whole number of uint16 tokens"
         raise data_error(what, "copy the file again")
     return Shard(path, size // 2, "uint16", 0)
 
@@ -222,7 +222,8 @@ def verified_shard(folder: epath.Path, entry: dict, manifest: dict) -> tuple[Sha
     shard = npy_shard(folder / name)
     if (shard.dtype, shard.n_tokens) != (dtype, n_tokens):
         holds = f"{shard.n_tokens} {shard.dtype} tokens"
-        what = f"shard {name!r} holds {holds}, its manifest says {n_tokens} {dtype}"
+        what = f"shard {os.fspath(shard.path)!r} holds {holds}, "
+        what += f"its manifest says {n_tokens} {dtype}"
         raise data_error(what, "make the data set again with scripts/prepare_data.py")
     return replace(shard, sha256=sha256), None
 
@@ -253,9 +254,8 @@ def bare_mask(shard: Shard) -> Shard | None:
         return None
     check_is_part(path)
     if (size := path.stat().length) != shard.n_tokens:
-        what = (
-            f"mask {path.name!r} has {size} bytes, but {shard.path.name!r} {shard.n_tokens} tokens"
-        )
+        holds = f"{shard.path.name!r} {shard.n_tokens} tokens"
+        what = f"mask {os.fspath(path)!r} has {size} bytes, but {holds}"
         raise data_error(what, "make the mask again, with a byte for each token")
     return Shard(path, size, "uint8", 0)
 

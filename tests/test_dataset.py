@@ -520,7 +520,7 @@ def test_a_bad_token_is_named_with_its_shard_and_index(cfg, tmp_path):
     tokens = np.arange(1000, dtype=np.uint16) % 512
     tokens[345] = 600
     np.save(tmp_path / "a.npy", tokens)
-    want = "shard 'a.npy': token id 600 at index 345 is not below model.vocab_size=512"
+    want = f"shard '{tmp_path}/a.npy': token id 600 at index 345 is not below model.vocab_size=512"
     assert problem_of(cfg, tmp_path, read=True) == want
     np.save(tmp_path / "a.npy", np.where(tokens == 600, -1, tokens.astype(np.int32)))
     assert "token id -1 at index 345" in problem_of(cfg, tmp_path, read=True)

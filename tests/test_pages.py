@@ -117,7 +117,7 @@ def test_a_damaged_page_is_named_with_the_updates_that_it_feeds(base, folder):
     error = refusal(on_mesh(cfg, (1, 1, 1)))
     assert error.code == DATA
     start, stop = 2 * PAGE, 3 * PAGE - 1
-    assert f"shard 's1.npy': page 2 (bytes {start} to {stop}) is not what its" in str(error)
+    assert f"shard '{path}': page 2 (bytes {start} to {stop}) is not what its" in str(error)
     feeds = ", ".join(map(str, hit[:10]))
     assert f"it feeds updates {feeds} and {len(hit) - 10} more" in str(error)
 
