@@ -49,7 +49,10 @@ def parse() -> tuple[Args, config.Config]:
     if find_spec("lm_eval") is None:
         what = "the harness is not installed: Python has no package lm_eval"
         raise errors.UserError(errors.USAGE, what, "pip install lm-eval==0.4.13")
-    cli.check_at_least(args, batch_size=1, limit=1e-9)
+    cli.check_at_least(args, batch_size=1, limit=1e-9, num_fewshot=0)
+    if args.include_path is not None and not Path(args.include_path).is_dir():
+        what = f"--include_path {args.include_path} is not a folder"
+        raise errors.UserError(errors.USAGE, what, "name the folder of your tasks")
     length = ["--train.seq_len", str(args.seq_len)] if args.seq_len else []
     return args, cli.config_of_run(args.run, args.mesh, *length, *args.train.flags)
 
@@ -160,14 +163,20 @@ def main(args: Args, cfg: config.Config):
     utils.run_on_lead(check_output, "json", args.json)
     manager, names = TaskManager(include_path=args.include_path), args.tasks.split(",")
     if unknown := [name for name in names if name not in manager.task_index]:
-        what = f"the harness knows no task {errors.or_list(unknown)}"
+        what = f"the harness knows no task {errors.or_list([*map(repr, unknown)])}"
         fix = "name one of `python -m lm_eval ls tasks`, or give the folder of your own with "
         raise errors.UserError(errors.USAGE, what, fix + "--include_path")
     run = files.absolute_path(args.run)
     tokenizer = tasks.load_tokenizer(run / "tokenizer.json", cfg, "copy the model's there")
     lm = Run(train.load_params(run, cfg, args.step, args.weights), tokenizer, cfg)
     options = dict(num_fewshot=args.num_fewshot, limit=args.limit, log_samples=False)
-    results = evaluator.simple_evaluate(lm, tasks=names, task_manager=manager, **options)
+    try:
+        results = evaluator.simple_evaluate(lm, tasks=names, task_manager=manager, **options)
+    except ValueError as e:
+        if not args.num_fewshot or "larger than population" not in str(e):
+            raise
+        what = f"--num_fewshot {args.num_fewshot} is more than the examples that a task has"
+        raise errors.UserError(errors.USAGE, what, "set a lower one, or leave it out") from None
     if utils.is_lead():
         results["config"] |= vars(args) | dict(model="trifold", dtype=cfg.train.dtype)
         print(harness.make_table(results))

@@ -168,7 +168,7 @@ def test_the_script_prints_the_harness_table_and_writes_its_results(trained, fol
     assert done.returncode == errors.USAGE and "error: limit=0.0 must be at least" in done.stderr
     done = run("scripts/lm_eval.py", *flags, "--tasks", "endings,nothing")
     assert done.returncode == errors.USAGE and len(done.stderr.splitlines()) < 6
-    assert "error: the harness knows no task nothing\n  fix: " in done.stderr
+    assert "error: the harness knows no task 'nothing'\n  fix: " in done.stderr
 
 
 @live
@@ -191,3 +191,16 @@ def test_without_the_harness_it_says_how_to_install_it(tmp_path):
         "error: the harness is not installed: Python has no package lm_eval",
         "  fix: pip install lm-eval==0.4.13",
     ]
+
+
+@live
+@pytest.mark.parametrize("words, what", [
+    (["--tasks", "endings,"], "the harness knows no task ''"),
+    (["--tasks", "endings", "--num_fewshot", "-1"], "num_fewshot=-1 must be at least 0"),
+    (["--tasks", "endings", "--num_fewshot", "999"], "--num_fewshot 999 is more than the examples"),
+    (["--tasks", "endings", "--include_path", "none"], "--include_path none is not a folder"),
+])  # fmt: skip
+def test_a_mistake_in_what_the_harness_is_given_is_named(trained, folder, words, what):
+    done = run("scripts/lm_eval.py", "--run", trained, "--include_path", folder, *words)
+    assert done.returncode == errors.USAGE and "Traceback" not in done.stderr
+    assert f"error: {what}" in done.stderr and "\n  fix: " in done.stderr
