@@ -5,6 +5,7 @@
 It needs the harness: pip install lm-eval==0.4.13
 """
 
+import hashlib
 import json
 import sys
 from collections.abc import Iterable
@@ -101,7 +102,10 @@ class Run(TemplateLM):
             raise errors.UserError(errors.DATA, f"the text {e}", fix) from None
 
     def batches(self, requests, order, **group) -> tuple[Collator, Iterable]:
-        """The harness' Collator of these requests, and its batches, with a progress bar."""
+        """The harness' Collator of these requests, and its batches, with a progress bar.  Raises
+        UserError USAGE if another process has other requests: each computes a part of a batch."""
+        asked = hashlib.sha256(repr(requests).encode()).hexdigest()[:12]
+        processes.compare_data({"what the harness asks": asked})
         collator = Collator(requests, sort_fn=order, **group)
         return collator, train.progress([*collator.get_batched(n=self.cfg.train.batch_size)])
 

@@ -2,7 +2,10 @@
 own `hf` backend from the exported model: `make test-interop`."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 import textwrap
 from dataclasses import replace
 from importlib.util import find_spec
@@ -11,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cases import MOE, PLAIN, params_of
-from conftest import on_mesh, run
+from conftest import ROOT, on_mesh, run
+from runs import finish, free_port
 from test_tasks import questions
 
 import checkpoint
@@ -204,3 +208,19 @@ def test_a_mistake_in_what_the_harness_is_given_is_named(trained, folder, words,
     done = run("scripts/lm_eval.py", "--run", trained, "--include_path", folder, *words)
     assert done.returncode == errors.USAGE and "Traceback" not in done.stderr
     assert f"error: {what}" in done.stderr and "\n  fix: " in done.stderr
+
+
+@live
+def test_processes_that_find_other_questions_stop(trained, folder):
+    """Each computes a part of a batch, so the scores would be of no one's questions."""
+    flags = ["--run", trained, "--include_path", folder, "--tasks", "endings", "--mesh.dp", 2]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    env = os.environ | dict(JAX_NUM_CPU_DEVICES="1", SLURM_STEP_NODELIST="127.0.0.1")
+    env |= dict(SLURM_JOB_ID=str(free_port()), SLURM_NTASKS="2", SLURM_LOCALID="0")
+    both = []
+    for n in range(2):
+        words = [sys.executable, ROOT / "scripts/lm_eval.py", *flags, "--limit", 2 + n]
+        own = env | dict(SLURM_PROCID=str(n))
+        both.append(subprocess.Popen([*map(str, words)], env=own, **pipes))
+    for code, _, err in map(finish, both):
+        assert code == errors.USAGE and "what the harness asks differs: " in err, err
