@@ -208,6 +208,7 @@ class Tpu:
             zone=(zone, "a zone, such as us-east5-a"),
             type=(type, f"{or_list(RUNTIMES)} and a size: v5p-128"),
             slices=(self.slices > 0, "1 or more"),
+            restarts=(self.restarts >= 0, "0 or more"),
         )
 
     def gcloud(self, group: str, verb: str, *words: str) -> list[str]:
