@@ -377,7 +377,10 @@ def export_hf(run_dir, hf_dir, step=-1, dtype="float32", shard_size=5_000_000_00
     item = train.weights_item(cfg, weights)
     step, meta = find_checkpoint(run, cfg, step, item)
     saved_in = run / "checkpoints" / str(step)
-    saved = SavedWeights(saved_in / item, utils.leaf_table(model.param_table(cfg)))
+    try:
+        saved = SavedWeights(saved_in / item, utils.leaf_table(model.param_table(cfg)))
+    except (ValueError, OSError) as e:  # what tensorstore raises for damage
+        raise damaged_error(saved_in, str(e)[:200]) from None
     tensors = hf_families.tensor_maps(hf["model_type"], cfg)
     tensors.sort(key=partial(slab_order, saved))
     with progress_bar("read and verify", tensors) as bar:

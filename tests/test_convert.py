@@ -645,6 +645,9 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path):
     meta.write_text(json.dumps(text))
     with pytest.raises(UserError, match="damaged: norm_D is not as saved"):
         convert_hf.export_hf(tmp_path / "runs" / "x", tmp_path / "out")
+    shutil.rmtree(tmp_path / "runs/x/checkpoints/0/params")
+    with pytest.raises(UserError, match="checkpoints/0 is damaged: NOT_FOUND"):
+        convert_hf.export_hf(tmp_path / "runs" / "x", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
