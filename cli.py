@@ -286,7 +286,7 @@ def keep_freed_memory():
     mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: None)  # glibc has it
     mallopt(-8, 1)  # M_ARENA_MAX: one heap for all threads
     mallopt(-4, 0)  # M_MMAP_MAX: large pieces come from the heap too
-    mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: the free end of the heap is kept
+    mallopt(-1, -1)  # M_TRIM_THRESHOLD: the free end of the heap is kept, whatever its size
 
 
 def simulate_devices(mesh: Mesh, n_processes: int = 1):
