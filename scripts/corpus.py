@@ -27,7 +27,7 @@ def local_file(name: str, path: Path) -> File:
 
 
 def real_path(path: str) -> str:
-    return path if is_remote(path) else os.path.realpath(path)
+    return path.rstrip("/") if is_remote(path) else os.path.realpath(path)
 
 
 def find_files(root: Path, suffix: str, excluded: set[str] = frozenset()) -> list[File]:

@@ -129,11 +129,6 @@ def say(text: str):
 
 # ---- files and pieces
 
-# The files that this script writes, below --out.  A folder of input may hold those of the same
-# command, given before.
-MADE = r"(train|val)/(shard_[^/]*|(manifest|tokenizer)\.json)|progress/[^/]*"
-MADE += r"|skipped\.jsonl|times\.sha256"
-
 NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
@@ -143,7 +138,7 @@ def find_corpus(args: Args) -> list[File]:
         files, out = {}, real_path(args.out)
         for file in chain.from_iterable(find_input(x, args.suffix) for x in args.input):
             path = real_path(file.source)
-            if not re.fullmatch(MADE, path.removeprefix(f"{out}/")):
+            if not path.startswith(f"{out}/"):  # what an earlier command has written
                 files.setdefault(path, file)  # once, also where links or several --input lead to it
         return list(files.values())
     found = find_files(Path(sysconfig.get_paths()["stdlib"]), ".py", NOT_STDLIB)
@@ -308,6 +303,17 @@ def files_made(out: epath.Path) -> list[epath.Path]:
     return [path for pattern in patterns for path in paths_in(out, pattern)]
 
 
+def remove_progress(out: epath.Path):
+    """Remove progress/, without files that this script never writes."""
+    folder = out / "progress"
+    found = [*folder.iterdir()] if folder.exists() else []
+    mine = [x for x in found if re.fullmatch(r"task_\d+.*|(plan\.json|refused)(\.part)?", x.name)]
+    if len(mine) == len(found):
+        return folder.rmtree(missing_ok=True)
+    for path in mine:
+        path.unlink()
+
+
 def is_finished(out: epath.Path, recipe: dict, times: str) -> bool:
     """Whether both splits have a manifest.  Raises UserError DATA if `out` was begun with another
     recipe or by something else, or the input files have been modified since, because nothing is
@@ -325,8 +331,7 @@ def is_finished(out: epath.Path, recipe: dict, times: str) -> bool:
         if differ == ["documents"] and found == [path] and (path.parent / "refused").exists():
             for file in files_made(out):
                 file.unlink()
-            # Last, because without it the files would be taken for another's.
-            (out / "progress").rmtree()
+            remove_progress(out)  # last, because without it the files would be taken for another's
             return False
         if differ:
             what = f"{path.parent} was made with other {', '.join(differ)}"
@@ -441,11 +446,16 @@ def parse() -> Args:
     for x in args.input:
         if is_remote(x) and not re.match("(gs|hf)://[^:]*[^:/]", x):
             fix = "give gs://bucket/path or hf://org/name:config:split"
-            raise UserError(USAGE, f"--input {x} is of an unknown kind", fix)
-    if not args.out or not args.field or args.field == args.prompt_field:
-        names = ", ".join(f"{x}={getattr(args, x)!r}" for x in ("out", "field", "prompt_field"))
-        fix = "give a folder, and a field that is not the prompt's"
-        raise UserError(USAGE, f"{names}: one is empty, or two are the same", fix)
+            raise UserError(USAGE, f"--input {x} has no name, or is of an unknown kind", fix)
+        if args.out and f"{real_path(x)}/".startswith(f"{real_path(args.out)}/"):
+            what = f"--input {x} lies in --out {args.out}, where only this command may write"
+            raise UserError(USAGE, what, "choose another --out; it may lie within the input")
+    for name in ("out", "field"):
+        if not getattr(args, name):
+            raise UserError(USAGE, f"--{name} is empty", f"give --{name} a name, or leave it out")
+    if args.field == args.prompt_field:
+        what = f"--field and --prompt_field are both {args.field}"
+        raise UserError(USAGE, what, "give the prompt another field than the text")
     if args.tokenizer not in ("byte", "char", "bpe") and not epath.Path(args.tokenizer).exists():
         what = f"--tokenizer {args.tokenizer} is none of byte, char and bpe, nor a file"
         raise UserError(USAGE, what, "choose one of those, or give the path of a tokenizer.json")
@@ -461,7 +471,7 @@ def main(args: Args):
     say(f"found {len(files):,} file(s)" + ("" if is_streamed else f", {n_bytes:,} bytes"))
     recipe, times = make_recipe(args, files)
     if is_finished(out, recipe, times):
-        (out / "progress").rmtree(missing_ok=True)
+        remove_progress(out)
         return say(f"{out} is up to date")
     check_output("out", out, is_folder=True)
     step = min(PIECE, max(65536, args.shard_tokens))
@@ -478,7 +488,7 @@ def main(args: Args):
         tasks = find_repeats(tasks, args, n_workers)
     facts = run_all(tasks, args, n_workers)
     finish(out, tasks, facts, recipe)
-    (out / "progress").rmtree()
+    remove_progress(out)
 
 
 if __name__ == "__main__":

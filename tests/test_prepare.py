@@ -132,16 +132,25 @@ def test_a_second_run_does_nothing_and_another_request_is_refused(texts, tmp_pat
     assert damaged.returncode == DATA and "train/manifest.json is damaged" in damaged.stderr
 
 
-@pytest.mark.parametrize("name", ["out", "."])
-def test_an_out_within_the_input_is_no_input(texts, name):
-    request = ["--input", texts, "--tokenizer", "byte", "--out", texts / name]
+def test_an_out_within_the_input_is_no_input(texts):
+    request = ["--input", texts, "--tokenizer", "byte", "--out", texts / "out"]
     for n in (1, 2):
         done = run(SCRIPT, *request)
         assert done.returncode == 0 and ("is up to date" in done.stdout) == (n == 2), done.stderr
-        (texts / name / "train" / "mine.txt").write_text("z")  # only what it wrote is left out
-        other = run(SCRIPT, *request)
-        assert other.returncode == DATA and "made with other documents" in other.stderr
-        (texts / name / "train" / "mine.txt").unlink()
+
+
+@pytest.mark.parametrize("name", [".", "a.txt", "*.txt"])
+def test_an_input_within_the_out_is_refused(texts, name):
+    request = ["--input", texts / name, "--tokenizer", "byte", "--out", texts]
+    done = run(SCRIPT, *request)
+    assert done.returncode == USAGE and f"lies in --out {texts}" in done.stderr
+
+
+def test_a_file_of_the_user_in_progress_stays(texts, tmp_path):
+    (tmp_path / "out/progress").mkdir(parents=True)
+    (tmp_path / "out/progress/week1.txt").write_text("mine")
+    prepare("--input", texts, "--tokenizer", "byte", "--out", tmp_path / "out")
+    assert [x.name for x in (tmp_path / "out/progress").iterdir()] == ["week1.txt"]
 
 
 def test_a_tokenizer_left_by_another_request_is_not_used(texts, tmp_path):
@@ -389,11 +398,11 @@ def test_a_log_file_gets_no_progress_bars(texts, tmp_path):
     (["--stdlib", "--pydocs"], USAGE, "2 of --input, --stdlib and --pydocs are given, not 1"),
     (["--input", "/nowhere"], DATA, "--input /nowhere does not exist"),
     (["--input", __file__, "--suffix", ".md"], DATA, f"no files ending in '.md' in {__file__}"),
-    (["--input", "s3://bucket"], USAGE, "--input s3://bucket is of an unknown kind"),
-    (["--input", "hf://"], USAGE, "--input hf:// is of an unknown kind"),
-    (["--stdlib", "--out="], USAGE, "out='', field='text', prompt_field='': one is empty"),
-    (["--input", __file__, "--field="], USAGE, "field='', prompt_field='': one is empty"),
-    (["--input", __file__, "--prompt_field=text"], USAGE, "prompt_field='text': one is empty, or"),
+    (["--input", "s3://bucket"], USAGE, "--input s3://bucket has no name"),
+    (["--input", "hf://"], USAGE, "--input hf:// has no name, or is"),
+    (["--stdlib", "--out="], USAGE, "--out is empty"),
+    (["--input", __file__, "--field="], USAGE, "--field is empty"),
+    (["--input", __file__, "--prompt_field=text"], USAGE, "and --prompt_field are both text"),
     (["--stdlib", "--val_fraction", "2"], USAGE, "val_fraction=2.0"),
     (["--stdlib", "--tokenizer", "bytes"], USAGE, "bytes is none of byte, char and bpe"),
 ], ids=lambda x: "")  # fmt: skip
