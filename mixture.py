@@ -6,6 +6,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 NUMBER = r"(?:\d{1,9}(?:\.\d{0,9})?|\.\d{1,9})"
+MISTAKEN_NUMBER = r"[+-]?\d*\.?\d*(e[+-]?\d+)?|nan|inf"  # of a weight, or nothing
 
 
 class Part(NamedTuple):
@@ -26,7 +27,7 @@ def read_sets(text: str) -> dict[str, Part]:
         if not match:
             raise ValueError(f"{word!r} is not NAME=PATH or NAME=PATH:WEIGHT")
         name, path, weight = match.groups()
-        if re.fullmatch(r".*:([+-]?[\d.]+(e[+-]?\d+)?|nan|inf|)", path, re.I):
+        if weight is None and re.fullmatch(rf".*:({MISTAKEN_NUMBER})", path, re.I):
             raise ValueError(f"the weight in {word!r} is no decimal number of up to 9 places")
         if name in found:
             raise ValueError(f"the name {name!r} is given twice")

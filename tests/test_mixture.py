@@ -143,6 +143,12 @@ def test_a_limit_of_epochs_names_the_first_update_beyond_it(sized):
     assert order.first_beyond(1000) is None
 
 
+def test_a_path_may_end_in_a_number():
+    for path in ("run:20", "x:5000000000", "host:9000", "gs://bucket/v:1.2.3"):
+        assert mixture.read_sets(f"a={path}:0.5,b=y") == dict(a=(path, 0.5), b=("y", 1))
+    assert mixture.read_sets("a=gs://bucket/v:1.2.3")["a"] == ("gs://bucket/v:1.2.3", 1)
+
+
 @pytest.mark.parametrize("flags, word", [
     (dict(train="a=x:0.5,a=y"), "given twice"),
     (dict(train="a=x:0,b=y:0"), "all weights are 0"),
