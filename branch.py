@@ -30,7 +30,7 @@ class Parent:
 
     def __init__(self, cfg: Config, tokenizer: epath.Path | None):
         """tokenizer: that of the training data, if it has one."""
-        self.path, step = read_name(cfg.run.start_from)
+        (self.path, step), self.start_with = read_name(cfg.run.start_from), cfg.run.start_with
         utils.together(self.check, cfg, tokenizer)
         self.store = Checkpoints(self.path, keep=0)
         # Process 0 decides: a parent that still trains may save before another process looks.
@@ -103,9 +103,10 @@ class Parent:
         return jax.tree_util.tree_map_with_path(fit, found, abstract)
 
     def note(self, run: epath.Path):
-        """Record the parent's path, step, digest (the checksum over the digests of its arrays) and
-        tokens until then in a run's config.json."""
+        """Record the parent's path, step, digest (the checksum over the digests of its arrays),
+        tokens until then, and what of it the run started with, in a run's config.json."""
         parent = dict(path=str(self.path), step=self.step, digest=self.meta["checksum"])
+        parent["start_with"] = self.start_with
         rows = map(json.loads, read_lines(self.path / "metrics.jsonl", self.step))
         parent["tokens"] = max([0, *(row["tokens"] for row in rows if row["kind"] == "train")])
         text = json.dumps(read_record(run) | dict(parent=parent), indent=1)

@@ -151,7 +151,8 @@ def check_is_run(path: epath.Path):
         # Not file.is_file(), which is True of a pipe.
         if not is_remote(file) and file.exists() and not os.path.isfile(file):
             what = f"{file} is not a file but a folder, pipe or device"
-            raise UserError(errors.USAGE, what, "move it away, and put the run's own file there")
+            fix = "move it away" + ("" if name == "lock" else ", and put the run's own file there")
+            raise UserError(errors.USAGE, what, fix)
     if not path.exists() or (path / "config.json").exists():  # object stores have no empty folders
         return
     # A run that was killed or hung while it started leaves its lock, and perhaps one of the others.
@@ -291,12 +292,16 @@ def check_settings(folder: epath.Path, here: dict, cfg: Config):
         must = dict(json.loads((folder / "meta" / "metadata").read_text())["must"])
     except (OSError, ValueError, TypeError, KeyError):
         must = {}
-    accepted = {*cfg.run.accept, *(f"{flag} fingerprint" for flag in cfg.run.accept)}
-    pairs = {n: (x, here.get(n, x)) for n, x in must.items() if x is not None and n not in accepted}
-    differ = [f"{n}: {x} there, {y} here" for n, (x, y) in pairs.items() if x != y]
+    flags = {name: name.removesuffix(" fingerprint") for name in must}
+    differ = {n: x for n, x in must.items() if x not in (None, here.get(n, x))}
+    differ = {n: x for n, x in differ.items() if flags[n] not in cfg.run.accept}
     if differ:
-        what = f"checkpoint {folder} was saved with other settings: {'; '.join(differ)}"
-        raise UserError(errors.CHECKPOINT, what, "give its values, or name each in --run.accept")
+        texts = [f"{n}: {shown(x)} there, {shown(here[n])} here" for n, x in differ.items()]
+        what = f"checkpoint {folder} was saved with other settings: {'; '.join(texts[:10])}"
+        what += f", and {len(texts) - 10} more" if len(texts) > 10 else ""
+        fix = "give the checkpoint's values, or add --run.accept "
+        fix += " ".join(flags[n] for n in differ)
+        raise UserError(errors.CHECKPOINT, what, fix)
 
 
 # ---- history.jsonl: a line for each start
@@ -325,7 +330,8 @@ def record_start(path: epath.Path, cfg: Config, source, step: int):
     old, history = read_record(path), read_history(path)
     new = json.loads(run_record(cfg, source.fingerprint, {}))
     found = changes(old, new, step)
-    # Otherwise nothing has been trained: it is new or imported, or no start has got that far.
+    # Without a checkpoint no update counts.  With neither history nor updates, the run is new or
+    # was made by convert_hf.py or average.py.
     if saved_steps(path) and (history or step):
         check_changes(found, cfg)
         check_past(old, cfg, step)
