@@ -230,10 +230,11 @@ def compare_settings(cfg: Config):
         warn(f"the processes run different versions: {name} is {values}")
 
 
-def compare_data(fingerprints: dict[str, str]):
-    """Raise UserError USAGE if another process sees other data.  fingerprints: {flag: hash}."""
+def compare_data(
+    fingerprints: dict[str, str], fix="let the path hold the same data set on every host"
+):
+    """Raise UserError USAGE if another process sees other data.  fingerprints: {name: hash}."""
     if differ := differences(fingerprints):
-        fix = "let the path hold the same data set on every host"
         problems = [Problem(f"{n} differs: {values}", fix) for n, values in differ.items()]
         raise UserError(errors.USAGE, problems=problems)
 

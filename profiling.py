@@ -236,7 +236,7 @@ class Profile:
         self.first, n_updates = cfg.train.profile
         if self.learns and self.first <= start:
             self.first, n_updates = start + 3, 3  # later than what only happens once
-        if 0 < self.first <= start:
+        if 0 < self.first <= start and not self.path.exists():
             what = f"train.profile={self.first} {n_updates} traces nothing, as the run has already"
             warn(f"{what} made {start} updates; choose later ones")
         self.last, self.state = self.first + n_updates - 1, "none"

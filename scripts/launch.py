@@ -439,12 +439,15 @@ class Ssh:
     dry_run: Flag = False
     """Only print the commands."""
 
+    @property
+    def tool(self) -> str:
+        return self.ssh.split()[0] if self.ssh.split() else "ssh"
+
     def problems(self) -> list[Problem]:
         try:
             ssh = shlex.split(self.ssh)
         except ValueError:  # a quotation mark without its second one
             ssh = []
-        self.tool = ssh[0] if ssh else "ssh"
         return problems_with(
             self,
             folder=(self.folder, "Trifold's folder on the hosts"),

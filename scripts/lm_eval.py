@@ -50,7 +50,10 @@ def parse() -> tuple[Args, config.Config]:
     if find_spec("lm_eval") is None:
         what = "the harness is not installed: Python has no package lm_eval"
         raise errors.UserError(errors.USAGE, what, "pip install lm-eval==0.4.13")
-    cli.check_at_least(args, batch_size=1, limit=1e-9, num_fewshot=0)
+    cli.check_at_least(args, batch_size=1, num_fewshot=0)
+    if args.limit is not None and not args.limit > 0:
+        what = f"limit={args.limit} must be above 0"
+        raise errors.UserError(errors.USAGE, what, "set --limit 100, or leave it out")
     if args.include_path is not None and not Path(args.include_path).is_dir():
         what = f"--include_path {args.include_path} is not a folder"
         raise errors.UserError(errors.USAGE, what, "name the folder of your tasks")
@@ -105,7 +108,8 @@ class Run(TemplateLM):
         """The harness' Collator of these requests, and its batches, with a progress bar.  Raises
         UserError USAGE if another process has other requests: each computes a part of a batch."""
         asked = hashlib.sha256(repr(requests).encode()).hexdigest()[:12]
-        processes.compare_data({"what the harness asks": asked})
+        fix = "give all processes the same --tasks, --limit, --include_path and tokenizer"
+        processes.compare_data({"what the harness asks": asked}, fix)
         collator = Collator(requests, sort_fn=order, **group)
         return collator, train.progress([*collator.get_batched(n=self.cfg.train.batch_size)])
 
@@ -114,7 +118,8 @@ class Run(TemplateLM):
         if wrong := [n for _, n in rows if not 0 < n <= self.max_length]:
             limit = f"train.seq_len={self.max_length}"
             what = f"an answer has {wrong[0]} tokens, and it needs 1 to {limit}"
-            raise errors.UserError(errors.DATA, what, "set --seq_len, or leave the task out")
+            fix = "leave the task out" + (", or set --seq_len" if max(wrong) else "")
+            raise errors.UserError(errors.DATA, what, fix)
         collator, batches = self.batches(rows, lambda row: -len(row[0]))
         found, tp = [], self.cfg.mesh.tp
         for rows in batches:

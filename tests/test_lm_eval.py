@@ -169,7 +169,7 @@ def test_the_script_prints_the_harness_table_and_writes_its_results(trained, fol
     assert [row[7] for row in rows if "acc" in row] == [f"{acc:.4f}"] and "|texts" in done.stdout
     assert found["config"]["dtype"] == "float32" and found["config"]["run"] == str(trained)
     done = run("scripts/lm_eval.py", *flags, "--tasks", "endings", "--limit", 0)
-    assert done.returncode == errors.USAGE and "error: limit=0.0 must be at least" in done.stderr
+    assert done.returncode == errors.USAGE and "error: limit=0.0 must be above 0" in done.stderr
     done = run("scripts/lm_eval.py", *flags, "--tasks", "endings,nothing")
     assert done.returncode == errors.USAGE and len(done.stderr.splitlines()) < 6
     assert "error: the harness knows no task 'nothing'\n  fix: " in done.stderr

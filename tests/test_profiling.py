@@ -250,6 +250,7 @@ def test_a_resumed_run_traces_nothing_and_a_stopped_one_has_no_ledger(cfg, tmp_p
     assert not profile_updates(cfg, tmp_path, range(3, 6)).exists()
     assert "2 3 traces nothing, as the run has already made 2 updates" in capsys.readouterr().err
     stopped = profile_updates(cfg, tmp_path, range(1, 4))
+    profile_updates(cfg, tmp_path, range(6, 7))  # there is a trace already
     assert not capsys.readouterr().err
     assert [*stopped.glob("plugins/profile/*/*.xplane.pb")]
     assert not (stopped / "ledger.txt").exists()
