@@ -224,9 +224,9 @@ def einsum_backward(dims, dtype, xw, grad_y):
         grad_w = lax.optimization_barrier(grad_w)
         return grad_x, grad_w.transpose([order.index(d) for d in w_dims])
     if platform() == "tpu" and exact_grad_y.dtype == jnp.float32 != x.dtype:
-        # The same values as above, written in another way, so that XLA does not see it.  It then
-        # computes the gradient of the logits inside each of the two products instead of writing it
-        # to memory: 17 % fewer cycles for the head.
+        # The values of the grad_y above, written in another way, so that XLA does not take both for
+        # one array.  It then computes the gradient of the logits inside each of the two products
+        # instead of writing it to memory: 17 % fewer cycles for the head of jaxformer_1b.
         grad_y = lax.reduce_precision(exact_grad_y, 8, 7).astype(x.dtype)
     return grad_x, multiply(f"{x_dims},{y_dims}->{w_dims}", x, grad_y)
 
