@@ -348,7 +348,8 @@ def likely_family(m: Model) -> str:
         olmo2=m.norm_place == "after",
         qwen3=m.qk_norm,
         qwen2=m.attn_bias and not m.attn_out_bias,
-        mistral=all("local" in kind for kind in kinds),
+        # transformers loads no llama whose width is not a multiple of its heads.
+        mistral=all("local" in kind for kind in kinds) or m.d_model % m.n_heads > 0,
     )
     return next((name for name, is_true in signs.items() if is_true), "llama")
 

@@ -692,6 +692,13 @@ def test_an_exported_window_is_never_null(family):
     assert "sliding_window" not in hf_config.write_config(config.Config(model=m), "float32", None)
 
 
+def test_a_llama_whose_width_is_no_multiple_of_its_heads_is_exported_as_a_mistral():
+    """transformers (5.23) refuses to load such a llama, and a mistral without a window is one."""
+    cfg = config.Config(model=Model(d_model=40, n_heads=3, n_kv_heads=1, d_head=16))
+    hf = hf_config.write_config(cfg, "float32", None)
+    assert hf["model_type"] == "mistral" and hf["sliding_window"] is None
+
+
 PUBLISHED = ["gpt2_124m", "gpt2_1.5b", "llama3_8b", "llama3_70b", "qwen3_0.6b", "qwen3_30b_a3b"]
 
 
