@@ -114,6 +114,7 @@ PLAIN = {
     "model.attn_softcap": 0, "model.logit_softcap": 0, "model.rope_scaling": "none",
     "model.attn_width": 0, "model.attn_sinks": False, "model.qk_norm_width": "head",
     "model.norm_place": "before", "model.norm_offset": False, "model.scale_embedding": False,
+    "model.mup_base_width": 0, "model.mup_base_depth": 0, "model.mup_base_head": 0,
     "train.dropout": 0, "train.z_loss": 0, "data.document_mask": False,
 }  # fmt: skip
 # The policies of jax.checkpoint for train.remat; without one, everything is kept.

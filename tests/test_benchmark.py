@@ -98,11 +98,15 @@ def test_a_peer_in_torch_trains_from_the_same_weights_as_trifold(name, preset, d
     np.testing.assert_allclose(got, want, rtol=rtol)
 
 
-def test_a_peer_that_lacks_a_setting_of_the_config_is_left_out_with_the_reason():
-    cfg = on_mesh(MOE)
+MUP = replace(TINY, model=replace(TINY.model, mup_base_width=8))
+
+
+@pytest.mark.parametrize("preset,word", [(MOE, "n_experts=4"), (MUP, "mup_base_width=8")])
+def test_a_peer_that_lacks_a_setting_of_the_config_is_left_out_with_the_reason(preset, word):
+    cfg = on_mesh(preset)
     peers, left_out = benchmark.make_peers(benchmark.PEERS, windows(cfg), cfg)
     assert not peers and set(left_out) == set(benchmark.PEERS)
-    assert all("model.n_experts=4" in reason for reason in left_out.values())
+    assert all(f"model.{word}" in reason for reason in left_out.values())
 
 
 def test_rates_and_shares_follow_from_medians(monkeypatch):
