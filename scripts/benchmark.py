@@ -145,8 +145,9 @@ def plain_layer(x_BLD, w, m):
     k_BLGK = jnp.einsum("BLD,DGK->BLGK", h_BLD, w["k_DGK"]) + w.get("k_bias_GK", 0)
     v_BLGK = jnp.einsum("BLD,DGK->BLGK", h_BLD, w["v_DGK"]) + w.get("v_bias_GK", 0)
     if m.qk_norm:
-        q_BLHK = plain_norm(q_BLHK, dict(q_D=w["q_norm_K"]), "q", m)
-        k_BLGK = plain_norm(k_BLGK, dict(k_D=w["k_norm_K"]), "k", m)
+        rms = replace(m, norm="rms")
+        q_BLHK = plain_norm(q_BLHK, dict(q_D=w["q_norm_K"]), "q", rms)
+        k_BLGK = plain_norm(k_BLGK, dict(k_D=w["k_norm_K"]), "k", rms)
     q_BLHK, k_BLGK = plain_rope(q_BLHK, m), plain_rope(k_BLGK, m)
     y_BLHK = jax.nn.dot_product_attention(q_BLHK, k_BLGK, v_BLGK, is_causal=True)
     x_BLD += jnp.einsum("BLHK,HKD->BLD", y_BLHK, w["o_HKD"]) + w.get("o_bias_D", 0)

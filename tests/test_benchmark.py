@@ -34,6 +34,7 @@ GPT2 = replace(
     train=replace(TINY.train, batch_size=8),
 )  # fmt: skip
 RELU2 = replace(GPT2, model=replace(GPT2.model, activation="relu2", tie_embeddings=False))
+QK_NORM = replace(GPT2, model=replace(GPT2.model, qk_norm=True))
 MOE = replace(TINY, model=replace(TINY.model, pattern="moe", n_experts=4, d_expert=16))
 
 
@@ -57,6 +58,7 @@ def first_losses(contestant: benchmark.Contestant) -> list[float]:
     pytest.param(LLAMA, id="llama"),
     pytest.param(GPT2, id="gpt2", marks=pytest.mark.slow),
     pytest.param(RELU2, id="relu2", marks=pytest.mark.slow),
+    pytest.param(QK_NORM, id="qk_norm", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_the_plain_model_trains_as_trifolds_does(preset):
     cfg = on_mesh(preset)
