@@ -47,13 +47,10 @@ def parse() -> tuple[Args, config.Config]:
     batch = dict(batch_size=t["batch_size"], batch_ramp=t.get("batch_ramp", ""))
     cfg = replace(cfg, train=replace(cfg.train, **batch))
     cfg = replace(cfg, data=replace(cfg.data, epochs_max=0))
-    for name, x, low, high in (
-        ("step", args.step, 1, cfg.train.steps),
-        ("row", args.row, -1, cfg.train.batch_size - 1),
-    ):
-        if not low <= x <= high:
-            what = f"{name}={x} must be between {low} and {high} in this run"
-            raise errors.UserError(errors.USAGE, what, f"set --{name} inside that range")
+    cli.check_at_least(args, row=-1)
+    if not 1 <= args.step <= cfg.train.steps:
+        what = f"step={args.step} must be between 1 and {cfg.train.steps} in this run"
+        raise errors.UserError(errors.USAGE, what, "set --step inside that range")
     return args, cfg
 
 
@@ -153,7 +150,7 @@ def read_rows(args: Args, cfg: config.Config) -> list[Row]:
         what = f"data.skip also counts the updates left out before, so there it is {number}"
         print(f"{what}: --data.skip {cfg.data.skip},{number} leaves it out too")
     if args.row >= len(tokens):
-        what = f"row={args.row} must be below {len(tokens)}, the rows of this update"
+        what = f"row={args.row} must be between -1 and {len(tokens) - 1} in this update"
         raise errors.UserError(errors.USAGE, what, "set --row inside that range")
     nll = None
     if args.loss or args.html:

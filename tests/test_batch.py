@@ -213,6 +213,15 @@ def test_an_update_that_the_run_does_not_have_is_an_error(spoilt):
         assert code == USAGE and "must be between" in what
 
 
+def test_a_row_may_be_beyond_the_last_size_of_a_ramp(reference, tmp_path):
+    record = json.loads((reference / "config.json").read_text())
+    record["train"]["batch_ramp"] = "0:64,10:32"
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    assert explain(tmp_path, "--step", 10, "--row", 63).count("\nrow 63") == 1
+    code, (what, _) = refused(tmp_path, "--step", 11, "--row", 63)
+    assert code == USAGE and "must be between -1 and 31" in what
+
+
 def test_a_run_that_does_not_exist_is_an_error(tmp_path):
     for folder in (tmp_path / "nowhere", tmp_path):
         code, (what, fix) = refused(folder, "--step", 3)
