@@ -107,8 +107,11 @@ class Parent:
         tokens until then, and what of it the run started with, in a run's config.json."""
         parent = dict(path=str(self.path), step=self.step, digest=self.meta["checksum"])
         parent["start_with"] = self.start_with
+        theirs = read_record(self.path).get("parent", {})
+        is_untrained = (theirs.get("step"), theirs.get("start_with")) == (self.step, "state")
         rows = map(json.loads, read_lines(self.path / "metrics.jsonl", self.step))
-        parent["tokens"] = max([0, *(row["tokens"] for row in rows if row["kind"] == "train")])
+        tokens = [row["tokens"] for row in rows if row["kind"] == "train"]
+        parent["tokens"] = max([theirs["tokens"] if is_untrained else 0, *tokens])
         text = json.dumps(read_record(run) | dict(parent=parent), indent=1)
         write_whole(run / "config.json", text + "\n")
 

@@ -60,6 +60,15 @@ def test_a_branch_may_change_data_lengths_schedule_optimizer_mesh_and_dtype(refe
     assert tokens == [before + 8 * 64, before + 2 * 8 * 64]
 
 
+def test_the_tokens_of_a_branch_of_a_branch_that_made_no_update_go_on(reference, base):
+    cfg, run = branch_of(reference, base, "no-update", "@10", "state", train=dict(steps=10))
+    train.main(cfg)
+    cfg, run = branch_of(run, base, "after-no-update", "", "state", train=dict(steps=11))
+    train.main(cfg)
+    (row,) = (json.loads(x) for x in (run / "metrics.jsonl").open() if '"train"' in x)
+    assert row["tokens"] == rows(reference)[11]["tokens"]
+
+
 @pytest.mark.slow
 def test_two_processes_start_a_branch_with_a_new_optimizer_and_average(reference, base):
     more = dict(mesh=dict(dp=2, pp=1, tp=1), optim=dict(name="muon", ema=0.9))
