@@ -43,14 +43,19 @@ def parse() -> tuple[Args, config.Config]:
     args = tyro.cli(Args, use_underscores=True, description=__doc__)
     path = files.absolute_path(args.run) / "config.json"
     cfg = cli.config_of_run(args.run, config.Mesh(1, 1, 1))
-    t = json.loads(path.read_text())["train"]  # config_of_run has replaced these
+    record = json.loads(path.read_text())
+    t, parent = record["train"], record.get("parent", {})  # config_of_run has replaced t's batch
     batch = dict(batch_size=t["batch_size"], batch_ramp=t.get("batch_ramp", ""))
     cfg = replace(cfg, train=replace(cfg.train, **batch))
     cfg = replace(cfg, data=replace(cfg.data, epochs_max=0))
     cli.check_at_least(args, row=-1)
-    if not 1 <= args.step <= cfg.train.steps:
-        what = f"step={args.step} must be between 1 and {cfg.train.steps} in this run"
-        raise errors.UserError(errors.USAGE, what, "set --step inside that range")
+    # The parent has made the updates before, and with its own data.
+    first = parent["step"] + 1 if parent.get("start_with") == "state" else 1
+    if not first <= args.step <= cfg.train.steps:
+        what = f"step={args.step} must be between {first} and {cfg.train.steps} in this run"
+        fix = "set --step inside that range"
+        fix += f", or --run {parent['path']} for the updates before" if first > 1 else ""
+        raise errors.UserError(errors.USAGE, what, fix)
     return args, cfg
 
 

@@ -222,6 +222,16 @@ def test_a_row_may_be_beyond_the_last_size_of_a_ramp(reference, tmp_path):
     assert code == USAGE and "must be between -1 and 31" in what
 
 
+def test_an_update_that_the_parent_of_a_branch_has_made_is_an_error(reference, tmp_path):
+    """It was trained on the parent's data."""
+    record = json.loads((reference / "config.json").read_text())
+    record["parent"] = dict(path="runs/parent", step=10, start_with="state")
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    code, (what, fix) = refused(tmp_path, "--step", 10)
+    assert code == USAGE and "step=10 must be between 11 and 20" in what
+    assert "--run runs/parent" in fix
+
+
 def test_a_run_that_does_not_exist_is_an_error(tmp_path):
     for folder in (tmp_path / "nowhere", tmp_path):
         code, (what, fix) = refused(folder, "--step", 3)
