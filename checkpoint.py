@@ -12,7 +12,6 @@ import time
 import zlib
 from collections import Counter
 from contextlib import suppress
-from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -156,6 +155,21 @@ class Failure(NamedTuple):
     """It is not tried again: the run ends with the error."""
 
 
+class LowestLosses(NamedTuple):
+    """An orbax PreservationPolicy: keep the two checkpoints of lowest loss.
+
+    Not orbax's BestN, which knows only a loss that was known when the checkpoint was saved.
+    """
+
+    store: "Checkpoints"
+
+    def should_preserve(self, checkpoints, *, context) -> list[bool]:
+        losses = self.store.losses
+        known = [x.step for x in checkpoints if losses.get(x.step) is not None]
+        best = sorted(known, key=losses.get)[:2]
+        return [x.step in best for x in checkpoints]
+
+
 OPTIONAL = {
     "rest/opt/": "another optimizer's state (optim.name)",
     "ema/": "an average of the weights (optim.ema)",
@@ -178,20 +192,17 @@ class Checkpoints:
 
     FORMAT = 2
 
-    BEST = 2
-    """How many checkpoints of lowest validation loss are kept, with best=True."""
-
     SLOWEST = 3600
     """The longest that a save may take, in seconds; then the run ends with STORAGE."""
 
-    def __init__(self, run: epath.Path, keep=2, settings=None, accept=(), best=False, patience=0):
+    def __init__(self, run: epath.Path, keep=2, settings=None, accept=(), patience=0):
         """run: the run directory.  keep: how many checkpoints to keep; 0 only reads them.
         settings: {name: value}, saved as `must`, and compared with `must` of a checkpoint that is
-        restored, except those that accept names.  best: keep those of lowest loss too.  patience:
-        seconds for which saving may fail."""
+        restored, except those that accept names.  patience: seconds for which saving may fail."""
         self.run, self.path, self.keep = run, run / "checkpoints", keep
-        self.settings, self.accept, self.best = settings or {}, accept, best
-        self.patience = patience
+        self.settings, self.accept, self.patience = settings or {}, accept, patience
+        self.losses = {}
+        """{step: validation loss or None}, to keep those of lowest loss too."""
         self.newest = None
         """The step of the last checkpoint that this object restored, saved or started to save."""
         self.complete = None
@@ -216,19 +227,13 @@ class Checkpoints:
         if self.keep == 0:
             options = ocp.CheckpointManagerOptions(read_only=True)
         else:
-            kept, by_loss = [checkpoint_managers.LatestN(self.keep)], {}
-            if self.best:
-                loss_of = itemgetter("loss")
-                choice = dict(n=self.BEST, reverse=True, keep_checkpoints_without_metrics=False)
-                kept.append(checkpoint_managers.BestN(get_metric_fn=loss_of, **choice))
-                by_loss = dict(best_fn=loss_of, best_mode="min")  # else no loss is written or read
+            kept = [checkpoint_managers.LatestN(self.keep), LowestLosses(self)]
             options = ocp.CheckpointManagerOptions(
                 preservation_policy=checkpoint_managers.AnyPreservationPolicy(kept),
                 create=True,
                 # No limit of orbax's, which measures a save by the system's clock, and that may
                 # jump; `is_writing` applies SLOWEST.
                 async_options=ocp.AsyncOptions(timeout_secs=10**7, barrier_sync_fn=self.barrier),
-                **by_loss,
             )
         self.manager = ocp.CheckpointManager(self.path, options=options)
 
@@ -402,11 +407,11 @@ class Checkpoints:
             return now >= self.failure.retry_at
         return now >= self.saved_at + 60 * minutes if minutes else every == 0
 
-    def save(self, step: int, state: dict, loss: float | None = None, last: bool = False) -> bool:
+    def save(self, step: int, state: dict, last: bool = False) -> bool:
         """Start to save the state after `step` updates; return once it is copied off the devices.
 
-        state: {item: tree of arrays}.  loss: of the validation set, if known.  Does nothing if this
-        object last saved or restored `step`, and only warns if the save before is not complete.
+        state: {item: tree of arrays}.  Does nothing if this object last saved or restored `step`,
+        and only warns if the save before is not complete.
         last: wait for that one, and return when this one is complete.
         Returns whether it was started, and with `last` whether it is complete; if not, try again
         later.  Raises UserError DIVERGED if a number in the state is not finite, and what
@@ -429,12 +434,12 @@ class Checkpoints:
                 fix = f"resume from checkpoint {self.newest} with a lower --optim.lr"
                 raise UserError(errors.DIVERGED, what, fix)
             leaf_digests = dict(zip(table, np.asarray(values).tolist(), strict=True))
-            self.write(step, state, leaf_digests, loss)
+            self.write(step, state, leaf_digests)
         if last:
             self.finish()
         return utils.all_agree(self.failure is None)
 
-    def write(self, step: int, state: dict, leaf_digests: dict[str, list[int]], loss=None):
+    def write(self, step: int, state: dict, leaf_digests: dict[str, list[int]]):
         """Start to write checkpoint `step`: the items of `state`, and meta with their digests.
 
         The first checkpoint of a new run is complete on return, so that too little room is reported
@@ -447,7 +452,6 @@ class Checkpoints:
         meta |= dict(checksum=meta_checksum(meta))
         items = {name: ocp.args.StandardSave(tree) for name, tree in state.items()}
         args = ocp.args.Composite(**items, meta=ocp.args.JsonSave(meta))
-        metrics = dict(loss=loss) if self.best and loss is not None else None
         self.items = {item: len(jax.tree.leaves(tree)) for item, tree in state.items()}
         is_first, self.saved_at = self.newest is None, time.monotonic()
         self.newest = step
@@ -455,7 +459,7 @@ class Checkpoints:
             self.barrier.begin(self.n_saves)
         self.n_saves += 1
         try:
-            started = self.manager.save(step, args=args, metrics=metrics, force=True)
+            started = self.manager.save(step, args=args, force=True)
             assert started, f"orbax declined to save {step}; it has {self.manager.all_steps()}"
         except Exception as e:  # note_failure raises what storage cannot have caused
             # The other processes wait for this one at orbax's collectives, on the main thread, so

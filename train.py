@@ -184,7 +184,7 @@ def restore_or_init(run, train: Dataset, cfg: Config) -> tuple[Checkpoints, Stat
     Raises UserError CHECKPOINT and USAGE."""
     keep = 0 if cfg.eval_only and not is_writable(run) else cfg.checkpoint.keep
     settings, c = fixed_settings(cfg, train.source.fingerprint), cfg.checkpoint
-    store = Checkpoints(run, keep, settings, cfg.run.accept, c.best, c.patience)
+    store = Checkpoints(run, keep, settings, cfg.run.accept, c.patience)
     begin = time.monotonic()
     found = store.restore(checkpoint_items(abstract_state(cfg)))
     if found is None and cfg.eval_only:
@@ -446,10 +446,10 @@ def compile_steps(start: int, train: Dataset, cfg: Config, times: bytes = b"") -
     return {n: compile_step(cfg, times) for n, cfg in sized.items()}
 
 
-def save(store, step: int, state: State, last: bool, log: MetricsLog, stop):
+def save(store, step: int, state: State, last: bool, stop):
     """Save the state; for the last time, return only when it is complete."""
-    items, loss = checkpoint_items(state), log.best_losses.get(step)
-    while not (saved := store.save(step, items, loss, last)) and last:
+    items = checkpoint_items(state)
+    while not (saved := store.save(step, items, last)) and last:
         time.sleep(1)
         stop.poll()  # so that the Watchdog sees that the run goes on
     stop.saves = stop.saves and not saved  # a save that a signal asked for is tried until it works
@@ -497,7 +497,7 @@ def save_if_due(store, step: int, state: State, last: bool, evaluated: bool, log
     if keeps_best:
         store.finish()  # so that this one is not skipped
     if last or stop.saves or is_due(step, c.every, cfg) or keeps_best:
-        log.run_untimed(save, store, step, state, last, log, stop)
+        log.run_untimed(save, store, step, state, last, stop)
 
 
 def train_loop(run, store, state: State, train: Dataset, vals, tasks, stop, cfg: Config):
@@ -506,6 +506,7 @@ def train_loop(run, store, state: State, train: Dataset, vals, tasks, stop, cfg:
     start = int(state.step)
     utils.run_on_lead(record_start, run, cfg, train.source, start)
     log = MetricsLog(run, cfg, start, model.flops_per_token(cfg), train.tokens_by_source)
+    store.losses = log.best_losses if cfg.checkpoint.best else {}
     if cfg.rollback >= 0 and log.wandb:
         send_to_wandb(log.wandb, dict(kind="rollback", step=start, to=start))
     # Before the first checkpoint, because compiling may fail, or show that memory is too small.

@@ -205,6 +205,20 @@ def test_the_two_best_are_kept_too(base, reference):
     assert saved(run) == {*best, 35, 40} and not {*best} & {35, 40}, scores
 
 
+def test_the_checkpoint_that_a_branch_begins_with_may_be_the_best(base, reference):
+    """It is saved before it is evaluated."""
+    cfg, run = new_run(
+        base, "best-first", mesh=SINGLE, checkpoint=dict(best=True, every=0, minutes=60.0),
+        run=dict(name="best-first", start_from=f"{reference}@10", start_with="state"),
+        train=dict(steps=30, eval_every=5), optim=dict(lr=30.0, clip_norm=1e9),
+    )  # fmt: skip
+    train.main(cfg)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    scores = {row["step"]: row["loss"] for row in lines if row["kind"] == "eval"}
+    best = sorted(scores, key=scores.get)[:2]
+    assert 10 in best and saved(run) == {*best, 25, 30}, scores
+
+
 # ---- storage that fails
 
 
