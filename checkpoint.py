@@ -259,7 +259,7 @@ class Checkpoints:
         """Return the newest checkpoint that passes verification, or None if the run has no rows in
         metrics.jsonl and no checkpoint.
 
-        abstract: {"params": tree, "rest": tree} or one of the two, to restore only that.  The
+        abstract: {item: tree} of the items to restore, which need not be all that were saved.  The
         leaves are ShapeDtypeStructs with the shardings that the restored arrays get.
         step: the checkpoint to restore; -1 tries all, newest first, and moves those that fail
         verification to damaged/.  With keep=0 nothing is moved, and the first that fails is an

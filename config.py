@@ -252,12 +252,12 @@ class Train:
 
 @dataclass(frozen=True)
 class Eval:
-    """What is scored besides data.val, whenever an evaluation is due."""
+    """What an evaluation scores besides data.val."""
 
     tasks: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TASKS")] = ()
     """Files of questions with choices, as NAME=PATTERN, such as core=tasks/core/*.jsonl.
     docs/evaluating.md has their form.
-    Rows of metrics.jsonl have the accuracy of each file, and of NAME the mean over its files."""
+    Each file has its accuracy, and NAME the mean over its files."""
 
 
 @dataclass(frozen=True)

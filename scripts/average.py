@@ -1,7 +1,7 @@
 """Average the weights of several checkpoints of a run into a new run.  The mean is often better
 than the last checkpoint (Izmailov et al. 2018).
 
-    python scripts/average.py --run runs/demo --steps 380,390,400 --out runs/average
+    python scripts/average.py --run runs/demo --steps 390,400 --out runs/average
 
 The new run can be evaluated, sampled, exported and trained further like any other.
 """
