@@ -500,6 +500,6 @@ def first_error(batches: list[Future]) -> BaseException | None:
 
 
 def name_numbers(numbers: list[int]) -> str:
-    """3, 7 and 9; of more than ten the first and how many more."""
+    """The numbers as words; of more than ten the first ten, and how many more."""
     more = f" and {len(numbers) - 10} more" if len(numbers) > 10 else ""
     return ", ".join(map(str, numbers[:10])) + more

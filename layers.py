@@ -194,9 +194,9 @@ def multiply(dims: str, x, w, dtype=None):
     assert x.dtype == w.dtype, (dims, x.dtype, w.dtype)
     if platform() != "cpu" or x.dtype == jnp.float32:
         return jnp.einsum(dims, x, w, preferred_element_type=dtype)
-    # XLA (jaxlib 0.10 to 0.12) fails on some such products, as experts.py's "ZD,ZCF->DCF"
-    # ("Unsupported element type for DotThunk"), and is slow on others, as its "ZF,ZD->FD".  With an
-    # extra dim of size 1 to sum over XLA takes another path, which works and is fast.
+    # XLA (jaxlib 0.10 to 0.12) fails on some such products, as "ZD,ZCF->DCF" ("Unsupported element
+    # type for DotThunk"), and is slow on others, as "ZF,ZD->FD".  With an extra dim of size 1 to
+    # sum over XLA takes another path, which works and is fast.
     dims = re.sub(r"(\w+),", r"a\1,a", dims)
     y = jnp.einsum(dims, x[None], w[None], preferred_element_type=jnp.float32)
     return y.astype(dtype or x.dtype)
