@@ -207,7 +207,9 @@ def test_commands_to_train_pass_the_checks_as_written(path, tmp_path, monkeypatc
             Path(run, "config.json").write_text(cli.to_json(config.demo()))
         for words in train_words(command):
             if "--help" not in words:
-                cli.parse(words)
+                cfg = cli.parse(words)
+                has_demo = "data/demo" in cfg.data.train  # whose vocabulary the tests shorten
+                assert not has_demo or cfg.model.vocab_size >= config.demo().model.vocab_size
 
 
 SCRIPT = f"""#!/bin/sh
