@@ -218,8 +218,8 @@ def parse(words: list[str]) -> Config:
 @dataclass(frozen=True)
 class Precision:
     dtype: Literal["", "bfloat16", "float32"] = ""
-    """Of the computations; by default the run's.  A CPU without bfloat16 instructions is faster in
-    float32."""
+    """Type of the computations; by default the run's.
+    A CPU without bfloat16 instructions is faster in float32."""
 
     @property
     def flags(self) -> list[str]:
@@ -235,7 +235,7 @@ class RunArgs:
     step: int = -1
     """Number of updates of the checkpoint to use; -1 is the newest."""
     weights: Literal["last", "ema"] = "last"
-    """last: those after that update.  ema: their moving average, if the run has optim.ema."""
+    """last: the weights after that update.  ema: their moving average, if the run has optim.ema."""
     mesh: YesNo[Mesh] = Mesh()
     train: Precision = Precision()
 

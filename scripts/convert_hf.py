@@ -57,7 +57,7 @@ class Export:
     step: int = -1
     """The checkpoint to use; -1 is the newest."""
     weights: Literal["last", "ema"] = "last"
-    """last: those after that update.  ema: their moving average, if the run has optim.ema."""
+    """last: the weights after that update.  ema: their moving average, if the run has optim.ema."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """The dtype of the written weights, which are rounded to it."""
     shard_size: int = 5_000_000_000

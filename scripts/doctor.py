@@ -35,7 +35,8 @@ SMALL += " --model.d_model=1536"
 
 
 def parse() -> tuple[Args, Config]:
-    args, rest = tyro.cli(Args, return_unknown_args=True, use_underscores=True, description=__doc__)
+    about = __doc__.partition("Dimension key")[0]
+    args, rest = tyro.cli(Args, return_unknown_args=True, use_underscores=True, description=about)
     cli.check_at_least(args, seconds=0.1)
     cfg = cli.parse(rest if "--config" in " ".join(rest) else [*SMALL.split(), *rest])
     cli.simulate_devices(cfg.mesh, cfg.run.num_processes)
