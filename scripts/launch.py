@@ -333,7 +333,7 @@ class Tpu:
             if code not in TEMPORARY:
                 return code
             if tries > self.restarts:
-                say(f"{self.restarts} starts in a row have made no new update")
+                say(f"{self.restarts} restarts in a row have made no new update")
                 return code
             wait = min(60, FIRST_WAIT * 2 ** (tries - 1))
             say(f"try {tries} of at most {self.restarts} without a new update, in {wait} s")
