@@ -140,12 +140,12 @@ def sizes(params, tokens_AMBL, cfg: config.Config) -> dict:
 
 
 def train_for(cfg: config.Config, lr: float, steps: int, data: Dataset):
-    """(state, mean loss of the last tenth of the updates)."""
+    """(state, mean loss of the last tenth of the updates, infinite if one is not finite)."""
     state, losses = train.init_state(cfg), []
     for step in range(steps):
         state, loss = update(state, *data.batch(step), np.float32(lr), cfg)
         losses.append(loss)
-    return state, float(np.mean(losses[-max(1, steps // 10) :]))
+    return state, float(np.nan_to_num(np.mean(losses[-max(1, steps // 10) :]), nan=np.inf))
 
 
 def coordinate_check(args: Args, cfg: config.Config, base: int, bar) -> dict:
