@@ -9,6 +9,7 @@ import platform
 import re
 import signal
 import socket
+import stat
 import sys
 import tempfile
 import threading
@@ -247,8 +248,8 @@ NOTICE = 3
 
 
 class Stop:
-    """Notices SIGTERM and Ctrl-C, which ask the run to save and exit; a second one exits at once.
-    SIGUSR1 asks it to save.
+    """Notices SIGTERM, Ctrl-C and the end of the terminal, which ask the run to save and exit; a
+    second SIGTERM or Ctrl-C exits at once.  SIGUSR1 asks it to save.
 
     All processes stop and save after the same update.  All make the same polls, one for each update
     and each batch of an evaluation.  One that is asked to stop writes the number of the poll NOTICE
@@ -276,6 +277,8 @@ class Stop:
         signal.signal(signal.SIGUSR1, self.ask_to_save)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.handle)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
+            signal.signal(signal.SIGHUP, self.hang_up)
 
     def handle(self, number, frame):
         now = time.monotonic()
@@ -286,6 +289,15 @@ class Stop:
             os._exit(errors.INTERRUPTED)
         os.write(2, b"\nstopping after this update; a second signal stops at once\n")
         self.wants_stop, self.told_at = True, now
+
+    def hang_up(self, number, frame):
+        """The handler of SIGHUP: the terminal is gone, and printing to it would be an error.
+        A shell may send it twice."""
+        for stream in (1, 2):
+            if stat.S_ISCHR(os.fstat(stream).st_mode):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+        if self.told_at is None:
+            self.handle(number, frame)
 
     def ignore_signals(self):
         """Ignore signals from here on, because nothing is left to save."""

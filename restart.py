@@ -50,7 +50,10 @@ class Child:
 
     def __init__(self):
         self.process, self.told_to_stop = None, False
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
+            numbers.add(signal.SIGHUP)
+        for number in numbers:
             signal.signal(number, self.forward)
 
     def forward(self, number, frame):
@@ -84,7 +87,7 @@ def supervise(cfg: Config) -> int:
         if code < 0:
             last_end = f"signal {signal.Signals(-code).name}"
         # It may have ended before it had a handler.
-        if child.told_to_stop and code in (-signal.SIGTERM, -signal.SIGINT):
+        if child.told_to_stop and -code in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             return INTERRUPTED
         code = 128 - code if code < 0 else code
         if not last_end or child.told_to_stop:

@@ -65,7 +65,7 @@ def start(cfg: Config, *more, **kwargs) -> subprocess.Popen:
     """train.py in a process, with cfg and more flags."""
     command = [sys.executable, str(ROOT / "train.py"), "--config", "tiny", *flags(cfg, *more)]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    return subprocess.Popen(command, **pipes, **kwargs)
+    return subprocess.Popen(command, **(pipes | kwargs))
 
 
 def finish(process: subprocess.Popen) -> tuple[int, str, str]:

@@ -1,13 +1,16 @@
 """Runs that come back by themselves, and saves by the clock, by a signal and to a full disk."""
 
+import fcntl
 import json
 import os
+import pty
 import re
 import resource
 import shutil
 import signal
 import subprocess
 import sys
+import termios
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -129,6 +132,25 @@ def test_a_parent_that_is_told_to_stop_lets_the_run_save(base, number):
     parent.send_signal(number)
     code, _, err = finish(parent)
     assert code == INTERRUPTED and "restart:" not in err
+    assert max(saved(run)) == len(rows(run)) >= 3
+
+
+@pytest.mark.parametrize("restarts", [0, 2])
+def test_a_terminal_that_is_closed_lets_the_run_save(base, restarts):
+    cfg, run = new_run(base, f"hung_up{restarts}", train=ENDLESS, mesh=SINGLE)
+    cfg = replace(cfg, run=replace(cfg.run, restarts=restarts))
+    leader, follower = pty.openpty()
+
+    def take_terminal():
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup of the tests would be inherited
+        fcntl.ioctl(follower, termios.TIOCSCTTY, 0)
+
+    streams = dict(stdin=follower, stdout=follower, stderr=follower, pass_fds=[follower])
+    process = start(cfg, **streams, start_new_session=True, preexec_fn=take_terminal)
+    os.close(follower)
+    wait_for_step(process, run, 3)
+    os.close(leader)
+    assert process.wait(timeout=60) == INTERRUPTED
     assert max(saved(run)) == len(rows(run)) >= 3
 
 
