@@ -444,8 +444,12 @@ class Checkpoints:
 
         The first checkpoint of a new run is complete on return, so that too little room is reported
         before the first update.  Raises UserError STORAGE if that fails, or if one of several
-        processes cannot even start.
+        processes cannot even start, and USAGE for a path that orbax would take for a pattern: it
+        would not find the arrays there.
         """
+        if not is_remote(self.path) and re.search(r"\[[^/]+\]", os.fspath(self.path)):
+            what = f"no checkpoint can be written to {self.path}: a folder has [ ] in its name"
+            raise UserError(errors.USAGE, what, "rename that folder, or choose another")
         table = utils.leaf_table(state)
         leaves = {n: [list(x.shape), str(x.dtype), leaf_digests[n]] for n, x in table.items()}
         meta = dict(format=self.FORMAT, step=step, must=self.settings, leaves=leaves)

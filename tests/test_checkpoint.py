@@ -19,7 +19,7 @@ import config
 import digests
 import train
 import utils
-from errors import CHECKPOINT, STORAGE, UserError
+from errors import CHECKPOINT, STORAGE, USAGE, UserError
 
 SLOW = pytest.mark.slow
 
@@ -319,3 +319,14 @@ def test_a_peer_that_is_lost_in_a_save_is_no_storage_error(tmp_path):
     assert store.failure is None
     store.note_failure(1, RuntimeError("disk full"), is_final=True)
     assert store.failure.error.code == STORAGE
+
+
+def test_a_path_that_orbax_takes_for_a_pattern_is_refused(tmp_path):
+    for name, fits in (("x [1]", False), ("x [1", True)):
+        store = checkpoint.Checkpoints(epath.Path(tmp_path / name))
+        if fits:
+            assert store.save(0, dict(params=dict(a=jnp.zeros(3))), last=True)
+            continue
+        with pytest.raises(UserError, match="has \\[ \\] in its name") as error:
+            store.save(0, dict(params=dict(a=jnp.zeros(3))))
+        assert error.value.code == USAGE
