@@ -43,9 +43,9 @@ def parse() -> tuple[Args, config.Config]:
     args = tyro.cli(Args, use_underscores=True, description=__doc__)
     path = files.absolute_path(args.run) / "config.json"
     cfg = cli.config_of_run(args.run, config.Mesh(1, 1, 1))
-    record = json.loads(path.read_text())
-    t, parent = record["train"], record.get("parent", {})  # config_of_run has replaced t's batch
-    batch = dict(batch_size=t["batch_size"], batch_ramp=t.get("batch_ramp", ""))
+    t = cli.parse(["--config", str(path)]).train  # config_of_run has replaced these
+    batch = dict(batch_size=t.batch_size, batch_ramp=t.batch_ramp)
+    parent = json.loads(path.read_text()).get("parent", {})
     cfg = replace(cfg, train=replace(cfg.train, **batch))
     cfg = replace(cfg, data=replace(cfg.data, epochs_max=0))
     cli.check_at_least(args, row=-1)
@@ -118,7 +118,8 @@ def open_data(args: Args, cfg: config.Config, run) -> Dataset:
         data = Dataset(cfg, "train")
     except errors.UserError as e:
         raise errors.UserError(e.code, e.problems[0].what, fix) from None
-    if rundir.read_record(run)["data_fingerprint"] != data.source.fingerprint:
+    trained_on = rundir.read_record(run).get("data_fingerprint")
+    if trained_on not in (None, data.source.fingerprint):
         what = f"data.train={cfg.data.train} are not the data that {run} was trained on"
         raise errors.UserError(errors.DATA, what, fix)
     for start in rundir.read_history(run):

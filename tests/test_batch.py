@@ -14,6 +14,7 @@ from conftest import ROOT, on_mesh
 from etils import epath
 from runs import copy_run, finish, new_run, refusal, rows, start
 
+import config
 import files
 import train
 from dataset import Dataset
@@ -220,6 +221,15 @@ def test_a_row_may_be_beyond_the_last_size_of_a_ramp(reference, tmp_path):
     assert explain(tmp_path, "--step", 10, "--row", 63).count("\nrow 63") == 1
     code, (what, _) = refused(tmp_path, "--step", 11, "--row", 63)
     assert code == USAGE and "must be between -1 and 31" in what
+
+
+def test_a_config_without_a_setting_has_its_default(reference, tmp_path):
+    record = json.loads((reference / "config.json").read_text())
+    del record["data_fingerprint"], record["train"]["batch_ramp"]
+    assert record["train"].pop("batch_size") == config.Train.batch_size
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    found = [re.findall("row .*", explain(run, "--step", 3)) for run in (tmp_path, reference)]
+    assert found[0] == found[1] and len(found[0]) == 32
 
 
 def test_an_update_that_the_parent_of_a_branch_has_made_is_an_error(reference, tmp_path):
