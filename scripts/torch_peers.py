@@ -88,8 +88,9 @@ class NanoGPT(nn.Module):
         super().__init__()
         m = with_padding(cfg).model
         name = hf_config.write_config(cfg, "float32", None)["model_type"]
-        if name != "gpt2":
-            raise UserError(DATA, f"is not measured on a {name}", "give a model of GPT-2's kind")
+        if name != "gpt2" or m.activation == "relu2":
+            what = f"is not measured on a {name} with {m.activation}"
+            raise UserError(DATA, what, "give a model of GPT-2's kind")
         parts = dict(wte=nn.Embedding(m.vocab_size, m.d_model))
         parts |= dict(wpe=nn.Embedding(m.max_positions, m.d_model))
         parts |= dict(h=nn.ModuleList(NanoGPTLayer(m) for _ in range(m.n_layers)))

@@ -100,6 +100,14 @@ def test_a_peer_in_torch_trains_from_the_same_weights_as_trifold(name, preset, d
     np.testing.assert_allclose(got, want, rtol=rtol)
 
 
+@live
+def test_nanogpt_is_left_out_where_it_lacks_the_activation():
+    m = replace(RELU2.model, n_heads=8, n_kv_heads=8, tie_embeddings=True)
+    cfg = on_mesh(replace(RELU2, model=m))
+    peers, left_out = benchmark.make_peers(["nanogpt"], windows(cfg), cfg)
+    assert not peers and "relu2" in left_out["nanogpt"]
+
+
 MUP = replace(TINY, model=replace(TINY.model, mup_base_width=8))
 
 
