@@ -291,10 +291,10 @@ class Stop:
         self.wants_stop, self.told_at = True, now
 
     def hang_up(self, number, frame):
-        """The handler of SIGHUP: the terminal is gone, and printing to it would be an error.
-        A shell may send it twice."""
+        """The handler of SIGHUP: the terminal is gone, and with it what reads a pipe, such as tee.
+        Printing there would be an error.  A shell may send it twice."""
         for stream in (1, 2):
-            if stat.S_ISCHR(os.fstat(stream).st_mode):
+            if not stat.S_ISREG(os.fstat(stream).st_mode):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         if self.told_at is None:
             self.handle(number, frame)

@@ -135,20 +135,25 @@ def test_a_parent_that_is_told_to_stop_lets_the_run_save(base, number):
     assert max(saved(run)) == len(rows(run)) >= 3
 
 
-@pytest.mark.parametrize("restarts", [0, 2])
-def test_a_terminal_that_is_closed_lets_the_run_save(base, restarts):
-    cfg, run = new_run(base, f"hung_up{restarts}", train=ENDLESS, mesh=SINGLE)
+@pytest.mark.parametrize("restarts, piped", [(0, False), (0, True), (2, True)])
+def test_a_terminal_that_is_closed_lets_the_run_save(base, restarts, piped):
+    """piped: with `| tee`, which ends with the terminal."""
+    cfg, run = new_run(base, f"hung_up{restarts}{piped}", train=ENDLESS, mesh=SINGLE)
     cfg = replace(cfg, run=replace(cfg.run, restarts=restarts))
     leader, follower = pty.openpty()
+    reader, writer = os.pipe()
 
     def take_terminal():
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup of the tests would be inherited
         fcntl.ioctl(follower, termios.TIOCSCTTY, 0)
 
-    streams = dict(stdin=follower, stdout=follower, stderr=follower, pass_fds=[follower])
+    out = writer if piped else follower
+    streams = dict(stdin=follower, stdout=out, stderr=follower, pass_fds=[follower])
     process = start(cfg, **streams, start_new_session=True, preexec_fn=take_terminal)
     os.close(follower)
+    os.close(writer)
     wait_for_step(process, run, 3)
+    os.close(reader)
     os.close(leader)
     assert process.wait(timeout=60) == INTERRUPTED
     assert max(saved(run)) == len(rows(run)) >= 3
