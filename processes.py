@@ -26,6 +26,7 @@ from etils import epath
 
 import config
 import errors
+import utils
 from cli import call_within, leave_if_unread
 from config import Config, Run
 from errors import Problem, UserError
@@ -247,6 +248,12 @@ NOTICE = 3
 """After how many polls all processes do what one has asked for."""
 
 
+def write_error(text: str):
+    """Write to stderr, if that is still possible."""
+    with suppress(OSError):
+        os.write(2, text.encode())
+
+
 class Stop:
     """Notices SIGTERM, Ctrl-C and the end of the terminal, which ask the run to save and exit; a
     second SIGTERM or Ctrl-C exits at once.  SIGUSR1 asks it to save.
@@ -285,9 +292,9 @@ class Stop:
         if self.told_at is not None:
             if LAST_END in os.environ and now < self.told_at + self.TOGETHER:
                 return
-            os.write(2, b"\ninterrupted before all was saved; run the same command again\n")
+            write_error("\ninterrupted before all was saved; run the same command again\n")
             os._exit(errors.INTERRUPTED)
-        os.write(2, b"\nstopping after this update; a second signal stops at once\n")
+        write_error("\nstopping after this update; a second signal stops at once\n")
         self.wants_stop, self.told_at = True, now
 
     def hang_up(self, number, frame):
@@ -295,9 +302,15 @@ class Stop:
         Printing there would be an error.  A shell may send it twice."""
         for stream in (1, 2):
             if not stat.S_ISREG(os.fstat(stream).st_mode):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+                utils.discard(stream)
         if self.told_at is None:
             self.handle(number, frame)
+
+    def stop_unread(self):
+        """Stop because nothing reads what the run prints."""
+        if self.told_at is None:
+            write_error("\nnothing reads the output any more: stopping after this update\n")
+        self.wants_stop = True
 
     def ignore_signals(self):
         """Ignore signals from here on, because nothing is left to save."""
@@ -317,6 +330,7 @@ class Stop:
         """Note that this process goes on, pass on a request to stop or save, and take part in the
         agreement."""
         self.polls, self.last_poll = self.polls + 1, time.monotonic()
+        utils.lost_reader = self.stop_unread  # not before, when there is nothing to save
         asked = set()
         if self.wants_stop:  # reset only where it was seen: a signal may come at any line
             self.wants_stop = False
@@ -411,17 +425,17 @@ class Watchdog:
             faulthandler.dump_traceback(f, all_threads=True)
             f.seek(0)
             stacks = f.read().decode(errors="replace")
-        os.write(2, stacks.encode())
+        write_error(stacks)
         name = f"{time.strftime('%Y%m%dT%H%M%S')}-process{process_id()}.txt"
         where = self.run / "crash" / name
         what = f"no update, save or evaluation batch for {waited:.0f} s{self.who_is_late()}"
         fix = f"look at the stacks, in {where}, then run the same command again to resume"
-        os.write(2, f"{Problem(what, fix)}\n".encode())
+        write_error(f"{Problem(what, fix)}\n")
         try:
             where.parent.mkdir(parents=True, exist_ok=True)
             write_whole(where, stacks)
         except Exception as e:  # whatever the storage raises, the process has to end
-            os.write(2, f"warning: {where} was not written ({e})\n".encode())
+            write_error(f"warning: {where} was not written ({e})\n")
         with suppress(TimeoutError):
             call_within(5, lambda: self.record_end(self.run, f"exit code {errors.HUNG}"))
         leave_last(30)
@@ -455,7 +469,7 @@ def main_thread_is_in(files: re.Pattern) -> bool:
 def aborted(number):
     what = "JAX aborted this process (its message is above), most often as another one was lost"
     fix = "look at the other processes' logs, then run the same command again in every process"
-    os.write(2, f"{Problem(what, fix)}\n".encode())
+    write_error(f"{Problem(what, fix)}\n")
     os._exit(errors.DISTRIBUTED)
 
 

@@ -11,11 +11,13 @@ Dimension key (a suffix on every array's name spells its logical shape):
 import os
 import signal
 import sys
+from contextlib import suppress
 
 
 def quit_early(number, frame):
     """The handler of SIGTERM and Ctrl-C until main makes its Stop; there is nothing to save yet."""
-    os.write(2, b"\ninterrupted while starting: nothing is lost, run the same command again\n")
+    with suppress(OSError):  # nothing may read it any more
+        os.write(2, b"\ninterrupted while starting: nothing is lost, run the same command again\n")
     os._exit(75)  # errors.INTERRUPTED, which is not imported yet
 
 

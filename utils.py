@@ -52,10 +52,25 @@ def is_lead() -> bool:
     return process_id() == 0
 
 
+lost_reader = None
+"""In training, what to call once nothing reads stdout or stderr: tee, for one, ends with Ctrl-C."""
+
+
 def say(*words, file=None):
     """Print from process 0, without buffering.  file: sys.stderr, or None for stdout."""
     if is_lead():
-        print(*words, file=file, flush=True)
+        try:
+            print(*words, file=file, flush=True)
+        except BrokenPipeError:
+            if lost_reader is None:
+                raise
+            discard((file or sys.stdout).fileno())
+            lost_reader()
+
+
+def discard(stream: int):
+    """Write nowhere what is written to a file descriptor from here on."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
 
 
 def warn(text: str):

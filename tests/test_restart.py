@@ -159,6 +159,19 @@ def test_a_terminal_that_is_closed_lets_the_run_save(base, restarts, piped):
     assert max(saved(run)) == len(rows(run)) >= 3
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, None])
+def test_a_run_whose_output_nothing_reads_saves_and_ends(base, number):
+    """Ctrl-C ends `| tee` too, before the run prints that it has saved."""
+    cfg, run = new_run(base, f"unread{number}", train=ENDLESS, mesh=SINGLE)
+    process = start(cfg, stderr=subprocess.STDOUT)
+    wait_for_step(process, run, 3)
+    process.stdout.close()
+    if number is not None:
+        process.send_signal(number)
+    assert process.wait(timeout=60) == INTERRUPTED
+    assert max(saved(run)) == len(rows(run)) >= 3
+
+
 def test_a_run_ends_with_its_parent(base):
     cfg, run = new_run(base, "orphan", train=ENDLESS, run=dict(restarts=5), mesh=SINGLE)
     parent = start(cfg)
