@@ -326,6 +326,7 @@ def quit_on_error(f, *args):
     """f(*args).  A UserError, OSError or Ctrl-C is printed and ends the process with its code."""
     if sys.stdout is None:  # closed, as by >&-
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115, until the process ends
+    sys.stdout.reconfigure(errors="backslashreplace")  # where it is not UTF-8
     try:
         try:
             return f(*args)

@@ -46,6 +46,14 @@ def test_stop_answers_when_asked_and_only_then():
             signal.signal(number, handler)
 
 
+def test_text_that_stdout_cannot_encode_is_escaped():
+    code = "import cli; cli.quit_on_error(print, 'Gr\\xf6\\xdfe \\ufffd')"
+    ascii_only = dict(os.environ, PYTHONIOENCODING="ascii")
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env=ascii_only, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout == "Gr\\xf6\\xdfe \\ufffd\n", done.stderr
+
+
 @pytest.mark.parametrize("command", [
     ["train.py", "--help"], ["scripts/plan.py", "--help"],  # a long help, a short one
     ["scripts/report.py", "--help"], ["scripts/prepare_data.py", "--help"],
