@@ -12,9 +12,11 @@ import os
 import re
 import select
 import signal
+import stat
 import sys
 import threading
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -311,6 +313,20 @@ def simulate_devices(mesh: Mesh, n_processes: int = 1):
     if "collective_call_terminate" not in xla_flags:
         timeout = "--xla_cpu_collective_call_terminate_timeout_seconds=120"
         os.environ["XLA_FLAGS"] = f"{xla_flags} {timeout}".strip()
+
+
+def discard(stream: int):
+    """Write nowhere what is written to a file descriptor from here on."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+
+
+def leave_terminal():
+    """For a handler of SIGHUP: discard what would go to the terminal, which is gone, or to a pipe,
+    whose reader, such as tee, has ended too.  To write there would be an error."""
+    for stream in (1, 2):
+        with suppress(OSError):  # it may be closed
+            if not stat.S_ISREG(os.fstat(stream).st_mode):
+                discard(stream)
 
 
 def leave_if_unread(e: Exception):

@@ -28,7 +28,7 @@ import tyro
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from cli import quit_on_error
+from cli import leave_terminal, quit_on_error
 from config import Flag
 from errors import DISTRIBUTED, INTERRUPTED, TEMPORARY, USAGE, Problem, UserError, or_list
 
@@ -40,8 +40,14 @@ GRACE = 60  # for the other workers to end by themselves after one has ended
 SAVING = 300  # for train.py to save
 
 
+def show(text: str, file=None):
+    """Print, if that is still possible; if the terminal was closed, the pod is to be deleted."""
+    with suppress(OSError):
+        print(text, file=file, flush=True)
+
+
 def say(text: str):
-    print(f"launch: {text}", file=sys.stderr, flush=True)
+    show(f"launch: {text}", sys.stderr)
 
 
 def problems_with(args, **rules: tuple[object, str]) -> list[Problem]:
@@ -98,7 +104,7 @@ class Worker:
                 # Process 0 prints these, and need not be on the first worker.
                 self.update, self.is_shown = int(update[1]), True
             if self.is_shown:
-                print(line, end="", flush=True)
+                show(line.rstrip("\n"))
 
     def end(self):
         if self.process.poll() is None:
@@ -499,6 +505,8 @@ def parse(words: list[str]) -> Tpu | Slurm | Ssh:
 
 def interrupt(number, frame):
     """The handler of SIGINT, SIGTERM and SIGHUP.  At a terminal, the first Ctrl-C asks first."""
+    if number == signal.SIGHUP:
+        leave_terminal()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a second one is an answer
     if number == signal.SIGINT and sys.stdin.isatty():
         os.write(2, b"\nlaunch: stop and clean up? [y/N] ")

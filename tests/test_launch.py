@@ -317,6 +317,20 @@ def test_a_signal_lets_every_worker_save_and_deletes_the_pod(cloud, number):
     assert cloud.is_empty() and len(cloud.calls("create")) == 1
 
 
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_a_pod_is_deleted_where_nothing_can_be_printed(cloud, number):
+    """Because the terminal was closed, or Ctrl-C has ended `| tee` too."""
+    process = cloud.launch(*POD, "--", "python", "-c", SLEEPER)
+    assert process.stdout.readline() == "update 1/9\n"
+    wait_until(lambda: len(list(cloud.folder.glob("machines/*/process-*"))) == 2)
+    time.sleep(1)
+    process.stdout.close()
+    process.stderr.close()
+    process.send_signal(number)
+    process.wait(timeout=120)
+    assert cloud.is_empty() and len(machine_files(cloud, "saved")) == 2
+
+
 def test_ctrl_c_before_there_is_a_pod_leaves_none(cloud):
     fake_gcloud.write("fails", dict(describe=0))
     process = cloud.launch(*POD, "--", "python", "-c", SLEEPER)
