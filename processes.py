@@ -9,7 +9,6 @@ import platform
 import re
 import signal
 import socket
-import stat
 import sys
 import tempfile
 import threading
@@ -27,7 +26,7 @@ from etils import epath
 import config
 import errors
 import utils
-from cli import call_within, leave_if_unread
+from cli import call_within, leave_if_unread, leave_terminal
 from config import Config, Run
 from errors import Problem, UserError
 from files import write_whole
@@ -298,13 +297,10 @@ class Stop:
         self.wants_stop, self.told_at = True, now
 
     def hang_up(self, number, frame):
-        """The handler of SIGHUP: the terminal is gone, and with it what reads a pipe, such as tee.
-        Printing there would be an error.  A shell may send it twice."""
-        for stream in (1, 2):
-            if not stat.S_ISREG(os.fstat(stream).st_mode):
-                utils.discard(stream)
-        if self.told_at is None:
-            self.handle(number, frame)
+        """The handler of SIGHUP.  It is not counted as a first signal: shells may send it twice,
+        and services SIGTERM after it."""
+        leave_terminal()
+        self.wants_stop = True
 
     def stop_unread(self):
         """Stop because nothing reads what the run prints."""
@@ -314,7 +310,7 @@ class Stop:
 
     def ignore_signals(self):
         """Ignore signals from here on, because nothing is left to save."""
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             # Not SIG_IGN, which processes that this one starts would inherit.
             signal.signal(number, lambda *_: None)
 
@@ -525,7 +521,7 @@ def run_main(main, cfg: Config):
     finally:
         # Nothing is left to save.  Python's exit restores the default handlers, with which a signal
         # would kill the process instead of letting it end with 0.
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
 
 

@@ -3,6 +3,7 @@
 How processes start, stop and fail is in processes.py; files and folders are in files.py.
 """
 
+import errno
 import json
 import logging
 import math
@@ -23,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 import errors
 from checks import AUTOMATIC, resolve
+from cli import discard
 from config import SLICE, Config
 from errors import UserError
 from files import make_private_folder
@@ -61,16 +63,11 @@ def say(*words, file=None):
     if is_lead():
         try:
             print(*words, file=file, flush=True)
-        except BrokenPipeError:
-            if lost_reader is None:
+        except OSError as e:  # EIO: the terminal was closed, and SIGHUP is on its way
+            if e.errno not in (errno.EPIPE, errno.EIO) or lost_reader is None:
                 raise
             discard((file or sys.stdout).fileno())
             lost_reader()
-
-
-def discard(stream: int):
-    """Write nowhere what is written to a file descriptor from here on."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
 
 
 def warn(text: str):
