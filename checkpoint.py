@@ -166,8 +166,8 @@ class LowestLosses(NamedTuple):
     def should_preserve(self, checkpoints, *, context) -> list[bool]:
         losses = self.store.losses
         known = [x.step for x in checkpoints if losses.get(x.step) is not None]
-        best = sorted(known, key=losses.get)[:2]
-        return [x.step in best for x in checkpoints]
+        kept = {*sorted(known, key=losses.get)[:2], *self.store.unknown}
+        return [x.step in kept for x in checkpoints]
 
 
 OPTIONAL = {
@@ -198,11 +198,16 @@ class Checkpoints:
     def __init__(self, run: epath.Path, keep=2, settings=None, accept=(), patience=0):
         """run: the run directory.  keep: how many checkpoints to keep; 0 only reads them.
         settings: {name: value}, saved as `must`, and compared with `must` of a checkpoint that is
-        restored, except those that accept names.  patience: seconds for which saving may fail."""
+        restored, except those that accept names.  patience: seconds for which saving may fail.
+
+        Raises UserError USAGE for a path that orbax would take for a pattern: it would not find the
+        arrays there."""
         self.run, self.path, self.keep = run, run / "checkpoints", keep
         self.settings, self.accept, self.patience = settings or {}, accept, patience
         self.losses = {}
         """{step: validation loss or None}, to keep those of lowest loss too."""
+        self.unknown = set()
+        """Steps of older checkpoints to keep: once among the best, with losses that were lost."""
         self.newest = None
         """The step of the last checkpoint that this object restored, saved or started to save."""
         self.complete = None
@@ -213,6 +218,9 @@ class Checkpoints:
         """(step, time) of each save that has failed since one was complete."""
         self.saved_at = time.monotonic()
         """When the last save was started, or this object made."""
+        if keep and not is_remote(self.path) and re.search(r"\[[^/]+\]", os.fspath(self.path)):
+            what = f"no checkpoint can be written to {self.path}: a folder has [ ] in its name"
+            raise UserError(errors.USAGE, what, "rename that folder, or choose another")
         self.several, self.n_saves = jax.process_count() > 1, 0
         self.items = {}
         """{item: how many arrays of it were saved last}."""
@@ -236,6 +244,11 @@ class Checkpoints:
                 async_options=ocp.AsyncOptions(timeout_secs=10**7, barrier_sync_fn=self.barrier),
             )
         self.manager = ocp.CheckpointManager(self.path, options=options)
+
+    def keep_best(self, losses: dict[int, float | None]):
+        """Keep the two checkpoints of lowest loss too.  losses: {step: loss}, which grows later."""
+        older = sorted(self.manager.all_steps())[: -self.keep]
+        self.losses, self.unknown = losses, set(older) - losses.keys()
 
     def move_pipes(self):
         """Move checkpoints whose metadata are a pipe or device to damaged/: orbax reads the
@@ -444,12 +457,8 @@ class Checkpoints:
 
         The first checkpoint of a new run is complete on return, so that too little room is reported
         before the first update.  Raises UserError STORAGE if that fails, or if one of several
-        processes cannot even start, and USAGE for a path that orbax would take for a pattern: it
-        would not find the arrays there.
+        processes cannot even start.
         """
-        if not is_remote(self.path) and re.search(r"\[[^/]+\]", os.fspath(self.path)):
-            what = f"no checkpoint can be written to {self.path}: a folder has [ ] in its name"
-            raise UserError(errors.USAGE, what, "rename that folder, or choose another")
         table = utils.leaf_table(state)
         leaves = {n: [list(x.shape), str(x.dtype), leaf_digests[n]] for n, x in table.items()}
         meta = dict(format=self.FORMAT, step=step, must=self.settings, leaves=leaves)

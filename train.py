@@ -508,7 +508,8 @@ def train_loop(run, store, state: State, train: Dataset, vals, tasks, stop, cfg:
     start = int(state.step)
     utils.run_on_lead(record_start, run, cfg, train.source, start)
     log = MetricsLog(run, cfg, start, model.flops_per_token(cfg), train.tokens_by_source)
-    store.losses = log.best_losses if cfg.checkpoint.best else {}
+    if cfg.checkpoint.best:
+        store.keep_best(log.best_losses)
     if cfg.rollback >= 0 and log.wandb:
         send_to_wandb(log.wandb, dict(kind="rollback", step=start, to=start))
     # Before the first checkpoint, because compiling may fail, or show that memory is too small.

@@ -321,12 +321,23 @@ def test_a_peer_that_is_lost_in_a_save_is_no_storage_error(tmp_path):
     assert store.failure.error.code == STORAGE
 
 
+def test_best_checkpoints_stay_when_their_losses_are_lost(tmp_path):
+    losses, state = {1: 1.0, 2: 0.5, 3: 2.0, 4: None, 5: 3.0}, dict(params=dict(a=jnp.zeros(3)))
+    for known, steps in ((losses, range(1, 6)), ({}, (6, 7))):  # metrics.jsonl was removed
+        store = checkpoint.Checkpoints(epath.Path(tmp_path), keep=1)
+        store.keep_best(known)
+        for step in steps:
+            assert store.save(step, state, last=True)
+        store.close()
+        assert {int(x.name) for x in tmp_path.glob("checkpoints/*")} == {1, 2, steps[-1]}
+
+
 def test_a_path_that_orbax_takes_for_a_pattern_is_refused(tmp_path):
     for name, fits in (("x [1]", False), ("x [1", True)):
-        store = checkpoint.Checkpoints(epath.Path(tmp_path / name))
         if fits:
+            store = checkpoint.Checkpoints(epath.Path(tmp_path / name))
             assert store.save(0, dict(params=dict(a=jnp.zeros(3))), last=True)
             continue
         with pytest.raises(UserError, match="has \\[ \\] in its name") as error:
-            store.save(0, dict(params=dict(a=jnp.zeros(3))))
+            checkpoint.Checkpoints(epath.Path(tmp_path / name))
         assert error.value.code == USAGE
