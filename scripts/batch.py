@@ -55,6 +55,9 @@ def parse() -> tuple[Args, config.Config]:
         what = f"step={args.step} must be between {first} and {cfg.train.steps} in this run"
         fix = "set --step inside that range"
         fix += f", or --run {parent['path']} for the updates before" if first > 1 else ""
+        if first > cfg.train.steps:
+            what = f"step={args.step}, but this run has made no update of its own"
+            fix = f"set --run {parent['path']} for the updates before"
         raise errors.UserError(errors.USAGE, what, fix)
     return args, cfg
 

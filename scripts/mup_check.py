@@ -145,7 +145,8 @@ def train_for(cfg: config.Config, lr: float, steps: int, data: Dataset):
     for step in range(steps):
         state, loss = update(state, *data.batch(step), np.float32(lr), cfg)
         losses.append(loss)
-    return state, float(np.nan_to_num(np.mean(losses[-max(1, steps // 10) :]), nan=np.inf))
+    mean = float(np.mean(losses[-max(1, steps // 10) :]))
+    return state, mean if np.isfinite(mean) else np.inf
 
 
 def coordinate_check(args: Args, cfg: config.Config, base: int, bar) -> dict:
