@@ -286,7 +286,7 @@ def test_a_stopped_run_in_a_bucket_leaves_no_temporary_files(bucket, run_a, flag
     there.env = bucket.env | dict(TMPDIR=str(tmp_path))
     files = ["--log.tensorboard", True, "--train.profile", 2, 1]
     process = start(there, "train.py", *flags, *files, "--train.steps", 10**6, "--run.name", "stop")
-    wait_for_object(bucket, "runs/stop/checkpoints/4/commit_success.txt", process)
+    wait_for_object(bucket, "runs/stop/checkpoints/2/commit_success.txt", process)
     assert len([*tmp_path.glob("trifold-*")]) == 4
     process.send_signal(signal.SIGTERM)
     finish(process, 75)
