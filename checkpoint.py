@@ -207,7 +207,7 @@ class Checkpoints:
         self.losses = {}
         """{step: validation loss or None}, to keep those of lowest loss too."""
         self.unknown = set()
-        """Steps of older checkpoints to keep: once among the best, with losses that were lost."""
+        """Steps of checkpoints that stay: they were among the best, and their losses were lost."""
         self.newest = None
         """The step of the last checkpoint that this object restored, saved or started to save."""
         self.complete = None
@@ -246,7 +246,8 @@ class Checkpoints:
         self.manager = ocp.CheckpointManager(self.path, options=options)
 
     def keep_best(self, losses: dict[int, float | None]):
-        """Keep the two checkpoints of lowest loss too.  losses: {step: loss}, which grows later."""
+        """Keep the two checkpoints of lowest loss too.  losses: {step: loss}, which grows while the
+        run trains.  Older checkpoints without a loss were among the best before it was lost."""
         older = sorted(self.manager.all_steps())[: -self.keep]
         self.losses, self.unknown = losses, set(older) - losses.keys()
 

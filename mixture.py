@@ -6,7 +6,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 NUMBER = r"(?:\d{1,9}(?:\.\d{0,9})?|\.\d{1,9})"
-MISTAKEN_NUMBER = r"[+-]?\d*\.?\d*(e[+-]?\d+)?|nan|inf"  # of a weight, or nothing
+MISTAKEN_NUMBER = r"[+-]?\d*\.?\d*(e[+-]?\d+)?|nan|inf"  # after the colon before a weight; "" too
 
 
 class Part(NamedTuple):

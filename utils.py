@@ -55,7 +55,7 @@ def is_lead() -> bool:
 
 
 lost_reader = None
-"""In training, what to call once nothing reads stdout or stderr: tee, for one, ends with Ctrl-C."""
+"""What to call in training when stdout or stderr has no reader any more, as Ctrl-C ends tee too."""
 
 
 def say(*words, file=None):

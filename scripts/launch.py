@@ -41,7 +41,7 @@ SAVING = 300  # for train.py to save
 
 
 def show(text: str, file=None):
-    """Print, if that is still possible; if the terminal was closed, the pod is to be deleted."""
+    """Print, if that is still possible: an error here would keep the pod from being deleted."""
     with suppress(OSError):
         print(text, file=file, flush=True)
 
@@ -447,7 +447,7 @@ class Ssh:
 
     @property
     def tool(self) -> str:
-        return self.ssh.split()[0] if self.ssh.split() else "ssh"
+        return next(iter(self.ssh.split()), "ssh")
 
     def problems(self) -> list[Problem]:
         try:
