@@ -1,6 +1,8 @@
 """Errors that users can correct, and the exit codes of all programs."""
 
+import os
 import re
+from contextlib import suppress
 from typing import NamedTuple
 
 # 0 is success, and 1 is a bug in Trifold.
@@ -45,6 +47,12 @@ class UserError(Exception):
 
     def __reduce__(self):  # it may come from another process
         return UserError, (self.code, "", "", self.problems)
+
+
+def write_error(text: str):
+    """Write to stderr, if that is still possible: its reader may have ended."""
+    with suppress(OSError):
+        os.write(2, text.encode())
 
 
 def or_list(values) -> str:

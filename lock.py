@@ -7,7 +7,6 @@ import fcntl
 import json
 import os
 import socket
-import sys
 import threading
 import time
 import uuid
@@ -17,12 +16,12 @@ from etils import epath
 
 import errors
 from config import Config
-from errors import UserError
+from errors import UserError, write_error
 from files import is_remote, run_path
 
 
 def warn(text: str):
-    print(f"warning: {text}", file=sys.stderr, flush=True)
+    write_error(f"warning: {text}\n")
 
 
 def busy_error(path: epath.Path, owner: str) -> UserError:
@@ -139,7 +138,7 @@ class Lease:
                 generation = self.write(beat, self.generation)
                 if generation is None:
                     error = busy_error(self.path, self.file.read()[1] or "the lease is gone")
-                    os.write(2, f"{error}\n".encode())
+                    write_error(f"{error}\n")
                     os._exit(errors.BUSY)
                 self.generation = generation
             except Exception as e:  # the next turn tries again, and sees whether it is still ours

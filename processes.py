@@ -28,7 +28,7 @@ import errors
 import utils
 from cli import call_within, leave_if_unread, leave_terminal
 from config import Config, Run
-from errors import Problem, UserError
+from errors import Problem, UserError, write_error
 from files import write_whole
 from restart import LAST_END
 from utils import exchange, is_storage_error, process_id, process_ids, shared_store, warn
@@ -245,12 +245,6 @@ def compare_data(
 
 NOTICE = 3
 """After how many polls all processes do what one has asked for."""
-
-
-def write_error(text: str):
-    """Write to stderr, if that is still possible."""
-    with suppress(OSError):
-        os.write(2, text.encode())
 
 
 class Stop:

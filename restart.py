@@ -10,7 +10,7 @@ import sys
 import time
 
 from config import Config
-from errors import INTERRUPTED, TEMPORARY
+from errors import INTERRUPTED, TEMPORARY, write_error
 from files import run_path, saved_steps
 
 LAST_END = "TRIFOLD_LAST_END"
@@ -108,4 +108,4 @@ def supervise(cfg: Config) -> int:
 
 
 def say(text: str):
-    print(f"restart: {text}", file=sys.stderr, flush=True)
+    write_error(f"restart: {text}\n")

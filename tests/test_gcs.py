@@ -251,6 +251,33 @@ def test_of_runs_that_start_at_once_in_a_bucket_one_gets_the_lease(bucket):
     assert not bucket.names("runs/race")
 
 
+UNREAD = """
+import os
+import sys
+import time
+import files, lock
+
+lease = lock.take_lock(files.absolute_path(sys.argv[1]))
+reader, writer = os.pipe()
+os.close(reader)
+os.dup2(writer, 2)
+write, lease.file.write = lease.file.write, None  # as storage that fails
+time.sleep(1)
+before, lease.file.write = lease.generation, write
+deadline = time.monotonic() + 30
+while lease.generation == before and time.monotonic() < deadline:
+    time.sleep(0.1)
+print(lease.generation != before)
+"""
+
+
+def test_a_lease_is_renewed_though_nothing_reads_its_warnings(bucket):
+    command = [sys.executable, "-c", UNREAD, "gs://bucket/runs/unread"]
+    env = bucket.env | {"TRIFOLD_LEASE_BEAT": "0.2"}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=env, cwd=ROOT)
+    assert done.stdout == "True\n"
+
+
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(bucket, run_a, flags):
     bucket.copy(run_a, "runs/damaged/")
     newest = "runs/damaged/checkpoints/6/"
