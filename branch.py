@@ -109,9 +109,14 @@ class Parent:
         parent["start_with"] = self.start_with
         theirs = read_record(self.path).get("parent", {})
         is_untrained = (theirs.get("step"), theirs.get("start_with")) == (self.step, "state")
-        rows = map(json.loads, read_lines(self.path / "metrics.jsonl", self.step))
-        tokens = [row["tokens"] for row in rows if row["kind"] == "train"]
-        parent["tokens"] = max([theirs["tokens"] if is_untrained else 0, *tokens])
+        tokens = [theirs["tokens"] if is_untrained else 0]
+
+        def track(row: dict):
+            if row["kind"] == "train":
+                tokens.append(row["tokens"])
+
+        read_lines(self.path / "metrics.jsonl", self.step, track)
+        parent["tokens"] = max(tokens)
         text = json.dumps(read_record(run) | dict(parent=parent), indent=1)
         write_whole(run / "config.json", text + "\n")
 

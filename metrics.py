@@ -40,9 +40,10 @@ class RowFile:
     again.  Object stores cannot append: there a local copy grows, and `upload` sends it.
     """
 
-    def __init__(self, path: epath.Path, step: int, patience: float = 0):
-        """patience: seconds for which writing may fail; the rows wait in memory meanwhile."""
-        lines = read_lines(path, step)
+    def __init__(self, path: epath.Path, step: int, patience: float = 0, track=lambda row: None):
+        """patience: seconds for which writing may fail; the rows wait in memory meanwhile.
+        track: called with each row that is there; a row for which it raises is dropped."""
+        lines = read_lines(path, step, track)
         self.path, self.rows = path, [json.loads(line) for line in lines]
         self.local_path, self.patience = local_folder(path.parent) / path.name, patience
         if is_lead() and (lines or path.exists()):
@@ -94,15 +95,17 @@ class RowFile:
                 self.attempt(self.append)
 
 
-def read_lines(path: epath.Path, step: int) -> list[str]:
-    """The lines of a .jsonl file up to update `step`, without those a crash left incomplete."""
+def read_lines(path: epath.Path, step: int, track=lambda row: None) -> list[str]:
+    """The lines of a .jsonl file up to update `step`, without those that a crash left incomplete or
+    for which `track` raises."""
     lines = []
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
         try:
             text = line.decode()
-            if text.endswith("\n") and json.loads(text)["step"] <= step:
+            if text.endswith("\n") and (row := json.loads(text))["step"] <= step:
+                track(row)
                 lines.append(text)
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, TypeError, LookupError, RecursionError):
             warn(f"{path}: dropped a line that is not a row: {line[:60]!r}")
     return lines
 
@@ -151,11 +154,9 @@ class MetricsLog:
         self.panels = {name: panel(cfg) for name, panel in PANELS.items()}
         self.alarms = {}  # all so far, {what: text}
         patience = cfg.checkpoint.patience
-        self.metrics_file = RowFile(run / "metrics.jsonl", step, patience)
+        self.metrics_file = RowFile(run / "metrics.jsonl", step, patience, self.track)
         self.samples_file = RowFile(run / "samples.jsonl", step, patience)
         self.sampled_steps = {row["step"] for row in self.samples_file.rows}
-        for row in self.metrics_file.rows:
-            self.track(row)
         before = step if self.metrics_file.rows else begin
         first = min(self.train_losses, default=before + 1)
         lost = sorted(set(range(first, step + 1)) - self.train_losses.keys())
@@ -175,10 +176,11 @@ class MetricsLog:
     def track(self, row: dict):
         """Record the values of a row that the pictures and the count of skipped updates need."""
         if row["kind"] == "train":
+            loss, norm, tokens = row["loss"], row["grad_norm"], row["tokens"]
             if row["step"] == self.first_step:
-                self.first_tokens = row["tokens"]
-            self.train_losses[row["step"]] = row["loss"]
-            self.skips = self.skips + 1 if None in (row["loss"], row["grad_norm"]) else 0
+                self.first_tokens = tokens
+            self.train_losses[row["step"]] = loss
+            self.skips = self.skips + 1 if None in (loss, norm) else 0
             self.spikes += row.get("spike", 0) > 0
         elif row["kind"] == "eval":
             self.eval_losses.setdefault(row.get("set", ""), {})[row["step"]] = row["loss"]

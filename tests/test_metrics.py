@@ -55,6 +55,21 @@ def test_rows_after_the_checkpoint_and_incomplete_lines_are_dropped(tmp_path, ca
     assert path.read_text() == kept + '{"kind": "train", "step": 3}\n'
 
 
+@pytest.mark.parametrize("name", ["kind", "step", "loss", "grad_norm", "tokens"])
+def test_a_row_without_one_of_its_fields_is_dropped(tmp_path, capsys, name):
+    """One flipped bit can change a field's name."""
+    cfg = on_mesh(config.tiny(), (1, 1, 1))
+    row = dict(kind="train", loss=2.0, grad_norm=1.0, tokens=1)
+    lines = [json.dumps(row | dict(step=step)) + "\n" for step in range(1, 4)]
+    lines[1] = lines[1].replace(f'"{name}"', f'"_{name}"')
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    open_log(epath.Path(tmp_path), cfg, 3).close()
+    warnings = capsys.readouterr().err
+    assert f"dropped a line that is not a row: {lines[1].encode()[:60]!r}" in warnings
+    assert "lost 1 of the rows up to update 3, from that of update 2 on" in warnings
+    assert (tmp_path / "metrics.jsonl").read_text() == lines[0] + lines[2]
+
+
 def test_lost_rows_are_said(tmp_path, capsys):
     cfg, path = on_mesh(config.tiny(), (1, 1, 1)), epath.Path(tmp_path)
     train_row = dict(kind="train", loss=2.0, grad_norm=1.0, tokens=1)
