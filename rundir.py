@@ -169,7 +169,8 @@ def write_record(path: epath.Path, cfg: Config, source):
     the run's, and as read_record."""
     tokenizer = path / "tokenizer.json"
     text = "" if source.tokenizer is None else source.tokenizer.read_text()
-    if text and tokenizer.exists() and tokenizer.read_text() != text:
+    # Without a checkpoint there are no weights that belong to it: an earlier start has failed.
+    if text and saved_steps(path) and tokenizer.exists() and tokenizer.read_text() != text:
         what = f"{tokenizer} is another tokenizer than that of the data, {source.tokenizer}"
         raise UserError(errors.DATA, what, f"prepare the data with --tokenizer {tokenizer}")
     record = run_record(cfg, source.fingerprint, read_record(path))

@@ -356,6 +356,11 @@ def test_a_run_keeps_the_tokenizer_of_its_weights(reference, base, tmp_path):
         train.main(cfg)
     assert error.value.code == errors.DATA
     assert (run / "tokenizer.json").read_text() == "{}"
+    for name in ("metrics", "samples", "history"):
+        (run / f"{name}.jsonl").unlink(missing_ok=True)
+    shutil.rmtree(run / "checkpoints")  # now as a start that failed before the first one
+    train.main(cfg)
+    assert (run / "tokenizer.json").read_text() == (reference / "tokenizer.json").read_text()
 
 
 # ---- experts and documents
