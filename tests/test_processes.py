@@ -81,6 +81,14 @@ def test_a_program_without_stdout_can_be_asked_for_help(program):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_what_goes_to_a_closed_stream_goes_to_no_file(tmp_path):
+    work = "open(sys.argv[1], 'w'), print('out'), sys.stderr.write('err'), os.write(2, b'2')"
+    code = f"import cli, os, sys; cli.quit_on_error(lambda: ({work}))"
+    command = ["sh", "-c", '"$@" <&- >&- 2>&-', "sh", sys.executable, "-c", code, tmp_path / "file"]
+    assert subprocess.run(command, cwd=ROOT).returncode == 0
+    assert (tmp_path / "file").read_text() == ""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("waits", [["metrics.jsonl"], ["metrics.jsonl", "history.jsonl"]], ids=str)
 def test_a_hang_ends_with_exit_9_and_the_stacks(base, waits):
