@@ -340,7 +340,7 @@ def leave_if_unread(e: Exception):
 
 def quit_on_error(f, *args):
     """f(*args).  A UserError, OSError or Ctrl-C is printed and ends the process with its code."""
-    # A stream may be closed, as by 2>&-.  Its number would be the next open file's, and get messages.
+    # A stream may be closed, as by 2>&-; the next open file would get its number, and messages.
     for mode, name in ("r", "stdin"), ("w", "stdout"), ("w", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115, until the process ends

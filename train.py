@@ -15,7 +15,7 @@ from contextlib import suppress
 
 
 def quit_early(number, frame):
-    """The handler of SIGTERM and Ctrl-C until main makes its Stop; there is nothing to save yet."""
+    """The handler of signals to stop until main makes its Stop; there is nothing to save yet."""
     with suppress(OSError):  # nothing may read it any more
         os.write(2, b"\ninterrupted while starting: nothing is lost, run the same command again\n")
     os._exit(75)  # errors.INTERRUPTED, which is not imported yet
@@ -24,6 +24,8 @@ def quit_early(number, frame):
 if __name__ == "__main__":  # before the imports, which take seconds
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, quit_early)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
+        signal.signal(signal.SIGHUP, quit_early)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # there is nothing to save yet
 
 import cli

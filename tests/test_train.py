@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -117,6 +118,15 @@ def test_a_signal_while_starting_is_exit_75(base, number):
         code, _, err = finish(process)
         assert code == INTERRUPTED and "Traceback" not in err, (seconds, code, err)
         assert "nothing is lost" in err or "stopping after this update" in err
+
+
+def test_a_terminal_that_is_closed_while_starting_is_exit_75(base):
+    for handler, code in ((signal.SIG_DFL, INTERRUPTED), (signal.SIG_IGN, errors.DATA)):  # nohup
+        cfg, _ = new_run(base, "hung_up", data=dict(train="nowhere"))
+        process = start(cfg, preexec_fn=partial(signal.signal, signal.SIGHUP, handler))
+        time.sleep(0.5)
+        process.send_signal(signal.SIGHUP)
+        assert finish(process)[0] == code
 
 
 # Runs its arguments as a command that obeys permissions even if root runs it: without the
