@@ -22,6 +22,7 @@ def quit_early(number, frame):
 
 
 if __name__ == "__main__":  # before the imports, which take seconds
+    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH leaves it out
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, quit_early)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
