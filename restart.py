@@ -40,9 +40,9 @@ def newest_checkpoint(cfg: Config, known: int = -1) -> int:
 
 
 def end_with_parent():
-    """Called in the new process: the kernel kills it when its parent is killed."""
-    PR_SET_PDEATHSIG = 1
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    """Called in the new process: on Linux the kernel kills it when its parent is killed."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", lambda option, value: None)
+    prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 class Child:

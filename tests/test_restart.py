@@ -1,5 +1,6 @@
 """Runs that come back by themselves, and saves by the clock, by a signal and to a full disk."""
 
+import ctypes
 import fcntl
 import json
 import os
@@ -23,6 +24,7 @@ from runs import copy_run, finish, flags, losses, new_run, rows, start, start_tw
 
 import checkpoint
 import files
+import restart
 import train
 from errors import DATA, INTERRUPTED, STORAGE, UserError
 
@@ -183,6 +185,13 @@ def test_a_run_ends_with_its_parent(base):
     while Path(f"/proc/{child}/cmdline").exists() and Path(f"/proc/{child}/cmdline").read_bytes():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_a_system_without_prctl_can_have_a_parent_process(monkeypatch):
+    """As macOS."""
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
+    done = subprocess.run(["true"], preexec_fn=restart.end_with_parent)
+    assert done.returncode == 0
 
 
 def test_two_processes_come_back_together(base, reference):
