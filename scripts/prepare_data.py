@@ -482,8 +482,9 @@ def main(args: Args):
     common = dict(options=options, shard_tokens=args.shard_tokens, threshold=plan["threshold"])
     tasks = [Task(n, found, str(out), **common) for n, found in groups]
     # Starting a process takes about as long as tokenizing a million bytes.
-    n_workers = args.workers or len(os.sched_getaffinity(0))
-    n_workers = min(n_workers, 1 + sum(piece.size for piece in pieces) // 1_000_000)
+    is_linux = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if is_linux else os.cpu_count() or 1
+    n_workers = min(args.workers or cores, 1 + sum(piece.size for piece in pieces) // 1_000_000)
     if args.dedup:
         tasks = find_repeats(tasks, args, n_workers)
     facts = run_all(tasks, args, n_workers)

@@ -1013,6 +1013,14 @@ def is_alive(pid: int) -> bool:
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
+def test_a_system_that_does_not_say_which_cores_are_its_own(texts, tmp_path, monkeypatch):
+    """As macOS."""
+    monkeypatch.delattr(os, "sched_getaffinity")
+    args = prepare_data.Args(str(tmp_path / "out"), (str(texts),), tokenizer="byte")
+    prepare_data.main(args)
+    assert manifest(tmp_path / "out" / "train")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_workers_end_with_their_parent(large, by_one_worker, tmp_path, number):
     process = start_prepare(large, tmp_path / "out")
