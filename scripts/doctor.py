@@ -142,9 +142,10 @@ def limits(cfg: Config, found: dict):
     """ulimit -n 65536; in a container, docker run --shm-size 8g"""
     n, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # -1, no limit, is large modulo 2**63
     yield grade(n % 2**63, 256, 1024, f"a process may open {n} files; 1024 are enough")
-    free, has_gpu = shutil.disk_usage("/dev/shm").free / GIB, Path("/dev/nvidia0").exists()
-    least = 1 if has_gpu else 0
-    yield grade(free, least, least, f"{free:.2f} GiB of /dev/shm are free; GPUs need 1.00")
+    shared, least = Path("/dev/shm"), 1 if Path("/dev/nvidia0").exists() else 0
+    if shared.exists():  # not on macOS
+        free = shutil.disk_usage(shared).free / GIB
+        yield grade(free, least, least, f"{free:.2f} GiB of /dev/shm are free; GPUs need 1.00")
 
 
 def run_folder(cfg: Config):
@@ -156,10 +157,11 @@ def room(cfg: Config, found: dict):
     """free some, use a larger disk or more hosts, or set a lower --checkpoint.keep"""
     shapes, keep = jax.tree.leaves(train.state_shapes(cfg)), cfg.checkpoint.keep + 1
     size = sum(x.size * x.dtype.itemsize for x in shapes) / GIB
-    meminfo, part = Path("/proc/meminfo").read_text(), size / len(utils.process_ids())
-    free = int(re.search(r"MemAvailable: +(\d+)", meminfo)[1]) / 2**20  # from KiB
-    what = f"{free:.2f} GiB of memory are free; a checkpoint's part is {part:.2f}"
-    yield grade(free, part, part, what)
+    meminfo, part = Path("/proc/meminfo"), size / len(utils.process_ids())
+    if meminfo.exists():  # not on macOS
+        free = int(re.search(r"MemAvailable: +(\d+)", meminfo.read_text())[1]) / 2**20  # from KiB
+        what = f"{free:.2f} GiB of memory are free; a checkpoint's part is {part:.2f}"
+        yield grade(free, part, part, what)
     if not files.is_remote(cfg.run.dir):
         free = shutil.disk_usage(run_folder(cfg)).free / GIB
         what = f"{free:.2f} GiB are free in run.dir; {keep} checkpoints are {keep * size:.2f}"

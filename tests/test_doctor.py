@@ -149,6 +149,14 @@ def test_versions_are_compared_with_the_tested_ones(monkeypatch):
         assert found["facts"]["jax"] == version
 
 
+def test_a_system_without_proc_and_shared_memory_is_not_red(monkeypatch, tmp_path):
+    """As macOS is."""
+    monkeypatch.setattr(doctor, "Path", lambda path: tmp_path / path[1:])
+    for check in (doctor.limits, doctor.room):
+        rows = doctor.run_check(check, config.tiny(), dict(facts={}))
+        assert rows and FAIL not in [row.status for row in rows], rows
+
+
 @pytest.mark.parametrize("peak, status", [(1e-6, OK), (275, FAIL)])
 def test_speeds_are_compared_with_the_data_sheet(monkeypatch, peak, status):
     """If this CPU's were that of a TPU v4, its devices would be far too slow."""
