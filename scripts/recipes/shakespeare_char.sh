@@ -38,7 +38,8 @@ if [ ! -e $text ]; then
     s/^ +| +$//mg; s/\n{2,}/\n/g;              # what they leave
     s/^\*\*(.*)\*\*$/\n$1:/mg; s/\A\n+//;      # **Name** is a blank line and "Name:"
   ' | head -c 1115394 > $text.part
-  echo "4c480f55c8461a65ae21e5d093e87c8363e81d0ed577030ac24b8e8a66502c2a  $text.part" | sha256sum -c -
+  echo "4c480f55c8461a65ae21e5d093e87c8363e81d0ed577030ac24b8e8a66502c2a  $text.part" |
+    $(command -v sha256sum || echo shasum -a 256) -c -
   mv $text.part $text
 fi
 
