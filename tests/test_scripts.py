@@ -4,6 +4,8 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -229,6 +231,18 @@ def test_compare_shows_what_differs(trained, tmp_path):
     assert run("scripts/compare.py", trained, "--out", out).returncode == USAGE
     done = run("scripts/compare.py", trained, tmp_path / "none", "--out", out)
     assert done.returncode == DATA and "has no training rows" in done.stderr
+
+
+def test_a_python_that_is_too_old_is_told_before_an_environment_is_made(tmp_path):
+    old = "import sys; sys.version_info = (3, 10); exec(sys.argv[2])"
+    (tmp_path / "python").write_text(f'#!/bin/sh\nexec {sys.executable} -c "{old}" "$@"\n')
+    (tmp_path / "python").chmod(0o700)
+    for name in ("Makefile", "requirements.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    command = ["make", "demo", "PYTHON=./python"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode and done.stderr.startswith("error: ./python is older than 3.11\n  fix: ")
+    assert not (tmp_path / ".venv").exists()
 
 
 def test_the_commands_that_the_demo_ends_with_work(trained, tmp_path):
