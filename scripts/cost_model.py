@@ -437,8 +437,8 @@ def shard_shape(shape: tuple, spec, mesh_shape: dict) -> tuple[int, ...]:
 
 
 def state_bytes(cfg: Config) -> dict:
-    """Bytes of a device's weights and optimizer state ("moments") between steps; counters, which
-    are scalars, are left out."""
+    """Bytes between steps of a device's weights, and of its optimizer state and average of the
+    weights ("moments"); counters, which are scalars, are left out."""
     state, specs = train.state_shapes(cfg), train.state_specs(cfg)
 
     def device_bytes(x, spec) -> int:
@@ -446,7 +446,7 @@ def state_bytes(cfg: Config) -> dict:
         return n * x.dtype.itemsize if x.shape else 0
 
     weights = jax.tree.map(device_bytes, state.params, specs.params)
-    moments = jax.tree.map(device_bytes, state.opt, specs.opt)
+    moments = jax.tree.map(device_bytes, (state.opt, state.ema), (specs.opt, specs.ema))
     return dict(weights=sum(jax.tree.leaves(weights)), moments=sum(jax.tree.leaves(moments)))
 
 
@@ -461,10 +461,10 @@ def memory_by_class(jaxpr: Jaxpr, cfg: Config) -> dict:
     """Bytes by class on a device at the moment in the step of `jaxpr` when most is in use.
 
     weights: the stored ones, and casts of them that are in memory then.  moments: the optimizer's
-    state.  gradients: arrays with the shape of a device's part of a weight, gathered over dp or
-    not, that are float32 or come from a loop.  activations: other arrays that a loop hands from
-    one iteration to the next, or stacks for the backward pass.  workspace: everything else,
-    including gathered weights.
+    state, and the average of optim.ema.  gradients: arrays with the shape of a device's part of a
+    weight, gathered over dp or not, that are float32 or come from a loop.  activations: other
+    arrays that a loop hands from one iteration to the next, or stacks for the backward pass.
+    workspace: everything else, including gathered weights.
     """
     table = utils.leaf_table(model.param_table(cfg)).values()
     meshes = cfg.mesh.shape, cfg.mesh.shape | dict(dp=1)

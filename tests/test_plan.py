@@ -366,6 +366,9 @@ def test_optimizer_state_and_traffic_of_adamw_are_8_and_28_bytes_a_parameter():
     n = sharded_params(cfg)
     assert cost_model.state_bytes(cfg) == dict(weights=4 * n, moments=8 * n)
     assert cost_model.update_bytes(cfg) == 28 * n
+    averaged = replace(cfg, optim=replace(cfg.optim, ema=0.999))  # read and written too
+    assert cost_model.state_bytes(averaged) == dict(weights=4 * n, moments=12 * n)
+    assert cost_model.update_bytes(averaged) == 36 * n
 
 
 def test_a_plan_takes_optimizer_state_and_traffic_from_any_optimizer(monkeypatch):
