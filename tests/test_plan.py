@@ -27,9 +27,9 @@ import optim
 import profiling
 import train
 import utils
-from errors import USAGE
+from errors import USAGE, UserError
 from scripts import compiled_cost, cost_model, plan, step_picture
-from scripts.chips import CHIPS
+from scripts.chips import CHIPS, parse_topology
 
 CHIP = CHIPS["v5e"]
 TINY = replace(config.tiny(), train=replace(config.tiny().train, dtype="bfloat16"))
@@ -488,6 +488,17 @@ def test_an_impossible_plan_is_two_lines_and_exit_2(args, why):
     problem, fix = error.splitlines()[-2:]
     assert code == USAGE and why in error and problem.startswith("error: "), error
     assert fix.startswith("  fix: ")
+
+
+def test_only_slices_that_can_exist_are_planned_for():
+    exist = "v5e:1 v5e:8 v5e:2x2x1 v5e:4x2 v6e:16x16 v4:4x4x2 v5p:2x2x1 v5p:4x4x12 v5p:16x20x28"
+    not_one = "v5e:3 v5e:3x3 v5e:2x2x2 v6e:16x32 v5p:3x3x3 v5p:4x4x6 v5p:4x4x4x4 v4:16x16x20"
+    for name in exist.split():
+        sizes = name.partition(":")[2].split("x")
+        assert parse_topology(name)[1] == math.prod(map(int, sizes))
+    for name in not_one.split():
+        with pytest.raises(UserError, match=f"topology={name}: there is no .* slice"):
+            parse_topology(name)
 
 
 @pytest.mark.parametrize("flag", ["--topology=v5p", "--model.d_ff=-1"])
