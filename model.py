@@ -25,7 +25,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from architecture import layer_kinds, n_blocks
+from architecture import all_kinds, layer_kinds, n_blocks
 from attention import Span, attention_of, full_row_span
 from config import Config
 from experts import moe, moe_table
@@ -35,7 +35,6 @@ from layers import (
     einsum,
     gather_over_dp,
     gather_rows,
-    layer_places,
     mark_varying,
     mlp,
     mlp_table,
@@ -153,22 +152,25 @@ def param_count(cfg: Config, active: bool = False) -> int:
     return sum(param_sizes(cfg, active).values())
 
 
+def mean_keys(cfg: Config) -> float:
+    """How many keys a query sees, the mean over a sequence and over the layers."""
+    m, L = cfg.model, cfg.train.seq_len
+    windows = [min(m.window, L) if "local" in kind else L for kind in all_kinds(m)]
+    return sum(n - n * (n - 1) / (2 * L) for n in windows) / m.n_layers
+
+
 def flops_per_token(cfg: Config) -> float:
     """Forward and backward FLOPs of one token (PaLM, appendix B, but with the causal mask).
 
     6 for each matmul weight that the token meets, the output head included and the embedding lookup
     not; attention counts only the keys that a query sees.
     """
-    m, L, table = cfg.model, cfg.train.seq_len, leaf_table(param_table(cfg))
+    m, table = cfg.model, leaf_table(param_table(cfg))
     lookups = {"position_LD"} if m.tie_embeddings else {"position_LD", "embed_VD"}
     sizes = param_sizes(cfg, active=True).items()
     matmul_weights = sum(n for name, n in sizes if table[name].is_matrix and name not in lookups)
-    keys = 0.0
-    for _, kind, _ in layer_places(cfg):
-        window = min(m.window, L) if "local" in kind else L
-        keys += window - window * (window - 1) / (2 * L)  # the mean over a sequence
     head_widths = m.d_head + m.d_rope + (m.d_value or m.d_head)
-    return 6 * (matmul_weights + m.n_heads * head_widths * keys)
+    return 6 * (matmul_weights + m.n_heads * head_widths * m.n_layers * mean_keys(cfg))
 
 
 def prepare_weights(params, cfg: Config, dtype) -> dict:

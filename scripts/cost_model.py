@@ -185,11 +185,13 @@ def count_flops(op: Op, cfg: Config) -> float:
     if estimate := op.eqn.params.get("cost_estimate"):  # of a Pallas kernel; splash has none
         return estimate.flops
     if op.name in KERNELS:
-        # Attention: two matmuls forward and five backward, each with the unmasked half of the keys.
+        # Attention: two matmuls forward and five backward, with as many keys as a query sees in the
+        # mean over the layers.  Three of the seven have the width of a value head.
         inputs = (x.aval for x in op.eqn.invars)
-        q = next(x.shape for x in inputs if jnp.issubdtype(x.dtype, jnp.floating))
+        q, _, v = [x.shape for x in inputs if jnp.issubdtype(x.dtype, jnp.floating)][:3]
         forward = "fwd" in op.eqn.params.get("name", op.name)
-        return (2 if forward else 5) * math.prod(q) * (cfg.train.seq_len + 1)
+        widths = q[-1] + v[-1] if forward else 3 * q[-1] + 2 * v[-1]
+        return 2 * math.prod(q[:-1]) * widths * model.mean_keys(cfg)
     return 0
 
 

@@ -294,6 +294,23 @@ def test_flops_of_experts_are_those_that_a_token_is_sent_to(form):
     assert count(cfg).flops / (t.batch_size * t.seq_len) == pytest.approx(want, rel=1e-6)
 
 
+@pytest.mark.parametrize("chip", ["v5e", "h200"])
+def test_kernels_of_attention_multiply_what_local_layers_see_and_values_have_their_own_width(chip):
+    """Of seven products, three have the width of a value head; cuDNN pads it to a key head's."""
+    mla = dict(attention="mla", kv_rank=32, d_head=16, d_rope=16, d_value=24)
+    flops, pairs = [], []
+    for window in (256, 100):
+        sizes = mla | dict(pattern="dense_local,dense", window=window)
+        cfg = replace(TINY, model=replace(TINY.model, **sizes))
+        cfg = configure((1, 1, 1), cfg, seq_len=256, remat="none")
+        args = cfg, CHIPS[chip]
+        flops.append(cost_model.count_cost(cost_model.trace_step(*args), *args).flops)
+        pairs.append(sum(min(i + 1, window) for i in range(256)))
+    width = 32 * 4 + 3 * (32 if chip == "h200" else 24)
+    n = cfg.train.batch_size * cfg.model.n_heads * cfg.model.n_layers // 2
+    assert flops[0] - flops[1] == pytest.approx(2 * width * n * (pairs[0] - pairs[1]))
+
+
 # ---- memory
 
 
