@@ -307,8 +307,9 @@ def dispatch_with_capacity(x_BLD, gate_BLX, expert_BLX, w, cfg):
     h_BEZCF = einsum("BEZD,EDCF->BEZCF", x_BEZD, w["in_EDCF"])
     if "in_bias_ECF" in w:
         h_BEZCF = add_bias(h_BEZCF, w["in_bias_ECF"][:, None])
-    h_BEZF = gate_BEZ[..., None] * activate(h_BEZCF[:, :, :, 0], h_BEZCF[:, :, :, -1], cfg)
-    y_BEZD = einsum("BEZF,EFD->BEZD", h_BEZF, w["out_EFD"])
+    h_BEZF = activate(h_BEZCF[:, :, :, 0], h_BEZCF[:, :, :, -1], cfg)
+    gated_BEZF = gate_BEZ[..., None].astype(jnp.float32) * h_BEZF  # whose gradient is a sum over F
+    y_BEZD = einsum("BEZF,EFD->BEZD", gated_BEZF.astype(h_BEZF.dtype), w["out_EFD"])
     if cfg.mesh.experts == "alltoall":
         y_BEZD = lax.all_to_all(y_BEZD, "dp", split_axis=0, concat_axis=1, tiled=True)
     y_QD = from_slots(y_BEZD.reshape(-1, D), pair_O, slot_U, X)

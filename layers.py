@@ -235,8 +235,12 @@ einsum.defvjp(lambda dims, x, w, dtype: (multiply(dims, x, w, dtype), (x, w)), e
 
 
 def add_bias(x, bias):
-    """x + bias; a bias of None adds nothing."""
-    return x if bias is None else x + bias.astype(x.dtype)
+    """x + bias, in the dtype of x; a bias of None adds nothing.
+
+    The gradient of the bias is a float32 sum.  In bfloat16 XLA on a CPU rounds after each addition:
+    with 4,096 tokens, that of the values' bias was 12 % too small.
+    """
+    return x if bias is None else (x.astype(jnp.float32) + bias).astype(x.dtype)
 
 
 def add_to_row(total, new, row):

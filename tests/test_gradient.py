@@ -2,6 +2,7 @@
 time for memory."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ from cases import (
     relative_errors,
 )
 from conftest import MESHES, on_mesh
+from jax.extend.core import jaxprs_in_params
 
 import config
 import gradient
@@ -208,6 +210,27 @@ def test_bfloat16_only_rounds(cfg, mesh):
     assert 1e-7 < abs(loss - loss32) < 0.02
     assert max(jax.tree.leaves(relative_errors(grads, grads32))) < 0.1
     assert all(g.dtype == np.float32 for g in jax.tree.leaves(grads))
+
+
+BIASED_MOE = replace(CAPACITY, model=replace(CAPACITY.model, attn_bias=True, expert_bias=True))
+
+
+@pytest.mark.parametrize("cfg", [GPT2, BIASED_MOE], ids=["gpt2", "moe"])
+def test_gradients_are_never_summed_in_bfloat16(cfg):
+    """Such a sum over many tokens, heads or hidden units would stop growing."""
+    cfg = on_mesh(cfg, train=dict(dtype="bfloat16"))
+
+    def sums(jaxpr):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "reduce_sum":
+                yield eqn.invars[0].aval, eqn.outvars[0].aval
+            for inner in jaxprs_in_params(eqn.params):
+                yield from sums(inner)
+
+    jaxpr = jax.make_jaxpr(partial(train.train_step, cfg=cfg))(*train.step_shapes(cfg)).jaxpr
+    found = [(x, y) for x, y in sums(jaxpr) if x.size > y.size]
+    assert len(found) > 10
+    assert not [(x, y) for x, y in found if y.dtype == jnp.bfloat16]
 
 
 def test_z_loss_adds_the_mean_square_of_the_log_partition():
