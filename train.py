@@ -593,6 +593,9 @@ def print_sizes(train: Dataset, vals: list[Dataset], tasks: Tasks | None, cfg: C
     sets = "".join(f"{f'val {val.name}'.strip()}: {val}\n" for val in vals)
     sets += f"tasks: {tasks}\n" if tasks else ""
     utils.say(f"train: {train}\n{sets}model: {n_params:,} parameters{active}")
+    if (ours := cfg.data.end_id) >= 0 and train.source.end_id not in (-1, ours):
+        what = f"documents in data.train end with token {train.source.end_id}, but what samples or "
+        utils.warn(f"{what}exports this run takes data.end_id={ours}: set --data.end_id")
 
 
 def evaluate_once(state: State, vals: list[Dataset], tasks: Tasks | None, stop, cfg: Config):

@@ -17,6 +17,7 @@ import json
 import math
 import os
 import re
+import shlex
 import sys
 from dataclasses import dataclass, replace
 from functools import partial
@@ -258,10 +259,14 @@ def import_hf(hf_dir, run_dir):
     dtype = "bfloat16" if is_bfloat16 else "float32"
     cfg = replace(cfg, train=replace(cfg.train, dtype=dtype))
     write_checkpoint(found, tensors, run, cfg)
+    tokenizer = ""
     if (folder / "tokenizer.json").exists():
-        files.write_whole(run / "tokenizer.json", files.read_limited(folder / "tokenizer.json"))
+        tokenizer = files.read_limited(folder / "tokenizer.json")
+        files.write_whole(run / "tokenizer.json", tokenizer)
     files.write_whole(run / "config.json", rundir.run_record(cfg, "", {}))
     utils.say(f"{folder} -> {run}: {model.param_count(cfg):,} parameters, train.dtype {dtype}")
+    if end := end_token(tokenizer, cfg.data.end_id)[1]:
+        utils.say(f"prepare its data with --end_token {shlex.quote(str(end))}")
 
 
 def check_new(path, flag: str):

@@ -86,6 +86,8 @@ class Args:
     """Stop at a row or file that cannot be used; without it they are skipped and listed."""
     tokenizer: str = "bpe"
     """byte, char, bpe (byte-level, trained on the text), or the path of a tokenizer.json."""
+    end_token: str = END
+    """With the path of a tokenizer.json: its token that ends a document, such as </s>."""
     vocab_size: int = 4096
     """With bpe: size of the vocabulary, which includes the end-of-document token."""
     val_fraction: float = 0.02
@@ -207,7 +209,7 @@ def make_tokenizer(args: Args, pieces: list[Piece], options: Options, threshold:
             n = len(pieces)
             say(f"training a tokenizer of {args.vocab_size:,} tokens on {n:,} piece(s) of text")
             return bpe_tokenizer(sample_texts(pieces, options, threshold, SAMPLE), args.vocab_size)
-    return read_tokenizer(args.tokenizer)
+    return read_tokenizer(args.tokenizer, args.end_token)
 
 
 def choose_threshold(pieces: list[Piece], options: Options, val_fraction: float) -> int:
@@ -409,7 +411,7 @@ def run_all(tasks: list[Task], args: Args, n_workers: int) -> list[dict]:
 def finish(out: epath.Path, tasks: list[Task], facts: list[dict], recipe: dict):
     """Write the list of skipped rows, and the manifests."""
     tokenizer = load_tokenizer(str(out))
-    vocab_size, end_id = n_ids(tokenizer), tokenizer.token_to_id(END)
+    vocab_size, end_id = n_ids(tokenizer), tokenizer.token_to_id(recipe["end_token"])
     n_skipped = sum(x["n_skipped"] for x in facts)
     if n_skipped:
         rows = [json.dumps(row) + "\n" for row in skipped_rows(tasks, facts)]
@@ -425,6 +427,8 @@ def finish(out: epath.Path, tasks: list[Task], facts: list[dict], recipe: dict):
         n_bytes, rest = totals["bytes"], f"{len(shards)} shard(s), vocabulary {vocab_size:,}"
         rate = f"{n_bytes / n_tokens:.2f} bytes per token"
         say(f"{out / split}: {n_tokens:,} tokens from {n_bytes:,} bytes ({rate}) in {rest}")
+    if recipe["end_token"] != END:
+        say(f"give --data.end_id {end_id} to a run that does not have it yet")
     if n_skipped:
         say(f"skipped {n_skipped:,} document(s), which {out / 'skipped.jsonl'} lists")
 
@@ -453,6 +457,9 @@ def parse() -> Args:
     for name in ("out", "field"):
         if not getattr(args, name):
             raise UserError(USAGE, f"--{name} is empty", f"give --{name} a name, or leave it out")
+    if args.end_token != END and args.tokenizer in ("byte", "char", "bpe"):
+        what = f"--tokenizer {args.tokenizer} ends documents with {END}, not {args.end_token}"
+        raise UserError(USAGE, what, "leave --end_token out, or give a tokenizer.json")
     if args.field == args.prompt_field:
         what = f"--field and --prompt_field are both {args.field}"
         raise UserError(USAGE, what, "give the prompt another field than the text")
@@ -480,6 +487,7 @@ def main(args: Args):
     plan = make_plan(args, out, pieces, options, recipe, times)
     groups = enumerate(group(pieces, plan["size"]))
     common = dict(options=options, shard_tokens=args.shard_tokens, threshold=plan["threshold"])
+    common |= dict(end_token=args.end_token)
     tasks = [Task(n, found, str(out), **common) for n, found in groups]
     # Starting a process takes about as long as tokenizing a million bytes.
     is_linux = hasattr(os, "sched_getaffinity")

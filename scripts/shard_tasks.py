@@ -32,6 +32,7 @@ class Task(NamedTuple):
     out: str
     options: Options
     shard_tokens: int
+    end_token: str = END
     threshold: int = 0
     """Documents whose rank is below it are for validation."""
     repeats: frozenset[int] = frozenset()
@@ -148,7 +149,7 @@ def write_shards(task: Task):
     """Write a task's shards, and then the facts about them."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the tasks already run in parallel
     tokenizer = load_tokenizer(task.out)
-    end_id = tokenizer.token_to_id(END)
+    end_id = tokenizer.token_to_id(task.end_token)
     dtype = "uint16" if n_ids(tokenizer) <= 65536 else "uint32"
     train, val = writers = [ShardWriter(task, split, dtype) for split in SPLITS]
     facts = {}

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from config import END
-from errors import DATA, UserError
+from errors import DATA, USAGE, UserError
 from files import read_limited
 
 
@@ -52,15 +52,21 @@ def bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def read_tokenizer(path: str) -> Tokenizer:
-    """Raises UserError DATA."""
+def read_tokenizer(path: str, end: str) -> Tokenizer:
+    """end: the token that ends a document; END is added if it is not there.  Raises UserError
+    DATA, and USAGE if another one is not there."""
     try:
         tokenizer = Tokenizer.from_str(read_limited(path))
     except Exception as e:  # tokenizers raises nothing narrower
         what = f"--tokenizer {path} cannot be read: {str(e)[:200]}"
         raise UserError(DATA, what, "give a tokenizer.json of the tokenizers library") from None
-    tokenizer.add_special_tokens([END])  # does nothing if it has this token
-    ids, end_id = [*tokenizer.get_vocab().values()], tokenizer.token_to_id(END)
+    if end == END and tokenizer.add_special_tokens([END]):
+        n = tokenizer.token_to_id(END)
+        print(f"{path} has no {END}, which gets id {n}: or name its own with --end_token")
+    ids, end_id = [*tokenizer.get_vocab().values()], tokenizer.token_to_id(end)
+    if end_id is None:
+        what = f"--end_token {end} is no token of --tokenizer {path}"
+        raise UserError(USAGE, what, "name the token that ends a document there")
     if ids.count(end_id) > 1:  # a new token's id is the number of tokens before
         what = f"--tokenizer {path}: its ids have gaps: {END} would get {end_id}, another token's"
         raise UserError(DATA, what, f"add a token {END} to it, with an id of its own")

@@ -241,7 +241,7 @@ SLOW = ("mistral", "mixtral", "olmo2", "gemma2", "gpt_oss", "qwen2", "qwen3", "q
     pytest.param(name, marks=pytest.mark.slow if name in SLOW else ())
     for name in CONFIGS
 ])  # fmt: skip
-def test_an_imported_model_is_exported_bit_for_bit(family, tmp_path):
+def test_an_imported_model_is_exported_bit_for_bit(family, tmp_path, capsys):
     tensors = hf_tensors(family)
     extra = {}
     if family == "gpt2":  # a buffer in old files
@@ -256,6 +256,7 @@ def test_an_imported_model_is_exported_bit_for_bit(family, tmp_path):
     added = [dict(id=5, content="<end>"), dict(id=6, content=config.END)]
     (tmp_path / "hf" / "tokenizer.json").write_text(json.dumps(dict(added_tokens=added)))
     convert_hf.import_hf(tmp_path / "hf", tmp_path / "runs" / "a")
+    assert f"--end_token '{config.END}'\n" in capsys.readouterr().out
     convert_hf.export_hf(tmp_path / "runs" / "a", tmp_path / "out", shard_size=20_000)
     names = sorted(p.name for p in (tmp_path / "out").glob("*.safetensors"))
     assert len(names) > 1 and names[-1].endswith(f"of-{len(names):05}.safetensors")

@@ -278,6 +278,22 @@ def test_an_end_token_with_the_id_of_another_is_refused(tmp_path):
     assert done.returncode == DATA and "would get 2, another token's" in done.stderr
 
 
+def test_documents_end_with_the_token_that_is_named(tmp_path):
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "</s>": 1, "b": 2}, unk_token="b"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "own.json"))
+    (tmp_path / "a.txt").write_text("a\nb\n" * 50)
+    flags = ["--input", tmp_path / "a.txt", "--document_per_line", "--out", tmp_path / "out"]
+    flags += ["--tokenizer", tmp_path / "own.json"]
+    done = run(SCRIPT, *flags, "--end_token", "<eos>")
+    assert done.returncode == USAGE and "--end_token <eos> is no token of" in done.stderr
+    assert "give --data.end_id 1 to a run" in run(SCRIPT, *flags, "--end_token", "</s>").stdout
+    about = manifest(tmp_path / "out" / "train")
+    assert (about["vocab_size"], about["eot_id"]) == (3, 1)
+    ids = np.concatenate([tokens_of(tmp_path / "out" / split) for split in ("train", "val")])
+    assert ids[1::2].tolist() == [1] * 100 and set(ids[::2].tolist()) == {0, 2}
+
+
 def test_an_interrupted_run_goes_on_and_ends_the_same(tmp_path):
     source = Path(os.__file__).parent / "email"
     request = ["--input", source, "--suffix", ".py", "--shard_tokens", 4000]

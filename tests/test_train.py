@@ -405,7 +405,7 @@ def test_a_run_of_experts_logs_their_load(cfg):
     assert (run / "experts.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_document_mask_takes_the_end_of_documents_from_the_manifest(base, tmp_path):
+def test_a_document_mask_takes_the_end_of_documents_from_the_manifest(base, tmp_path, capsys):
     for n in range(300):  # documents shorter than a window
         (tmp_path / f"{n}.txt").write_text(f"{n} is a number.")
     out = tmp_path / "data"
@@ -422,6 +422,9 @@ def test_a_document_mask_takes_the_end_of_documents_from_the_manifest(base, tmp_
     masked = train_some_updates("masked", document_mask=True)
     assert masked == train_some_updates("masked_by_flag", document_mask=True, end_id=end_id)
     assert masked[1] == end_id
+    assert "documents in data.train end with" not in capsys.readouterr().err
+    train_some_updates("another_end", end_id=3)
+    assert "documents in data.train end with token 256, but" in capsys.readouterr().err
     assert abs(train_some_updates("not_masked")[0][-1] - masked[0][-1]) > 1e-3
 
 
