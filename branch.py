@@ -17,6 +17,7 @@ from errors import CHECKPOINT, DATA, USAGE, Problem, UserError
 from files import absolute_path, run_path, write_whole
 from metrics import read_lines
 from rundir import read_record
+from shards import has_others
 from weights import init_weights
 
 MAY_DIFFER = re.compile("rope_|yarn_|max_positions$|window$")
@@ -66,7 +67,8 @@ class Parent:
         if problems:
             raise UserError(CHECKPOINT, problems=problems)
         theirs = self.path / "tokenizer.json"
-        if tokenizer and theirs.exists() and theirs.read_text() != tokenizer.read_text():
+        both = [x.read_text() for x in (tokenizer, theirs) if x and x.exists()]
+        if has_others(both):
             what = f"{tokenizer} is another tokenizer than that of the parent, {theirs}"
             raise UserError(DATA, what, f"prepare the data with --tokenizer {theirs}")
 

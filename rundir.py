@@ -28,6 +28,7 @@ from files import free_name, is_remote, is_writable, move_folder, run_path, save
 from lock import FileLock, Lease, take_lock
 from mixture import read_ramp, trained_before
 from restart import LAST_END
+from shards import has_others
 from utils import process_ids, run_on_lead, say, warn
 
 
@@ -169,8 +170,9 @@ def write_record(path: epath.Path, cfg: Config, source):
     the run's, and as read_record."""
     tokenizer = path / "tokenizer.json"
     text = "" if source.tokenizer is None else source.tokenizer.read_text()
-    # Without a checkpoint there are no weights that belong to it: an earlier start has failed.
-    if text and saved_steps(path) and tokenizer.exists() and tokenizer.read_text() != text:
+    # Without a checkpoint, an earlier start has failed: no weights belong to its tokenizer.
+    before = tokenizer.read_text() if saved_steps(path) and tokenizer.exists() else text
+    if text and has_others([before, text]):
         what = f"{tokenizer} is another tokenizer than that of the data, {source.tokenizer}"
         raise UserError(errors.DATA, what, f"prepare the data with --tokenizer {tokenizer}")
     record = run_record(cfg, source.fingerprint, read_record(path))

@@ -34,6 +34,24 @@ def n_ids(tokenizer) -> int:
     return 1 + max(tokenizer.get_vocab().values(), default=-1)
 
 
+def has_others(texts: list[str]) -> bool:
+    """Whether these texts of tokenizer.json are of different tokenizers.  Layout, truncation and
+    padding do not count: prepare_data.py writes what the library makes of a file."""
+
+    def canonical(text: str) -> str:
+        from tokenizers import Tokenizer  # takes 0.1 s, and few runs need it
+
+        try:
+            tokenizer = Tokenizer.from_str(text)
+        except Exception:  # tokenizers raises nothing narrower
+            return text
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer.to_str()
+
+    return len(set(texts)) > 1 and len(set(map(canonical, texts))) > 1
+
+
 # ---- pages: the units in which a file is verified
 
 PAGE = 64 * 1024

@@ -7,10 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cases import GPT2
+from etils import epath
 from runs import contents, final_weights, finish, losses, new_run, refusal, rows, start, start_two
 
+import branch
 import train
-from errors import CHECKPOINT, USAGE
+from errors import CHECKPOINT, USAGE, UserError
 from model import HEAD_STD
 
 
@@ -32,6 +34,18 @@ def test_a_branch_with_the_state_goes_on_bit_for_bit(reference, base):
     # It is a run like any other: the same command does nothing more, without its parent too.
     train.main(replace(cfg, run=replace(cfg.run, start_from="", start_with="weights")))
     assert json.loads((run / "config.json").read_text())["parent"] == parent
+
+
+def test_a_branch_keeps_the_tokenizer_of_its_parent(reference, base, tmp_path):
+    parent = shutil.copytree(reference, tmp_path / "parent")
+    cfg, _ = branch_of(parent, base, "tokens")
+    tokenizer = epath.Path(reference / "tokenizer.json")
+    published = json.dumps(json.loads(tokenizer.read_text()), indent=2)
+    (parent / "tokenizer.json").write_text(published)
+    branch.Parent(cfg, tokenizer)
+    (parent / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match="another tokenizer than that of the parent"):
+        branch.Parent(cfg, tokenizer)
 
 
 def rows_after(run):

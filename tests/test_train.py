@@ -359,8 +359,15 @@ def test_eval_only_evaluates_a_directory_that_can_only_be_read(base, reference):
 
 
 def test_a_run_keeps_the_tokenizer_of_its_weights(reference, base, tmp_path):
-    """Data of another tokenizer are refused even if everything else about them is equal."""
+    """Data of another tokenizer are refused even if everything else about them is equal; another
+    layout of the file, as in an imported model, is the same tokenizer."""
     cfg, run = copy_run(reference, base, "tokens")
+    published = json.loads((run / "tokenizer.json").read_text())
+    published["truncation"] = dict(
+        max_length=8, stride=0, strategy="LongestFirst", direction="Left"
+    )
+    (run / "tokenizer.json").write_text(json.dumps(published, indent=2))
+    train.main(cfg)
     (run / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match="another tokenizer than that of the data") as error:
         train.main(cfg)
