@@ -40,6 +40,8 @@ def load_tokenizer(path: epath.Path | None, cfg: Config, fix: str):
     except Exception as e:  # tokenizers raises nothing narrower
         what = f"{path} is not a tokenizer.json of the tokenizers library: {str(e)[:200]}"
         raise UserError(DATA, what, fix) from None
+    tokenizer.no_truncation()  # files of published models may have the settings of a last use
+    tokenizer.no_padding()
     if (n := n_ids(tokenizer)) > cfg.model.vocab_size:
         what = f"the tokenizer has ids up to {n - 1}, the model vocab_size={cfg.model.vocab_size}"
         raise UserError(DATA, what, "give the tokenizer that the run's data was made with")

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, on_mesh, run
 from etils import epath
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 import cli
 import config
@@ -273,6 +273,16 @@ def test_a_tokenizer_with_an_id_that_the_model_lacks_is_refused(cfg, tmp_path):
             tasks.load_tokenizer(path, cfg, "name another")
     with pytest.raises(UserError, match=f"ids up to {limit}, the model vocab_size={limit}"):
         tasks.load_tokenizer(path, cfg, "name another")
+
+
+def test_a_tokenizer_neither_cuts_nor_pads(cfg, tmp_path):
+    path = epath.Path(tmp_path / "tokenizer.json")
+    tokenizer = Tokenizer(models.WordLevel(dict(a=0, b=1), unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.enable_truncation(max_length=2)
+    tokenizer.enable_padding(length=9)
+    path.write_text(tokenizer.to_str())
+    assert tasks.encode(tasks.load_tokenizer(path, cfg, ""), "b a b") == [1, 0, 1]
 
 
 @pytest.mark.slow
