@@ -52,6 +52,9 @@ def parse() -> tuple[Args, Config]:
     args, rest = tyro.cli(Args, use_underscores=True, description=__doc__, return_unknown_args=True)
     parse_topology(args.topology)  # raises
     cli.check_at_least(args, slices=1)
+    if args.search and args.compile:
+        what = "--search only estimates, but --compile is given too"
+        raise UserError(USAGE, what, "leave --compile out, and compile the mesh that you choose")
     # Keep JAX from looking for an accelerator, and libtpu from asking the cloud whether this is a
     # TPU host.
     os.environ |= dict(JAX_PLATFORMS="cpu", ALLOW_MULTIPLE_LIBTPU_LOAD="1", TPU_SKIP_MDS_QUERY="1")
