@@ -517,6 +517,8 @@ def test_only_slices_that_can_exist_are_planned_for():
     for name in not_one.split():
         with pytest.raises(UserError, match=f"topology={name}: there is no .* slice"):
             parse_topology(name)
+    with pytest.raises(UserError, match="is not a chip"):
+        parse_topology("v5e:" + 5000 * "9")  # too many digits for int()
 
 
 @pytest.mark.parametrize("flag", ["--topology=v5p", "--model.d_ff=-1"])
