@@ -5,7 +5,7 @@
 #   answers with EleutherAI's harness; prepare data on Ray and through Hugging Face datasets.
 # make test-launch: train under a real Slurm, Open MPI and sshd; what is not installed is skipped.
 # make hashes: make requirements.txt anew after a change of requirements.in.
-# PYTHON is any Python from 3.11 on; everything is installed into .venv.
+# PYTHON is any Python from 3.11 to 3.13; everything is installed into .venv.
 
 PYTHON ?= python3
 BIN := .venv/bin
