@@ -234,8 +234,10 @@ class Tpu:
         options = dict(stdin=subprocess.DEVNULL, capture_output=True, text=True, process_group=0)
         done = subprocess.run(command, errors="replace", **options)
         if done.returncode:
-            what = f"gcloud {group} {verb}: {' '.join(done.stderr.strip().splitlines()[-3:])}"
-            if verb == "describe" and "NOT_FOUND" in what:
+            lines = [line for line in map(str.strip, done.stderr.splitlines()) if line]
+            at = next((n for n, line in enumerate(lines) if line.startswith("ERROR:")), len(lines))
+            what = f"gcloud {group} {verb}: {' '.join(lines[max(0, at - 2) : at + 3])}"
+            if verb == "describe" and "NOT_FOUND" in done.stderr:
                 return ""
             if re.search(PERMANENT, done.stderr):
                 raise UserError(USAGE, what, "correct the flags, or gcloud's login or project")
