@@ -294,12 +294,13 @@ class Tpu:
             time.sleep(CLOUD_POLL)
         for node in self.nodes:
             what = "--format=value(state,networkEndpoints.len())"
-            state, n = (self.call("tpu-vm", "describe", node, what) or "GONE 0").split()
-            if state in DEAD:
+            state = self.call("tpu-vm", "describe", node, what) or "GONE"
+            if state.split()[0] in DEAD:
                 self.delete()
-            if state != "READY":
+            n = re.fullmatch(r"READY\s+([1-9]\d*)", state)
+            if n is None:
                 raise CloudError(f"{node} was {state}")
-            workers += [(node, worker) for worker in range(int(n))]
+            workers += [(node, worker) for worker in range(int(n[1]))]
         return workers
 
     def run(self, workers: list, folder: str, command: list[str]) -> tuple[int, int]:
@@ -371,9 +372,9 @@ def write_archive(path: str) -> str:
         options = dict(check=True, text=True, capture_output=True)
         commit = subprocess.run(stash, **options).stdout.strip() or "HEAD"
         subprocess.run(["git", "-C", str(ROOT), "archive", "-o", path, commit], **options)
-    except subprocess.CalledProcessError as e:
-        why = (e.stderr.strip().splitlines() or ["git failed"])[-1]
-        what = f"{ROOT}: {why}; what git tracks is copied to the pod"
+    except (OSError, subprocess.CalledProcessError) as e:  # OSError: there is no git
+        lines = str(getattr(e, "stderr", e)).strip().splitlines()
+        what = f"{ROOT}: {(lines or ['git failed'])[-1]}; what git tracks is copied to the pod"
         raise UserError(USAGE, what, "clone Trifold with git, and tell git your name") from None
     return path
 
@@ -472,8 +473,12 @@ class Ssh:
         wrong = [host for host in hosts if not re.fullmatch(r"(\w[\w.-]*@)?\w[\w.-]*", host)]
         if wrong or not hosts:
             what = f"{self.hosts} has {wrong or 'no host'}"
-            raise UserError(USAGE, what, "write HOST or USER@HOST, one a line")
-        place = ["--run.coordinator", f"{hosts[0].rpartition('@')[2]}:{self.port}"]
+            fix = "write HOST or USER@HOST, one a line; a port goes into --ssh 'ssh -p PORT'"
+            raise UserError(USAGE, what, fix)
+        names = [host.rpartition("@")[2] for host in hosts]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            say(f"{or_list(twice)} appears twice, and each process takes all devices of its host")
+        place = ["--run.coordinator", f"{names[0]}:{self.port}"]
         place += ["--run.num_processes", f"{len(hosts)}", "--run.process_id"]
         for n, host in enumerate(hosts):
             ssh = [*shlex.split(self.ssh), "-oBatchMode=yes", "-oServerAliveInterval=15", host]

@@ -22,6 +22,7 @@ from runs import finish, flags, free_port, losses, rows, start_two, wait_for_ste
 
 import config
 from errors import CHECKPOINT, INTERRUPTED, USAGE
+from scripts.launch import CloudError, Tpu
 
 # Looks often at what in a real cloud takes minutes.
 DRIVER = """import sys
@@ -144,6 +145,27 @@ def test_hosts_that_are_options_are_refused(tmp_path):
         hosts.write_text(text)
         code, out, err = finish(launch("ssh", hosts, "--dry_run", "--", "a"))
         assert code == USAGE and out == "" and err.startswith(f"error: {hosts} has"), err
+
+
+def test_a_host_that_appears_twice_is_told(tmp_path):
+    (tmp_path / "hosts").write_text("me@a\nb\na\nc\n")
+    code, out, err = finish(launch("ssh", tmp_path / "hosts", "--dry_run", "--", "x"))
+    assert code == 0 and err.startswith("launch: a appears twice") and out.count("BatchMode") == 4
+
+
+def test_without_git_a_pod_is_not_asked_for(tmp_path):
+    words = [*POD, "--dry_run", "--", "a"]
+    code, out, err = finish(launch(*words, env=plain_env(PATH=str(tmp_path))))
+    assert (code, out) == (USAGE, "") and "clone Trifold with git" in err and err.count("\n") == 2
+
+
+@pytest.mark.parametrize("answer", ["READY", "READY\t0", "CREATING\t", "CREATING\t4"])
+def test_a_node_without_workers_is_asked_again(answer, monkeypatch):
+    pod = Tpu("pod", "v5p-16", "us-east5-a")
+    pod.nodes = ["pod"]
+    monkeypatch.setattr(pod, "call", lambda group, *_: answer if group == "tpu-vm" else "ACTIVE")
+    with pytest.raises(CloudError, match="was CREATING|was READY"):
+        pod.make_ready()
 
 
 def test_a_host_file_that_cannot_be_read_and_numbers_below_zero_are_refused(tmp_path):
