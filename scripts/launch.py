@@ -63,12 +63,15 @@ def problems_with(args, **rules: tuple[object, str]) -> list[Problem]:
 
 # Runs the command in the background, and beside it `cat`, which returns when the connection ends,
 # for whatever reason.  Then train.py gets SIGTERM, and SIGKILL if it has not saved in time.
+# What waits for that is ended before the echo, which fails where the connection is gone: later the
+# number may be another process's.
 REMOTE = """(cd {folder} && PATH="$PWD/.venv/bin:$PATH" && exec {command}) </dev/null &
 pid=$!
 (cat; kill $pid; sleep {saving}; kill -9 $pid) <&0 >/dev/null 2>&1 &
-wait $pid
-echo "launch: exit code $?"
-kill $!"""
+wait $pid; code=$?
+kill $!
+echo "launch: exit code $code"
+"""
 
 
 def remote(folder: str, command: list[str]) -> str:

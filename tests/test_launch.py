@@ -22,7 +22,7 @@ from runs import finish, flags, free_port, losses, rows, start_two, wait_for_ste
 
 import config
 from errors import CHECKPOINT, INTERRUPTED, USAGE
-from scripts.launch import CloudError, Tpu
+from scripts.launch import CloudError, Tpu, remote
 
 # Looks often at what in a real cloud takes minutes.
 DRIVER = """import sys
@@ -307,6 +307,17 @@ def test_what_the_workers_get_is_what_git_tracks_and_the_lock_file(two, cloud):
     assert code == CHECKPOINT and "optim.lr" in err and "start 1 of" not in err
     assert "not deleted at the end" in err and cloud.pod() and cloud.calls("delete") == []
     assert (machine / "installed").read_text() == before
+
+
+def test_nothing_waits_to_kill_a_process_that_has_ended(tmp_path):
+    """Where the connection is lost, and with it what the echo is written to."""
+    reader, writer = os.pipe()
+    command = ["bash", "-c", remote(str(tmp_path), ["sleep", "60"])]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=writer)
+    os.close(reader)
+    os.close(writer)
+    process.wait(timeout=20)
+    wait_until(lambda: subprocess.run(["pgrep", "-f", tmp_path]).returncode == 1, 5)
 
 
 SLEEPER = """import pathlib, signal, sys, time
