@@ -111,6 +111,18 @@ def value_flags(section: str, field: str, value) -> list[str]:
     raise ValueError(f"{name}={json.dumps(value)} is not {expected}")
 
 
+def check_record(record: dict):
+    """Raise ValueError unless sections and facts of a config.json have the types that are relied
+    on."""
+    for name in (*SECTIONS, "versions", "parent"):
+        if not isinstance(values := record.get(name, {}), dict):
+            raise ValueError(f"{name} is {values!r}, not an object with fields")
+    parent = record.get("parent", {})
+    numbers = [parent.get(name, 0) for name in ("step", "tokens")]
+    if "start_with" in parent and any(type(n) is not int for n in numbers):  # an average has none
+        raise ValueError(f"parent's step and tokens are {numbers}, not whole numbers")
+
+
 def file_flags(path: str) -> list[str]:
     """A config file as words of a command line, so that both go through the same checks.
 
@@ -122,12 +134,10 @@ def file_flags(path: str) -> list[str]:
             raise ValueError(f"it holds a {type(record).__name__}, not an object with sections")
         if unknown := set(record) - set(SECTIONS) - set(RECORD):
             raise ValueError(f"unknown keys {sorted(unknown)}")
+        check_record(record)
         flags = []
         for section in SECTIONS:
-            values = record.get(section, {})
-            if not isinstance(values, dict):
-                raise ValueError(f"{section} is {values!r}, not an object with fields")
-            for field, value in values.items():
+            for field, value in record.get(section, {}).items():
                 if f"{section}.{field}" == "run.compile_cache" and value:  # its content is run
                     raise ValueError("run.compile_cache may only be given on the command line")
                 flags += value_flags(section, field, value)

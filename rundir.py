@@ -21,7 +21,7 @@ from etils import epath
 
 import config
 import errors
-from cli import to_json
+from cli import check_record, to_json
 from config import Config
 from errors import Problem, UserError
 from files import free_name, is_remote, is_writable, move_folder, run_path, saved_steps, write_whole
@@ -187,8 +187,7 @@ def read_record(path: epath.Path) -> dict:
     record = path / "config.json"
     try:
         found = json.loads(record.read_text()) if record.exists() else {}
-        if not all(isinstance(found.get(section, {}), dict) for section in config.SECTIONS):
-            raise ValueError("a section is not an object")
+        check_record(found)
         return found
     except (ValueError, AttributeError) as e:
         what = f"{record} is not the JSON object that a run writes there: {e}"

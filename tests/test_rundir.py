@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -72,6 +73,19 @@ def test_a_pipe_among_a_runs_files_is_refused(base, reference, name, time_limit)
         assert lock.take_early(cfg) is None
     error = refusal(cfg)
     assert error.code == USAGE and f"{name} is not a file but" in str(error)
+
+
+BRANCH = dict(start_with="state", step="2")
+
+
+@pytest.mark.parametrize("fact", [dict(parent=[]), dict(parent=BRANCH), dict(versions=3)])
+def test_a_record_with_facts_of_another_type_is_refused(tmp_path, fact):
+    record = tmp_path / "config.json"
+    record.write_text(json.dumps(json.loads(cli.to_json(config.Config())) | fact))
+    for read in (partial(cli.file_flags, str(record)), partial(rundir.read_record, tmp_path)):
+        with pytest.raises(UserError, match=f"{next(iter(fact))}.* not ") as error:
+            read()
+        assert error.value.code == USAGE
 
 
 def test_no_message_has_the_password_of_an_address():
