@@ -122,6 +122,9 @@ def read_fields(keys: Keys, name: str) -> dict:
     H, D, N = fields["n_heads"], fields["d_model"], fields["n_layers"]
     if N not in range(1, 10_001):  # as in checks.py; lists of all layers follow
         raise ValueError(f"a number of layers from 1 to 10000 is needed, not {N!r:.40}")
+    E = fields.get("n_experts", 0)
+    if type(E) is int and N * E > 10**6:  # each has tensors of its own, which are listed
+        raise ValueError(f"at most 1000000 experts in all layers are read, not {N * E!r:.40}")
     if name == "gpt2":
         act = fields["activation"]
         supported = act if act in ACTIVATIONS else errors.or_list(ACTIVATIONS)
@@ -304,7 +307,7 @@ def write_config(cfg: Config, dtype: str, end_id: int | None) -> dict:
     differ = [n for n in ours | theirs if ours.get(n) != theirs.get(n)]
     if differ:
         fix = f"only models of {errors.or_list(hf_families.FAMILIES)} can be exported"
-        has = f"but a {name} of transformers has"
+        has = f"but the {name} of transformers has"
         found = [f"model.{n} is {ours.get(n)}, {has} {theirs.get(n)}" for n in differ]
         raise UserError(DATA, problems=[Problem(what, fix) for what in found])
     return hf
