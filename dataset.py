@@ -93,13 +93,15 @@ class TokenFiles(Source):
         tokenizer = path / "tokenizer.json"
         check_is_part(tokenizer)
         self.tokenizer = tokenizer if path.is_dir() and tokenizer.exists() else None
+        self.is_incomplete = "tokenizer" in manifest and self.tokenizer is None
         if self.tokenizer and (size := tokenizer.stat().length) > 2**28:  # it is read and copied
             what = f"{tokenizer} has {size:,} bytes, and those of tokenizers have at most {2**28:,}"
             raise UserError(DATA, what, "copy the tokenizer of the data there")
 
     def __str__(self):
-        masked = ", masked" if any(self.masks) else ""
-        return f"{super().__str__()} in {len(self.shards)} shard(s){masked}"
+        more = ", masked" if any(self.masks) else ""
+        more += ", without the tokenizer.json of its manifest" if self.is_incomplete else ""
+        return f"{super().__str__()} in {len(self.shards)} shard(s){more}"
 
     def windows(self, rows: np.ndarray) -> np.ndarray:
         return self.cut(rows, self.shards, -1, np.int32)

@@ -299,6 +299,13 @@ def first_shard(folder) -> Path:
     return min(folder.glob("*.npy"))
 
 
+def test_a_set_that_has_lost_its_tokenizer_says_so(cfg, corpus, tmp_path):
+    folder = copy_set(corpus / "train", tmp_path)
+    assert "tokenizer" not in str(open_set(cfg, folder))
+    (folder / "tokenizer.json").unlink()
+    assert "without the tokenizer.json of its manifest" in str(open_set(cfg, folder))
+
+
 def flip_bit(folder):
     data = bytearray(first_shard(folder).read_bytes())
     data[-1] ^= 1
