@@ -42,7 +42,9 @@ def run_record(cfg: Config, fingerprint: str, old: dict) -> str:
     with suppress(metadata.PackageNotFoundError):
         versions |= dict(libtpu=metadata.version("libtpu"))
     versions |= dict(python=platform.python_version(), device=jax.devices()[0].device_kind)
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    # Also where another user owns the checkout, as in a container; its code is what runs here.
+    command = ["git", "-c", "safe.directory=*", "describe", "--always", "--dirty", "--abbrev=40"]
+    command += ["--exclude=*"]
     folder = os.path.dirname(os.path.abspath(__file__))
     try:
         git = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=10)

@@ -35,6 +35,12 @@ def test_an_unwritable_run_directory_is_a_storage_error(cfg, tmp_path):
         assert error.value.code == STORAGE and "cannot write to" in str(error.value)
 
 
+def test_the_commit_is_known_where_another_user_owns_the_checkout(cfg, monkeypatch):
+    ours = json.loads(rundir.run_record(cfg, "", {}))["git_commit"]
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+    assert json.loads(rundir.run_record(cfg, "", {}))["git_commit"] == ours
+
+
 @pytest.mark.slow
 def test_a_lock_without_permission_is_named(base, reference):
     cfg, run = copy_run(reference, base, "sealed_lock")
