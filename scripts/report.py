@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from cli import quit_on_error
 from errors import DATA, UserError
+from files import absolute_path
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def read_metrics(run: epath.Path) -> tuple[list[dict], list[dict]]:
 
 def main(args: Args):
     """Print where the run is, how long and how fast it trained, its last evaluation and sample."""
-    run = epath.Path(args.run)
+    run = absolute_path(args.run)
     (train, evals), samples = read_metrics(run), read_rows(run / "samples.jsonl")
     skipped = [None in (x["loss"], x["grad_norm"]) or x.get("spike", 0) > 0 for x in train]
     last, n_skipped = train[-1], sum(skipped)

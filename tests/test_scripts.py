@@ -180,6 +180,13 @@ def test_report_ends_with_the_numbers(trained):
     assert run("scripts/report.py", "--run", trained / "none").returncode == DATA
 
 
+def test_report_prints_no_traceback_of_a_bucket():
+    """As gcsfs logs them, of errors that it also raises."""
+    code = "import logging, scripts.report; print(logging.getLogger('gcsfs').isEnabledFor(40))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr
+
+
 def test_rows_that_are_incomplete_damaged_or_not_finite_are_reported(trained, tmp_path):
     """A run that goes on, or that was killed, may have half a row at its end."""
     other = Path(shutil.copytree(trained, tmp_path / "other"))
