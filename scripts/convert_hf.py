@@ -19,6 +19,7 @@ import os
 import re
 import shlex
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +35,7 @@ import config
 import errors
 import files
 from config import Config
-from errors import CHECKPOINT, DATA, USAGE, Problem, UserError
+from errors import CHECKPOINT, DATA, STORAGE, USAGE, Problem, UserError
 
 
 @dataclass(frozen=True)
@@ -252,18 +253,25 @@ def import_hf(hf_dir, run_dir):
     found = find_tensors(folder, hf["model_type"])
     tensors = hf_families.tensor_maps(hf["model_type"], cfg, bool(hf.get("rope_interleave", True)))
     check_tensors(found, tensors, hf, cfg)
+    tokenizer = ""
     if (folder / "tokenizer.json").exists():
         read_json(folder / "tokenizer.json")  # an error now, before the weights are written
+        tokenizer = files.read_limited(folder / "tokenizer.json")
     is_bfloat16 = any(found[tensor.name].dtype == "BF16" for tensor in tensors)
     # A model published in float32 would have other losses in bfloat16, our default.
     dtype = "bfloat16" if is_bfloat16 else "float32"
     cfg = replace(cfg, train=replace(cfg.train, dtype=dtype))
-    write_checkpoint(found, tensors, run, cfg)
-    tokenizer = ""
-    if (folder / "tokenizer.json").exists():
-        tokenizer = files.read_limited(folder / "tokenizer.json")
-        files.write_whole(run / "tokenizer.json", tokenizer)
-    files.write_whole(run / "config.json", rundir.run_record(cfg, "", {}))
+    try:
+        write_checkpoint(found, tensors, run, cfg)
+        if tokenizer:
+            files.write_whole(run / "tokenizer.json", tokenizer)
+        files.write_whole(run / "config.json", rundir.run_record(cfg, "", {}))
+    except BaseException:  # also Ctrl-C; or the next import would refuse the directory
+        with suppress(OSError):
+            (run / "checkpoints").rmtree(missing_ok=True)
+            for name in ("tokenizer.json", "tokenizer.json.part", "config.json.part"):
+                (run / name).unlink(missing_ok=True)
+        raise
     utils.say(f"{folder} -> {run}: {model.param_count(cfg):,} parameters, train.dtype {dtype}")
     if end := end_token(tokenizer, cfg.data.end_id)[1]:
         utils.say(f"prepare its data with --end_token {shlex.quote(str(end))}")
@@ -498,7 +506,11 @@ def write_shards(
             arrays[tensor.name] = y = round_to(x, file_dtype(tensor, dtype), tensor.name)
             index[tensor.name], total = file, total + y.nbytes
             bar.update(4 * x.size)
-        save_file(arrays, folder / file, metadata=dict(format="pt"))
+        try:
+            save_file(arrays, folder / file, metadata=dict(format="pt"))
+        except SafetensorError as e:  # also for a full disk
+            what, fix = f"{folder / file} cannot be written: {e}", "make room, and try again"
+            raise UserError(STORAGE, what, fix) from None
     if len(shards) > 1:
         text = json.dumps(dict(metadata=dict(total_size=total), weight_map=index), indent=1)
         (folder / "model.safetensors.index.json").write_text(text + "\n")

@@ -584,6 +584,19 @@ def test_a_damaged_file_leaves_no_run(name, data, why, tmp_path):
     assert e.value.code == errors.DATA and not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
+def test_what_a_full_disk_has_stopped_works_again_once_there_is_room(tmp_path):
+    hf_dir(tmp_path / "hf", "llama")
+    (tmp_path / "hf" / "tokenizer.json").write_text("{}")
+    for direction, hf in (("import", "hf"), ("export", "out")):
+        words = ["scripts/convert_hf.py", direction, "--hf", tmp_path / hf]
+        words += ["--run", tmp_path / "run"]
+        full = ["bash", "-c", 'ulimit -f 4; exec "$@"', "_", sys.executable, *map(str, words)]
+        done = subprocess.run(full, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == errors.STORAGE and "Traceback" not in done.stderr, done.stderr
+        assert run(*words).returncode == 0
+
+
 def test_a_length_that_is_no_number_is_refused(tmp_path):
     assert "is no whole number" in problems(tmp_path, "mistral", max_position_embeddings="64")
 
