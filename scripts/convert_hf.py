@@ -253,10 +253,8 @@ def import_hf(hf_dir, run_dir):
     found = find_tensors(folder, hf["model_type"])
     tensors = hf_families.tensor_maps(hf["model_type"], cfg, bool(hf.get("rope_interleave", True)))
     check_tensors(found, tensors, hf, cfg)
-    tokenizer = ""
-    if (folder / "tokenizer.json").exists():
-        read_json(folder / "tokenizer.json")  # an error now, before the weights are written
-        tokenizer = files.read_limited(folder / "tokenizer.json")
+    # An error of the tokenizer comes now, before the weights are written.
+    tokenizer = read_tokenizer(folder / "tokenizer.json", cfg.model.vocab_size)
     is_bfloat16 = any(found[tensor.name].dtype == "BF16" for tensor in tensors)
     # A model published in float32 would have other losses in bfloat16, our default.
     dtype = "bfloat16" if is_bfloat16 else "float32"
@@ -275,6 +273,25 @@ def import_hf(hf_dir, run_dir):
     utils.say(f"{folder} -> {run}: {model.param_count(cfg):,} parameters, train.dtype {dtype}")
     if end := end_token(tokenizer, cfg.data.end_id)[1]:
         utils.say(f"prepare its data with --end_token {shlex.quote(str(end))}")
+
+
+def read_tokenizer(path: Path, vocab_size: int) -> str:
+    """The text of a tokenizer.json, "" if there is none, without the added tokens that the model
+    has no row for, such as gemma-3-1b's for images.  Raises UserError DATA."""
+    if not path.exists():
+        utils.warn(f"{path} does not exist: AutoTokenizer of transformers saves one")
+        return ""
+    found = read_json(path)
+    try:
+        lost = [x["content"] for x in found["added_tokens"] if x["id"] >= vocab_size]
+        found["added_tokens"] = [x for x in found["added_tokens"] if x["id"] < vocab_size]
+    except (TypeError, KeyError):
+        lost = []  # the tokenizers library will say what is wrong
+    if not lost:
+        return files.read_limited(path)
+    what = f"left out {len(lost)} tokens of {path}, for which the model has no row"
+    utils.warn(f"{what}: {', '.join(map(str, lost[:10]))}")
+    return json.dumps(found, ensure_ascii=False)
 
 
 def check_new(path, flag: str):

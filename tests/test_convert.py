@@ -24,6 +24,7 @@ from conftest import ROOT, on_mesh, run
 from etils import epath
 from safetensors import safe_open
 from safetensors.numpy import save_file
+from tokenizers import Tokenizer, models
 
 import checkpoint
 import checks
@@ -595,6 +596,17 @@ def test_what_a_full_disk_has_stopped_works_again_once_there_is_room(tmp_path):
         done = subprocess.run(full, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == errors.STORAGE and "Traceback" not in done.stderr, done.stderr
         assert run(*words).returncode == 0
+
+
+def test_added_tokens_that_the_model_lacks_are_left_out(tmp_path, capsys):
+    hf, run = hf_dir(tmp_path / "hf", "qwen3"), tmp_path / "runs" / "x"
+    tokenizer = Tokenizer(models.WordLevel({str(n): n for n in range(V - 1)}, unk_token="0"))
+    tokenizer.add_special_tokens(["<end>", "<image>"])
+    tokenizer.save(str(hf / "tokenizer.json"))
+    convert_hf.import_hf(hf, run)
+    found = Tokenizer.from_file(str(run / "tokenizer.json"))
+    assert found.token_to_id("<end>") == V - 1 and found.token_to_id("<image>") is None
+    assert "left out 1 tokens" in capsys.readouterr().err
 
 
 def test_a_length_that_is_no_number_is_refused(tmp_path):
