@@ -678,6 +678,7 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+GEMMA = dict(norm_offset=True, norm_place="both", n_kv_heads=1)
 MLA = dict(attention="mla", q_rank=8, kv_rank=8, d_rope=8, d_value=8)
 
 
@@ -694,6 +695,7 @@ MLA = dict(attention="mla", q_rank=8, kv_rank=8, d_rope=8, d_value=8)
         (dict(attn_sinks=True), "model.attn_sinks is True, but the llama of"),
         (dict(qk_norm=True, mlp_bias=True), "model.mlp_bias is True, but the qwen3 of"),
         (MLA | dict(pattern="dense,moe", n_experts=4, d_expert=8), "model.router is softmax"),
+        (GEMMA | dict(d_model=40, n_heads=3), "model.d_model=40 is no multiple of model.n_heads=3"),
         (dict(pattern="dense,dense_local", window=4), "model.layers is {'prefix': '', 'pattern'"),
     ],
 )
