@@ -296,7 +296,8 @@ def read_tokenizer(path: Path, vocab_size: int) -> str:
 
 def check_new(path, flag: str):
     """Raise UserError if the folder exists, USAGE, or cannot be made, STORAGE."""
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    is_link = os.path.islink(path)  # which path.exists() follows
+    if (path.exists() or is_link) and (not path.is_dir() or any(path.iterdir())):
         what = f"{path} exists, and nothing is overwritten"
         raise UserError(USAGE, what, f"choose another --{flag}, or move what is there away")
     check_output(flag, path, is_folder=True)

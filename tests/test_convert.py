@@ -598,6 +598,12 @@ def test_what_a_full_disk_has_stopped_works_again_once_there_is_room(tmp_path):
         assert run(*words).returncode == 0
 
 
+def test_a_link_to_nothing_is_refused_like_what_exists(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    with pytest.raises(UserError, match="exists, and nothing is overwritten"):
+        convert_hf.import_hf(tmp_path, tmp_path / "link")
+
+
 def test_added_tokens_that_the_model_lacks_are_left_out(tmp_path, capsys):
     hf, run = hf_dir(tmp_path / "hf", "qwen3"), tmp_path / "runs" / "x"
     tokenizer = Tokenizer(models.WordLevel({str(n): n for n in range(V - 1)}, unk_token="0"))
