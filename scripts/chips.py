@@ -44,18 +44,18 @@ class Chip(NamedTuple):
         return ("ICI", "DCN") if self.platform == "tpu" else ("NVLink", "InfiniBand")
 
 
-# Memory: for TPUs, what XLA's out-of-memory message calls usable; for the H200, what its driver
-# reports.  Rates: Google Cloud's TPU pages, the "TPU specs" table of the JAX scaling
-# book (Austin et al. 2025, chapter 2), and NVIDIA's H200 data sheet.  Between slices: the NICs of a
-# host on the TPU pages, divided by its chips; those pages have no NICs of a v4 host, so there the
-# 81 Tbit/s that PaLM's 6,144 chips reached (Chowdhery et al. 2022, section 4); for the H200, the
-# 400 Gbit/s per GPU of a DGX.
+# Memory: for TPUs, what XLA's out-of-memory message calls usable; for the H200, 75 % of what its
+# driver reports, because JAX takes no more unless XLA_CLIENT_MEM_FRACTION is set.  Rates: Google
+# Cloud's TPU pages, the "TPU specs" table of the JAX scaling book (Austin et al. 2025, chapter 2),
+# and NVIDIA's H200 data sheet.  Between slices: the NICs of a host on the TPU pages, divided by its
+# chips; those pages have no NICs of a v4 host, so there the 81 Tbit/s that PaLM's 6,144 chips
+# reached (Chowdhery et al. 2022, section 4); for the H200, the 400 Gbit/s per GPU of a DGX.
 CHIPS = {
     "v4": Chip("TPU v4", 30.75 * GIB, 1.23e12, 0.9e11, 1.6e9, 1.05e9),
     "v5e": Chip("TPU v5e", 15.75 * GIB, 0.81e12, 0.9e11, 3.1e9, 1.5e9),
     "v5p": Chip("TPU v5p", 95.74 * GIB, 2.77e12, 1.8e11, 6.25e9, 1.75e9),
     "v6e": Chip("TPU v6e", 31.25 * GIB, 1.64e12, 1.8e11, 1.25e10, 1.75e9),
-    "h200": Chip("NVIDIA H200", 140.4 * GIB, 4.8e12, 4.5e11, 5e10, 1.98e9),
+    "h200": Chip("NVIDIA H200", 0.75 * 140.4 * GIB, 4.8e12, 4.5e11, 5e10, 1.98e9),
 }
 
 # {another name that JAX has for a kind of device: its name in CHIPS}.

@@ -29,7 +29,7 @@ import train
 import utils
 from errors import USAGE, UserError
 from scripts import compiled_cost, cost_model, plan, step_picture
-from scripts.chips import CHIPS, parse_topology
+from scripts.chips import CHIPS, H200_TARGET, parse_topology
 
 CHIP = CHIPS["v5e"]
 TINY = replace(config.tiny(), train=replace(config.tiny().train, dtype="bfloat16"))
@@ -506,6 +506,11 @@ def test_an_impossible_plan_is_two_lines_and_exit_2(args, why):
     problem, fix = error.splitlines()[-2:]
     assert code == USAGE and why in error and problem.startswith("error: "), error
     assert fix.startswith("  fix: ")
+
+
+def test_the_limit_of_a_gpu_is_the_share_of_its_memory_that_jax_takes():
+    whole = int(re.search(r"device_memory_size: (\d+)", H200_TARGET)[1])
+    assert CHIPS["h200"].memory == pytest.approx(0.75 * whole, rel=1e-3)
 
 
 def test_only_slices_that_can_exist_are_planned_for():
