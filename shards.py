@@ -352,5 +352,6 @@ def fingerprint(found: TokenSet) -> str:
         return facts + ([f"mask {digest(mask)}"] if mask else [])
 
     with ThreadPoolExecutor(32) as pool:  # samples in a bucket take a request each
-        facts = [*pool.map(describe, found.shards, found.masks)]
+        each = map if found.manifest else pool.map  # with a manifest there is nothing to read
+        facts = [*each(describe, found.shards, found.masks)]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
