@@ -289,11 +289,12 @@ def test_commands_of_the_docs_run(path, workspace):
 
 
 def add_model(workspace: Path):
-    """A small Qwen3-0.6B with a tokenizer of its 96 ids or fewer."""
+    """A small Qwen3-0.6B with a tokenizer of its 96 ids or fewer, and the end token of Qwen's."""
     run_command("python scripts/prepare_data.py --input texts --tokenizer char --out c", workspace)
     folder = shutil.copytree(ROOT / "tests/goldens/qwen3", workspace / "Qwen3-0.6B")
     (folder / "golden.safetensors").unlink()
-    shutil.copy(workspace / "c/train/tokenizer.json", folder)
+    text = (workspace / "c/train/tokenizer.json").read_text()
+    (folder / "tokenizer.json").write_text(text.replace(config.END, "<|im_end|>"))
 
 
 # ---- the code of docs/extending.md
