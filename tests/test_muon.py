@@ -79,7 +79,7 @@ def momenta(state) -> dict:
     return {name.split("trace/")[1]: x for name, x in found.items() if "trace/" in name}
 
 
-@pytest.mark.parametrize("case", [PLAIN, ALL_EXPERTS], ids=["plain", "moe"])
+@pytest.mark.parametrize("case", [PLAIN, pytest.param(ALL_EXPERTS, marks=pytest.mark.slow)])
 def test_updates_of_a_model_are_orthogonal(case):
     """Of each layer and expert, and of the heads together; what has no rows is AdamW's."""
     cfg = muon_config(case, (2, 2, 2), weight_decay=0.0)
@@ -117,11 +117,12 @@ def trained(cfg, mesh) -> dict:
 
 
 ON_ONE = {}
+TO_EXPERTS = replace(ALL_EXPERTS, mesh=config.Mesh(experts="alltoall"))
 
 
 @pytest.mark.parametrize("case, mesh", [
     (RICH, (2, 2, 2)),
-    (replace(ALL_EXPERTS, mesh=config.Mesh(experts="alltoall")), (2, 2, 2)),
+    pytest.param(TO_EXPERTS, (2, 2, 2), marks=pytest.mark.slow),
     *(pytest.param(RICH, mesh, marks=pytest.mark.slow) for mesh in MESHES[1:]),
     *(pytest.param(ALL_EXPERTS, mesh, marks=pytest.mark.slow) for mesh in MESHES if 8 in mesh),
 ])  # fmt: skip
@@ -133,6 +134,7 @@ def test_twenty_updates_are_equal_on_any_mesh(case, mesh):
         assert np.abs(x - want).max() <= 1e-5 * np.abs(want).max(), name
 
 
+@pytest.mark.slow
 def test_a_run_goes_back_and_on_to_the_same_bits(base):
     few = dict(train=dict(steps=8, eval_every=0, eval_batches=1))
     cfg, run = new_run(base, "muon", optim=dict(name="muon"), checkpoint=dict(every=4), **few)

@@ -27,8 +27,12 @@ def train_two(cfg):
     return jax.device_get(state)
 
 
-@pytest.mark.parametrize("cfg", [PLAIN, GPT2], ids=["plain", "gpt2"])
-@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("cfg, name", [
+    (PLAIN, "adamw"),
+    (GPT2, "muon"),
+    pytest.param(PLAIN, "muon", marks=pytest.mark.slow),
+    pytest.param(GPT2, "adamw", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_the_base_is_the_standard_parametrization_bit_for_bit(cfg, name):
     states = []
     for fields in ({}, BASE):

@@ -230,6 +230,7 @@ def test_only_the_sum_of_the_gradients_crosses_slices_and_once(mesh, fields):
     assert {k[0] for k in crossing} == {"all-reduce"} and sum(crossing.values()) == 2 * 4
 
 
+@pytest.mark.slow
 def test_a_plan_for_slices_bounds_the_step_by_both_networks():
     args = "--topology", "v5e:2x2", "--slices", 2, "--mesh.tp", 2, "--json"
     code, text, error = answer(*args)

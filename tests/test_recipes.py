@@ -53,6 +53,7 @@ def test_the_average_of_the_weights_is_that_of_the_formula_on_any_mesh():
     )
 
 
+@pytest.mark.slow
 def test_scripts_take_the_average(base, tmp_path):
     cfg, run = new_run(base, "averaged", optim=dict(ema=0.9), train=dict(steps=10))
     state = train.main(cfg)
@@ -175,6 +176,7 @@ def test_skipped_spikes_are_counted_and_a_branch_skips_the_same(base, capsys):
 # ---- batches that grow
 
 
+@pytest.mark.slow
 def test_a_ramp_is_the_same_on_any_mesh_and_from_any_checkpoint(base):
     ramp = dict(batch_ramp="0:8,4:16,9:32", steps=12, eval_every=0, microbatches=0, dropout=0.0)
     small = replace(base, checkpoint=config.Checkpoint(every=5, keep=3))
@@ -236,7 +238,11 @@ def test_the_size_of_logits_is_that_of_all_scores():
     np.testing.assert_allclose(got, (scores**2).mean((2, 3)).sum(), rtol=1e-5)
 
 
-@pytest.mark.parametrize("cfg", [PLAIN, MIXED, ALL_EXPERTS], ids=["plain", "mixed", "mla"])
+@pytest.mark.parametrize("cfg", [
+    pytest.param(PLAIN, id="plain"),
+    pytest.param(MIXED, id="mixed", marks=pytest.mark.slow),
+    pytest.param(ALL_EXPERTS, id="mla"),
+])  # fmt: skip
 def test_norms_are_those_of_each_layer_on_any_mesh(cfg):
     found = {}
     for mesh in [(1, 1, 1), (2, 2, 2)]:
