@@ -260,9 +260,14 @@ def print_search(found: dict):
 # ---- the command
 
 
+def with_largest_batch(cfg: Config) -> Config:
+    """cfg with the largest batch of train.batch_ramp, whose updates need the most memory."""
+    return replace(cfg, train=replace(cfg.train, batch_size=max(checks.batch_sizes(cfg))))
+
+
 def print_best_plans(args: Args, cfg: Config):
     """Print the plans that --search finds.  Raises UserError USAGE where none fits."""
-    found = search(cfg, *parse_topology(args.topology), args.slices)
+    found = search(with_largest_batch(cfg), *parse_topology(args.topology), args.slices)
     if args.json:
         print(json.dumps(found))
     else:
@@ -278,7 +283,7 @@ def main(args: Args, cfg: Config):
         return print_best_plans(args, cfg)
     chip, slice_size = parse_topology(args.topology)
     n_devices = args.slices * slice_size
-    cfg = checks.resolve(cfg, n_devices, slices=args.slices)
+    cfg = with_largest_batch(checks.resolve(cfg, n_devices, slices=args.slices))
     if cfg.mesh.slices != args.slices:
         what = f"mesh.dp={cfg.mesh.dp} has {cfg.mesh.slices} slices, but --slices is {args.slices}"
         raise UserError(USAGE, what, f"give --slices {cfg.mesh.slices}, or --mesh.dp -1")

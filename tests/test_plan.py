@@ -559,6 +559,16 @@ def test_search_proposes_only_microbatches_that_each_size_of_a_ramp_has():
     assert all(checks.check(cfg) for cfg in proposed)
 
 
+def test_a_plan_is_that_of_the_largest_batch_of_a_ramp():
+    one = ["--topology", "v5e:1", "--json"]
+    falling, largest = (
+        json.loads(answer(*one, *flags)[1])
+        for flags in (["--train.batch_ramp", "0:64,100:16"], ["--train.batch_size", 64])
+    )
+    assert falling["memory_total"] == largest["memory_total"]
+    assert falling["best"] == largest["best"]
+
+
 # ---- against XLA
 
 HAS_LIBTPU = compiled_cost.is_installed("libtpu")
