@@ -265,10 +265,11 @@ def import_hf(hf_dir, run_dir):
             files.write_whole(run / "tokenizer.json", tokenizer)
         files.write_whole(run / "config.json", rundir.run_record(cfg, "", {}))
     except BaseException:  # also Ctrl-C; or the next import would refuse the directory
-        with suppress(OSError):
+        with suppress(Exception):  # a bucket has errors of its own; the first error is told
             (run / "checkpoints").rmtree(missing_ok=True)
-            for name in ("tokenizer.json", "tokenizer.json.part", "config.json.part"):
+            for name in ("tokenizer.json", "config.json"):
                 (run / name).unlink(missing_ok=True)
+                (run / f"{name}.part").unlink(missing_ok=True)
         raise
     utils.say(f"{folder} -> {run}: {model.param_count(cfg):,} parameters, train.dtype {dtype}")
     if end := end_token(tokenizer, cfg.data.end_id)[1]:
@@ -289,7 +290,7 @@ def read_tokenizer(path: Path, vocab_size: int) -> str:
         lost = []  # the tokenizers library will say what is wrong
     if not lost:
         return files.read_limited(path)
-    what = f"left out {len(lost)} tokens of {path}, for which the model has no row"
+    what = f"left out {len(lost)} token(s) of {path}, for which the model has no row"
     utils.warn(f"{what}: {', '.join(map(str, lost[:10]))}")
     return json.dumps(found, ensure_ascii=False)
 
@@ -420,15 +421,15 @@ def export_hf(run_dir, hf_dir, step=-1, dtype="float32", shard_size=5_000_000_00
     try:
         with progress_bar("write", tensors) as bar:
             write_shards(saved, tensors, folder, dtype, shard_size, bar)
+        if tokenizer:
+            (folder / "tokenizer.json").write_text(tokenizer)
+            about = dict(tokenizer_class="PreTrainedTokenizerFast", eos_token=end_text)
+            (folder / "tokenizer_config.json").write_text(json.dumps(about, indent=2) + "\n")
+        (folder / "config.json").write_text(json.dumps(hf, indent=2, sort_keys=True) + "\n")
     except BaseException:  # also Ctrl-C; or the next export would refuse the directory
-        for file in folder.glob("*.safetensors"):
+        for file in folder.iterdir():  # it was empty
             file.unlink()
         raise
-    if tokenizer:
-        (folder / "tokenizer.json").write_text(tokenizer)
-        about = dict(tokenizer_class="PreTrainedTokenizerFast", eos_token=end_text)
-        (folder / "tokenizer_config.json").write_text(json.dumps(about, indent=2) + "\n")
-    (folder / "config.json").write_text(json.dumps(hf, indent=2, sort_keys=True) + "\n")
     utils.say(f"{run} after update {step} -> {folder}: {hf['model_type']}, {dtype}")
 
 

@@ -586,13 +586,14 @@ def test_a_damaged_file_leaves_no_run(name, data, why, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_a_full_disk_has_stopped_works_again_once_there_is_room(tmp_path):
+@pytest.mark.parametrize("room, size", [(4, 0), (500, 10**6)], ids=["weights", "tokenizer"])
+def test_what_a_full_disk_has_stopped_works_again_once_there_is_room(tmp_path, room, size):
     hf_dir(tmp_path / "hf", "llama")
-    (tmp_path / "hf" / "tokenizer.json").write_text("{}")
+    (tmp_path / "hf" / "tokenizer.json").write_text(json.dumps(dict(x="x" * size)))
     for direction, hf in (("import", "hf"), ("export", "out")):
         words = ["scripts/convert_hf.py", direction, "--hf", tmp_path / hf]
         words += ["--run", tmp_path / "run"]
-        full = ["bash", "-c", 'ulimit -f 4; exec "$@"', "_", sys.executable, *map(str, words)]
+        full = ["bash", "-c", f'ulimit -f {room}; exec "$@"', "_", sys.executable, *map(str, words)]
         done = subprocess.run(full, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == errors.STORAGE and "Traceback" not in done.stderr, done.stderr
         assert run(*words).returncode == 0
@@ -612,7 +613,7 @@ def test_added_tokens_that_the_model_lacks_are_left_out(tmp_path, capsys):
     convert_hf.import_hf(hf, run)
     found = Tokenizer.from_file(str(run / "tokenizer.json"))
     assert found.token_to_id("<end>") == V - 1 and found.token_to_id("<image>") is None
-    assert "left out 1 tokens" in capsys.readouterr().err
+    assert "left out 1 token(s)" in capsys.readouterr().err
 
 
 def test_a_length_that_is_no_number_is_refused(tmp_path):
