@@ -90,7 +90,8 @@ LARGEST = dict(v4=4096, v5e=256, v5p=8960, v6e=256)
 """Chips of the largest slice, or for v5p of a pod."""
 FLAT = "1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16 or 16x16"
 CUBES = "2x2x1, 2x2x2, 2x2x4, 2x4x4, or three multiples of 4 with at most {} chips in all"
-SLICES = {chip: FLAT if n == 256 else CUBES.format(n) for chip, n in LARGEST.items()}
+IS_FLAT = ("v5e", "v6e")
+SLICES = {chip: FLAT if chip in IS_FLAT else CUBES.format(n) for chip, n in LARGEST.items()}
 """The slices that Google Cloud's TPU pages list."""
 
 
@@ -99,8 +100,8 @@ def can_exist(chip: str, sizes: list[int]) -> bool:
     is a number of chips in any shape."""
     n, dims, any_shape = math.prod(sizes), sum(x > 1 for x in sizes), len(sizes) == 1
     is_power = n.bit_count() == 1
-    if SLICES[chip] == FLAT:
-        return is_power and n <= 256 and (any_shape or (dims <= 2 and max(sizes) <= 16))
+    if chip in IS_FLAT:
+        return is_power and n <= LARGEST[chip] and (any_shape or (dims <= 2 and max(sizes) <= 16))
     is_cubes = n % 64 == 0 and (any_shape or (dims == 3 and all(x % 4 == 0 for x in sizes)))
     return (is_power and n <= 32 and dims <= 3) or (is_cubes and n <= LARGEST[chip])
 
@@ -120,6 +121,6 @@ def parse_topology(name: str) -> tuple[Chip, int]:
         what = f"topology={name} has {n} devices, but a node has at most 8"
         raise UserError(USAGE, what, f"give --topology {chip}:8 --slices {-(-n // 8)}")
     if chip in SLICES and not can_exist(chip, [int(size) for size in sizes]):
-        fix = f"give a slice that exists: {SLICES[chip]}; several have --slices"
+        fix = f"give a slice that exists: {SLICES[chip]}; for several of them add --slices"
         raise UserError(USAGE, f"topology={name}: there is no {chip} slice of that shape", fix)
     return CHIPS[chip], n

@@ -29,7 +29,7 @@ import train
 import utils
 from errors import USAGE, UserError
 from scripts import compiled_cost, cost_model, plan, step_picture
-from scripts.chips import CHIPS, H200_TARGET, parse_topology
+from scripts.chips import CHIPS, GIB, H200_TARGET, parse_topology
 
 CHIP = CHIPS["v5e"]
 TINY = replace(config.tiny(), train=replace(config.tiny().train, dtype="bfloat16"))
@@ -570,6 +570,15 @@ def test_a_plan_is_that_of_the_largest_batch_of_a_ramp():
 
 
 # ---- against XLA
+
+
+def test_a_step_that_is_compiled_for_a_gpu_must_fit_into_what_jax_takes(monkeypatch):
+    monkeypatch.setattr(compiled_cost, "target_devices", lambda *_: [])
+    found = dict(memory=120 * GIB, fusion_seconds=0, compile_seconds=1)
+    monkeypatch.setattr(compiled_cost, "compile_step", lambda *_: found)
+    with pytest.raises(UserError, match="XLA's arrays overflow: a device needs 120.00 GiB"):
+        plan.main(plan.Args(topology="h200:1", compile=True), TINY)
+
 
 HAS_LIBTPU = compiled_cost.is_installed("libtpu")
 needs_libtpu = pytest.mark.skipif(
