@@ -60,16 +60,19 @@ def read_tokenizer(path: str, end: str) -> Tokenizer:
     except Exception as e:  # tokenizers raises nothing narrower
         what = f"--tokenizer {path} cannot be read: {str(e)[:200]}"
         raise UserError(DATA, what, "give a tokenizer.json of the tokenizers library") from None
-    if end == END and tokenizer.add_special_tokens([END]):
-        n = tokenizer.token_to_id(END)
-        print(f"{path} has no {END}, which gets id {n}: or name its own with --end_token")
+    if end == END:
+        is_new = tokenizer.token_to_id(END) is None
+        tokenizer.add_special_tokens([END])
+        if is_new:
+            n = tokenizer.token_to_id(END)
+            print(f"{path} has no {END}: it is added as id {n}; --end_token names another token")
     ids, end_id = [*tokenizer.get_vocab().values()], tokenizer.token_to_id(end)
     if end_id is None:
         what = f"--end_token {end} is no token of --tokenizer {path}"
         raise UserError(USAGE, what, "name the token that ends a document there")
     if ids.count(end_id) > 1:  # a new token's id is the number of tokens before
-        what = f"--tokenizer {path}: its ids have gaps: {END} would get {end_id}, another token's"
-        raise UserError(DATA, what, f"add a token {END} to it, with an id of its own")
+        what = f"--tokenizer {path}: id {end_id} is that of {end} and of another token"
+        raise UserError(DATA, what, f"give {end} an id of its own in it")
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

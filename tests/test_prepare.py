@@ -28,8 +28,9 @@ from conftest import ROOT, prepare, run
 from pyarrow import ipc, parquet
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+import config
 from errors import DATA, DISTRIBUTED, INTERRUPTED, USAGE
-from scripts import corpus, prepare_data, pydocs, readers
+from scripts import corpus, prepare_data, pydocs, readers, vocabularies
 
 SCRIPT = "scripts/prepare_data.py"
 
@@ -275,7 +276,14 @@ def test_an_end_token_with_the_id_of_another_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("a\n" * 50)
     flags = ["--tokenizer", tmp_path / "gaps.json", "--out", tmp_path / "out"]
     done = run(SCRIPT, "--input", tmp_path / "a.txt", *flags)
-    assert done.returncode == DATA and "would get 2, another token's" in done.stderr
+    assert done.returncode == DATA and "id 2 is that of <|endoftext|> and of" in done.stderr
+
+
+def test_an_end_token_that_is_not_called_special_is_not_new(tmp_path, capsys):
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, config.END: 1}, unk_token="a"))
+    tokenizer.save(str(tmp_path / "own.json"))
+    found = vocabularies.read_tokenizer(str(tmp_path / "own.json"), config.END)
+    assert found.token_to_id(config.END) == 1 and capsys.readouterr().out == ""
 
 
 def test_documents_end_with_the_token_that_is_named(tmp_path):
@@ -1031,7 +1039,7 @@ def is_alive(pid: int) -> bool:
 
 def test_a_system_that_does_not_say_which_cores_are_its_own(texts, tmp_path, monkeypatch):
     """As macOS."""
-    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     args = prepare_data.Args(str(tmp_path / "out"), (str(texts),), tokenizer="byte")
     prepare_data.main(args)
     assert manifest(tmp_path / "out" / "train")
