@@ -118,8 +118,9 @@ def check_record(record: dict):
         if not isinstance(values := record.get(name, {}), dict):
             raise ValueError(f"{name} is {values!r}, not an object with fields")
     parent = record.get("parent", {})
-    numbers = [parent.get(name, 0) for name in ("step", "tokens")]
-    if "start_with" in parent and any(type(n) is not int for n in numbers):  # an average has none
+    numbers = [parent.get(name) for name in ("step", "tokens")]
+    # The parent of an average has a list of steps, and no start_with.
+    if "start_with" in parent and any(type(n) is not int for n in numbers):
         raise ValueError(f"parent's step and tokens are {numbers}, not whole numbers")
 
 
@@ -353,7 +354,9 @@ def quit_on_error(f, *args):
     # A stream may be closed, as by 2>&-; the next open file would get its number, and messages.
     for mode, name in ("r", "stdin"), ("w", "stdout"), ("w", "stderr"):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115, until the process ends
+            stream = open(os.devnull, mode)  # noqa: SIM115, until the process ends
+            os.set_inheritable(stream.fileno(), True)  # by processes of prepare_data.py
+            setattr(sys, name, stream)
     sys.stdout.reconfigure(errors="backslashreplace")  # where it is not UTF-8
     try:
         try:

@@ -52,7 +52,7 @@ class UserError(Exception):
 def write_error(text: str):
     """Write to stderr, if that is still possible: its reader may have ended."""
     with suppress(OSError):
-        os.write(2, text.encode())
+        os.write(2, text.encode(errors="backslashreplace"))
 
 
 def or_list(values) -> str:

@@ -235,7 +235,7 @@ def test_a_config_without_a_setting_has_its_default(reference, tmp_path):
 def test_an_update_that_the_parent_of_a_branch_has_made_is_an_error(reference, tmp_path):
     """It was trained on the parent's data."""
     record = json.loads((reference / "config.json").read_text())
-    record["parent"] = dict(path="runs/parent", step=10, start_with="state")
+    record["parent"] = dict(path="runs/parent", step=10, start_with="state", tokens=0)
     (tmp_path / "config.json").write_text(json.dumps(record))
     code, (what, fix) = refused(tmp_path, "--step", 10)
     assert code == USAGE and "step=10 must be between 11 and 20" in what

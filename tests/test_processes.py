@@ -18,6 +18,7 @@ from runs import finish, loss_curve, new_run, rows, start, start_two, wait_for_s
 
 import cli
 import config
+import errors
 import processes
 import train
 from errors import DATA, DISTRIBUTED, HUNG, INTERRUPTED, USAGE
@@ -93,6 +94,20 @@ def test_what_goes_to_a_closed_stream_goes_to_no_file(tmp_path):
     command = ["sh", "-c", '"$@" <&- >&- 2>&-', "sh", sys.executable, "-c", code, tmp_path / "file"]
     assert subprocess.run(command, cwd=ROOT).returncode == 0
     assert (tmp_path / "file").read_text() == ""
+
+
+def test_a_process_of_a_process_has_the_streams_that_were_closed():
+    """Else it would open other files as these."""
+    child = [sys.executable, "-c", "import os; os.write(2, b'2')"]
+    work = f"sys.exit(subprocess.run({child}).returncode)"
+    code = f"import cli, subprocess, sys; cli.quit_on_error(lambda: {work})"
+    command = ["sh", "-c", '"$@" <&- >&- 2>&-', "sh", sys.executable, "-c", code]
+    assert subprocess.run(command, cwd=ROOT).returncode == 0
+
+
+def test_a_warning_may_name_a_file_whose_name_is_not_utf8(capfd):
+    errors.write_error("\udcff\n")
+    assert capfd.readouterr().err == "\\udcff\n"
 
 
 @pytest.mark.slow

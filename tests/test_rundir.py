@@ -37,6 +37,8 @@ def test_an_unwritable_run_directory_is_a_storage_error(cfg, tmp_path):
 
 def test_the_commit_is_known_where_another_user_owns_the_checkout(cfg, monkeypatch):
     ours = json.loads(rundir.run_record(cfg, "", {}))["git_commit"]
+    if not ours:
+        pytest.skip("these files are no git checkout")
     monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
     assert json.loads(rundir.run_record(cfg, "", {}))["git_commit"] == ours
 
@@ -84,7 +86,12 @@ def test_a_pipe_among_a_runs_files_is_refused(base, reference, name, time_limit)
 BRANCH = dict(start_with="state", step="2")
 
 
-@pytest.mark.parametrize("fact", [dict(parent=[]), dict(parent=BRANCH), dict(versions=3)])
+@pytest.mark.parametrize("fact", [
+    dict(parent=[]),
+    dict(parent=BRANCH),
+    dict(parent=dict(start_with="state", step=2)),
+    dict(versions=3),
+])  # fmt: skip
 def test_a_record_with_facts_of_another_type_is_refused(tmp_path, fact):
     record = tmp_path / "config.json"
     record.write_text(json.dumps(json.loads(cli.to_json(config.Config())) | fact))
