@@ -13,8 +13,8 @@ BIN := .venv/bin
 .PHONY: demo test test-full test-faults test-interop test-launch lint hashes
 
 .venv/installed: requirements.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: $(PYTHON) is older than \
-	3.11\n  fix: install Python 3.12, and give it: make demo PYTHON=python3.12")'
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13) and "error: $(PYTHON) is not \
+	3.11 to 3.13\n  fix: install Python 3.12, and give it: make demo PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --disable-pip-version-check --require-hashes -r requirements.txt
 	touch $@

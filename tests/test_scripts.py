@@ -240,15 +240,17 @@ def test_compare_shows_what_differs(trained, tmp_path):
     assert done.returncode == DATA and "has no training rows" in done.stderr
 
 
-def test_a_python_that_is_too_old_is_told_before_an_environment_is_made(tmp_path):
-    old = "import sys; sys.version_info = (3, 10); exec(sys.argv[2])"
+@pytest.mark.parametrize("version", [(3, 10, 9), (3, 14, 0)])
+def test_a_python_that_is_too_old_or_new_is_told_before_an_environment_is_made(tmp_path, version):
+    old = f"import sys; sys.version_info = {version}; exec(sys.argv[2])"
     (tmp_path / "python").write_text(f'#!/bin/sh\nexec {sys.executable} -c "{old}" "$@"\n')
     (tmp_path / "python").chmod(0o700)
     for name in ("Makefile", "requirements.txt"):
         shutil.copy(ROOT / name, tmp_path)
     command = ["make", "demo", "PYTHON=./python"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode and done.stderr.startswith("error: ./python is older than 3.11\n  fix: ")
+    assert done.returncode
+    assert done.stderr.startswith("error: ./python is not 3.11 to 3.13\n  fix: ")
     assert not (tmp_path / ".venv").exists()
 
 
