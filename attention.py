@@ -497,6 +497,7 @@ def mla(x_BLD, w, cfg, at: Span, cache):
         k_IHK = jnp.pad(w["k_IHK"], ((0, 0), (0, 0), (0, m.d_rope)))
         q_BLHK = rope(einsum("BLJ,JHK->BLHK", h_BLJ, q_JHK), at, cfg, m.d_rope)
         k_BSK = jnp.pad(k_BST, ((0, 0), (0, 0), (m.d_head, 0)))
+        # add_bias, because the gradient of the keys that heads share is a sum over heads.
         k_BSHK = add_bias(einsum("BSI,IHK->BSHK", c_BSI, k_IHK), k_BSK[:, :, None])
         v_BSHW = einsum("BSI,IHW->BSHW", c_BSI, w["v_IHW"])
         y_BLHW = attend(q_BLHK, k_BSHK, v_BSHW, at, cfg, width)

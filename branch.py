@@ -17,7 +17,7 @@ from errors import CHECKPOINT, DATA, USAGE, Problem, UserError
 from files import absolute_path, run_path, write_whole
 from metrics import read_lines
 from rundir import read_record
-from shards import has_others
+from shards import are_different
 from weights import init_weights
 
 MAY_DIFFER = re.compile("rope_|yarn_|max_positions$|window$")
@@ -68,7 +68,7 @@ class Parent:
             raise UserError(CHECKPOINT, problems=problems)
         theirs = self.path / "tokenizer.json"
         both = [x.read_text() for x in (tokenizer, theirs) if x and x.exists()]
-        if has_others(both):
+        if are_different(both):
             what = f"{tokenizer} is another tokenizer than that of the parent, {theirs}"
             raise UserError(DATA, what, f"prepare the data with --tokenizer {theirs}")
 

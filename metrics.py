@@ -40,7 +40,7 @@ class RowFile:
     again.  Object stores cannot append: there a local copy grows, and `upload` sends it.
     """
 
-    def __init__(self, path: epath.Path, step: int, patience: float = 0, track=lambda row: None):
+    def __init__(self, path: epath.Path, step: int, patience: float = 0, track=None):
         """patience: seconds for which writing may fail; the rows wait in memory meanwhile.
         track: called with each row that is there; a row for which it raises is dropped."""
         lines = read_lines(path, step, track)
@@ -95,7 +95,7 @@ class RowFile:
                 self.attempt(self.append)
 
 
-def read_lines(path: epath.Path, step: int, track=lambda row: None) -> list[str]:
+def read_lines(path: epath.Path, step: int, track=None) -> list[str]:
     """The lines of a .jsonl file up to update `step`, without those that a crash left incomplete or
     for which `track` raises."""
     lines = []
@@ -103,9 +103,10 @@ def read_lines(path: epath.Path, step: int, track=lambda row: None) -> list[str]
         try:
             text = line.decode()
             if text.endswith("\n") and (row := json.loads(text))["step"] <= step:
-                track(row)
+                if track:
+                    track(row)
                 lines.append(text)
-        except (ValueError, TypeError, LookupError, RecursionError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             warn(f"{path}: dropped a line that is not a row: {line[:60]!r}")
     return lines
 

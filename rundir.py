@@ -28,7 +28,7 @@ from files import free_name, is_remote, is_writable, move_folder, run_path, save
 from lock import FileLock, Lease, take_lock
 from mixture import read_ramp, trained_before
 from restart import LAST_END
-from shards import has_others
+from shards import are_different
 from utils import process_ids, run_on_lead, say, warn
 
 
@@ -42,7 +42,8 @@ def run_record(cfg: Config, fingerprint: str, old: dict) -> str:
     with suppress(metadata.PackageNotFoundError):
         versions |= dict(libtpu=metadata.version("libtpu"))
     versions |= dict(python=platform.python_version(), device=jax.devices()[0].device_kind)
-    # Also where another user owns the checkout, as in a container; its code is what runs here.
+    # With git from 2.38 on also where another user owns the checkout, as in a container; its code
+    # is what runs here.
     command = ["git", "-c", "safe.directory=*", "describe", "--always", "--dirty", "--abbrev=40"]
     command += ["--exclude=*"]
     folder = os.path.dirname(os.path.abspath(__file__))
@@ -174,7 +175,7 @@ def write_record(path: epath.Path, cfg: Config, source):
     text = "" if source.tokenizer is None else source.tokenizer.read_text()
     # Without a checkpoint, an earlier start has failed: no weights belong to its tokenizer.
     before = tokenizer.read_text() if saved_steps(path) and tokenizer.exists() else text
-    if text and has_others([before, text]):
+    if text and are_different([before, text]):
         what = f"{tokenizer} is another tokenizer than that of the data, {source.tokenizer}"
         raise UserError(errors.DATA, what, f"prepare the data with --tokenizer {tokenizer}")
     record = run_record(cfg, source.fingerprint, read_record(path))

@@ -34,7 +34,7 @@ def n_ids(tokenizer) -> int:
     return 1 + max(tokenizer.get_vocab().values(), default=-1)
 
 
-def has_others(texts: list[str]) -> bool:
+def are_different(texts: list[str]) -> bool:
     """Whether these texts of tokenizer.json are of different tokenizers.  Layout, truncation and
     padding do not count: prepare_data.py writes what the library makes of a file."""
 

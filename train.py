@@ -22,7 +22,7 @@ def quit_early(number, frame):
 
 
 if __name__ == "__main__":  # before the imports, which take seconds
-    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH leaves it out
+    sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))  # PYTHONSAFEPATH leaves it out
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, quit_early)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
@@ -594,8 +594,9 @@ def print_sizes(train: Dataset, vals: list[Dataset], tasks: Tasks | None, cfg: C
     sets += f"tasks: {tasks}\n" if tasks else ""
     utils.say(f"train: {train}\n{sets}model: {n_params:,} parameters{active}")
     if (ours := cfg.data.end_id) >= 0 and train.source.end_id not in (-1, ours):
-        what = f"documents in data.train end with token {train.source.end_id}, but what samples or "
-        utils.warn(f"{what}exports this run takes data.end_id={ours}: set --data.end_id")
+        theirs = train.source.end_id
+        what = f"documents in data.train end with token {theirs}, but samples and exports of this"
+        utils.warn(f"{what} run use data.end_id={ours}: set --data.end_id {theirs}")
 
 
 def evaluate_once(state: State, vals: list[Dataset], tasks: Tasks | None, stop, cfg: Config):

@@ -296,9 +296,9 @@ def write_config(cfg: Config, dtype: str, end_id: int | None) -> dict:
             del hf["sliding_window"]  # null is an error in gemma2, gemma3_text and gpt_oss
     if name.startswith("gemma"):
         if m.d_model % m.n_heads:  # transformers (5.23) does not load it
-            what = f"model.d_model={m.d_model} is no multiple of model.n_heads={m.n_heads}, which "
-            fix = "only a model with such a width can be exported"
-            raise UserError(DATA, f"{what}the {name} of transformers has to be", fix)
+            what = f"model.d_model={m.d_model} is no multiple of model.n_heads={m.n_heads}"
+            fix = "this model cannot be exported; train one whose width is a multiple"
+            raise UserError(DATA, f"{what}, as transformers demands of a {name}", fix)
         hf |= dict(query_pre_attn_scalar=m.attn_width or m.d_head)
     if name == "qwen3_moe":
         hf |= dict(mlp_only_layers=dense, decoder_sparse_step=1)

@@ -480,7 +480,8 @@ class Ssh:
             raise UserError(USAGE, what, fix)
         names = [host.rpartition("@")[2] for host in hosts]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            say(f"{or_list(twice)} appears twice, and each process takes all devices of its host")
+            what = f"{self.hosts} names hosts more than once: {', '.join(twice)}"
+            say(f"{what}; each process takes all devices of its host")
         place = ["--run.coordinator", f"{names[0]}:{self.port}"]
         place += ["--run.num_processes", f"{len(hosts)}", "--run.process_id"]
         for n, host in enumerate(hosts):

@@ -120,11 +120,20 @@ def test_a_signal_while_starting_is_exit_75(base, number):
         assert "nothing is lost" in err or "stopping after this update" in err
 
 
+def wait_for_handler(pid: int):
+    """Until train.py has handlers of signals; that of SIGUSR1 is the last."""
+    status, bit = Path(f"/proc/{pid}/status"), 1 << (signal.SIGUSR1 - 1)
+    until = time.monotonic() + 60
+    while not int(re.search(r"SigIgn:\s*(\w+)", status.read_text())[1], 16) & bit:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
 def test_a_terminal_that_is_closed_while_starting_is_exit_75(base):
     for handler, code in ((signal.SIG_DFL, INTERRUPTED), (signal.SIG_IGN, errors.DATA)):  # nohup
         cfg, _ = new_run(base, "hung_up", data=dict(train="nowhere"))
         process = start(cfg, preexec_fn=partial(signal.signal, signal.SIGHUP, handler))
-        time.sleep(0.5)
+        wait_for_handler(process.pid)
         process.send_signal(signal.SIGHUP)
         assert finish(process)[0] == code
 
