@@ -260,6 +260,7 @@ def import_hf(hf_dir, run_dir):
     dtype = "bfloat16" if is_bfloat16 else "float32"
     cfg = replace(cfg, train=replace(cfg.train, dtype=dtype))
     try:
+        (run / "checkpoints").rmtree(missing_ok=True)  # see kept_files
         write_checkpoint(found, tensors, run, cfg)
         if tokenizer:
             files.write_whole(run / "tokenizer.json", tokenizer)
@@ -298,10 +299,20 @@ def read_tokenizer(path: Path, vocab_size: int) -> str:
 def check_new(path, flag: str):
     """Raise UserError if the folder exists, USAGE, or cannot be made, STORAGE."""
     is_link = os.path.islink(path)  # which path.exists() follows
-    if (path.exists() or is_link) and (not path.is_dir() or any(path.iterdir())):
+    if (path.exists() or is_link) and (not path.is_dir() or any(kept_files(path))):
         what = f"{path} exists, and nothing is overwritten"
         raise UserError(USAGE, what, f"choose another --{flag}, or move what is there away")
     check_output(flag, path, is_folder=True)
+
+
+def kept_files(path):
+    """What is in a folder besides the incomplete checkpoint of an import that has failed: threads
+    of orbax write for a while after their error, even after the folder was removed."""
+    for entry in path.iterdir():
+        is_checkpoints = entry.name == "checkpoints" and entry.is_dir()
+        names = [x.name for x in entry.iterdir()] if is_checkpoints else [entry.name]
+        if any(not name.endswith(".orbax-checkpoint-tmp") for name in names):
+            yield entry
 
 
 def run_config(hf: dict, run) -> Config:

@@ -599,6 +599,17 @@ def test_what_a_full_disk_has_stopped_works_again_once_there_is_room(tmp_path, r
         assert run(*words).returncode == 0
 
 
+def test_only_an_incomplete_checkpoint_may_be_where_an_import_goes(tmp_path):
+    """It may have been written after the import had failed, and removed what it wrote."""
+    hf, checkpoints = hf_dir(tmp_path / "hf", "llama"), tmp_path / "run" / "checkpoints"
+    (checkpoints / "7").mkdir(parents=True)
+    with pytest.raises(UserError, match="exists, and nothing is overwritten"):
+        convert_hf.import_hf(hf, tmp_path / "run")
+    (checkpoints / "7").rename(checkpoints / "0.orbax-checkpoint-tmp")
+    convert_hf.import_hf(hf, tmp_path / "run")
+    assert [x.name for x in checkpoints.iterdir()] == ["0"]
+
+
 def test_a_link_to_nothing_is_refused_like_what_exists(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "nothing")
     with pytest.raises(UserError, match="exists, and nothing is overwritten"):
