@@ -29,7 +29,7 @@ class Args(cli.RunArgs):
     """The data set; by default the run's validation set."""
     per_token: str = ""
     """A .npy file to write: the log probability (nats, float32) of each token after the first.
-    They are in the order of the data."""
+    They are in the order of the data; NaN where a mask says that a token is not scored."""
     batch_size: int = 64
     """Sequences in a batch, rounded to what the mesh needs; does not change the result."""
     eval: config.Eval = config.Eval()
@@ -50,6 +50,7 @@ def parse() -> tuple[Args, config.Config]:
 if __name__ == "__main__":  # before jax is imported, see train.py
     ARGS, CFG = cli.quit_on_error(parse)
 
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
@@ -58,7 +59,11 @@ import train
 import utils
 from dataset import Dataset
 from scripts.outputs import check_output
+from shards import are_different
 from tasks import open_tasks
+
+NOT_SCORED = -1.0
+"""Stands for the loss of a token that does not count; a real one is never below 0."""
 
 
 def main(args: Args, cfg: config.Config):
@@ -68,22 +73,34 @@ def main(args: Args, cfg: config.Config):
     tasks = open_tasks(run / "tokenizer.json", cfg) if cfg.eval.tasks else None
     params = train.load_params(run, cfg, args.step, args.weights)
     for name in read_sets(cfg.data.val):
-        score(args, cfg, params, Dataset(cfg, "val", name))
+        data = Dataset(cfg, "val", name)
+        utils.run_on_lead(check_tokenizer, run / "tokenizer.json", data.source.tokenizer)
+        score(args, cfg, params, data)
     if tasks:
         utils.say(json.dumps(train.score_tasks(params, tasks, cfg)))
+
+
+def check_tokenizer(ours, theirs):
+    """Raise UserError DATA if the set was made with another tokenizer than the run's data."""
+    if are_different([x.read_text() for x in (ours, theirs) if x is not None and x.exists()]):
+        what = f"{theirs} is another tokenizer than that of the run, {ours}"
+        raise errors.UserError(errors.DATA, what, f"prepare the data with --tokenizer {ours}")
 
 
 def score(args: Args, cfg: config.Config, params, data: Dataset):
     """Score every token of one set."""
     # stdout is for the result.
     utils.say(f"evaluating in {cfg.train.dtype} on {data.source}", file=sys.stderr)
-    nlls, n_scored = [], 0
+    parts = []
     for i in train.progress(range(data.n_eval_batches)):
-        _, n, nll_AMBL, _ = train.eval_step(params, *data.eval_batch(i), cfg)
-        n_scored += int(n)
-        nlls.append(np.asarray(multihost_utils.process_allgather(nll_AMBL, tiled=True)).ravel())
-    nll = np.concatenate(nlls)[: data.source.n_tokens - 1]  # without the padding of the last batch
-    loss = nll.sum(dtype=np.float64) / max(1, n_scored)
+        tokens, targets = data.eval_batch(i)
+        _, _, nll_AMBL, _ = train.eval_step(params, tokens, targets, cfg)
+        nll_AMBL = jnp.where(targets >= 0, nll_AMBL, NOT_SCORED)
+        parts.append(np.asarray(multihost_utils.process_allgather(nll_AMBL, tiled=True)).ravel())
+    nll = np.concatenate(parts)[: data.source.n_tokens - 1]  # without the padding of the last batch
+    is_scored = nll != NOT_SCORED
+    n_scored = int(is_scored.sum())
+    loss = nll[is_scored].sum(dtype=np.float64) / n_scored if n_scored else math.nan
     bytes_per_token = data.source.bytes_per_token
     bits = loss / math.log(2) / bytes_per_token if bytes_per_token is not None else math.nan
     scores = dict(loss=loss, perplexity=np.exp(loss), bits_per_byte=bits)
@@ -91,7 +108,8 @@ def score(args: Args, cfg: config.Config, params, data: Dataset):
     name = dict(set=data.name) if data.name else {}
     utils.say(json.dumps(name | scores | dict(tokens=n_scored)))
     if args.per_token and utils.is_lead():
-        files.write_whole(files.absolute_path(args.per_token), files.npy_bytes(-nll))
+        logprob = np.where(is_scored, -nll, np.float32(np.nan))
+        files.write_whole(files.absolute_path(args.per_token), files.npy_bytes(logprob))
 
 
 if __name__ == "__main__":
