@@ -48,6 +48,8 @@ class Curves:
 
     def __init__(self, run: str):
         self.name, path = run, epath.Path(run)
+        # matplotlib leaves out what begins with _, and reads $ as mathematics.
+        self.label = (f"./{run}" if run.startswith("_") else run).replace("$", r"\$")
         train, evals = read_metrics(path)
         cfg = cli.parse(["--config", f"{run}/config.json"])  # raises UserError for a damaged one
         self.facts = record_facts(json.loads((path / "config.json").read_text()))
@@ -60,9 +62,9 @@ class Curves:
         self.costs = {"tokens": tokens, "seconds": np.cumsum(seconds), "FLOPs": flops}
         self.evals = {}  # {name of the set: {row of self.costs: loss}}
         for row in evals:
-            if row["loss"] is not None:
-                at = min(np.searchsorted(step, row["step"]), len(step) - 1)
-                self.evals.setdefault(row.get("set", ""), {})[at] = row["loss"]
+            at = min(np.searchsorted(step, row["step"]), len(step) - 1)
+            loss = np.nan if row["loss"] is None else row["loss"]
+            self.evals.setdefault(row.get("set", ""), {})[at] = loss
 
 
 def smooth(x, n: int):
@@ -79,10 +81,10 @@ def draw(out: str, runs: list[Curves], sets: list[str], n: int):
     for axes, cost in zip(figure.subplots(1, 3, sharey=True), runs[0].costs, strict=True):
         for number, run in enumerate(runs):
             x, style = run.costs[cost], dict(color=f"C{number}")
-            axes.plot(x, smooth(run.loss, n), lw=1, label=run.name, **style)
+            axes.plot(x, smooth(run.loss, n), lw=1, label=run.label, **style)
             for shape, name in zip(cycle("osD^v*"), sets):
                 found = run.evals.get(name, {})
-                label = f"{run.name}, validation {name}".strip()
+                label = f"{run.label}, validation {name}".strip()
                 axes.plot(x[[*found]], [*found.values()], shape, ms=5, label=label, **style)
         axes.set(xlabel=cost)
         axes.ticklabel_format(axis="x", style="sci", scilimits=(0, 4))
@@ -110,6 +112,7 @@ def main(args: Args):
     draw(args.out, runs, sets, n)
     rows = [["", *(run.name for run in runs)]]
     rows += [[cost, *(f"{run.costs[cost][-1]:.4g}" for run in runs)] for cost in runs[0].costs]
+    n = min(len(run.loss) for run in runs) // 50  # of the shortest, without its first updates
     what = f"training loss of {n + 1} updates" if n else "training loss"
     rows += [[what, *(f"{smooth(run.loss, n)[-1]:.4f}" for run in runs)]]
     for name in sets:

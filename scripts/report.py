@@ -34,7 +34,10 @@ def read_rows(path: epath.Path) -> list[dict]:
     left incomplete.  Raises UserError DATA."""
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     try:
-        return [dict(json.loads(line)) for line in lines]
+        rows = [dict(json.loads(line)) for line in lines]
+        if wrong := [row for row in rows if "step" not in row]:
+            raise ValueError(f"{str(wrong[0])[:60]} has no step")
+        return rows
     except (ValueError, TypeError, RecursionError) as e:
         what = f"{path} has a line that is not a row: {str(e)[:200]}"
         raise UserError(DATA, what, "start the run again, which drops such lines") from None
@@ -44,7 +47,7 @@ def read_metrics(run: epath.Path) -> tuple[list[dict], list[dict]]:
     """The rows of a run's updates, of which there is at least one, and those of its evaluations.
     Raises UserError DATA."""
     rows = read_rows(run / "metrics.jsonl")
-    train, evals = ([row for row in rows if row["kind"] == kind] for kind in ("train", "eval"))
+    train, evals = ([row for row in rows if row.get("kind") == kind] for kind in ("train", "eval"))
     if not train:
         what = f"{run} has no training rows in metrics.jsonl"
         raise UserError(DATA, what, "name a run directory that has trained")

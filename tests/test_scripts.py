@@ -200,14 +200,54 @@ def test_rows_that_are_incomplete_damaged_or_not_finite_are_reported(trained, tm
     spike = whole.replace('"train", "step": 3,', '"train", "step": 3, "spike": 1.0,')
     rows.write_text(re.sub(r'("step": 5, "loss": )[0-9.]+', r"\1null", spike))
     assert " 2 skipped\n" in run("scripts/report.py", "--run", other).stdout
-    rows.write_bytes(b"\xff\n" + whole.encode())
-    for command in (["report.py", "--run", other], ["compare.py", trained, other]):
-        done = run(f"scripts/{command[0]}", *command[1:])
-        assert done.returncode == DATA and done.stderr.count("\n") == 2, done.stderr
+    for text in (b"\xff\n" + whole.encode(), whole.encode() + b"{}\n"):
+        rows.write_bytes(text)
+        for command in (["report.py", "--run", other], ["compare.py", trained, other]):
+            done = run(f"scripts/{command[0]}", *command[1:])
+            assert done.returncode == DATA and done.stderr.count("\n") == 2, done.stderr
     rows.write_text(whole)
     (other / "config.json").write_text("{")
     done = run("scripts/compare.py", trained, other, "--out", tmp_path / "c.png")
     assert done.returncode == USAGE and done.stderr.count("\n") == 2, done.stderr
+
+
+def test_evaluate_scores_nothing_else_than_what_is_scored(trained, tmp_path):
+    data, out = tmp_path / "h.npy", tmp_path / "logprob.npy"
+    np.save(data, np.arange(90, dtype=np.uint16))
+    for n_scored in (30, 0):
+        data.with_suffix(".mask").write_bytes(bytes(90 - n_scored) + b"\1" * n_scored)
+        done = run("scripts/evaluate.py", "--run", trained, "--data", data, "--per_token", out)
+        assert done.returncode == 0, done.stderr
+        result, logprob = json.loads(done.stdout), np.load(out)
+        assert np.isnan(logprob[: 89 - n_scored]).all() and result["tokens"] == n_scored
+        if n_scored:
+            assert -logprob[-n_scored:].mean() == pytest.approx(result["loss"], rel=1e-6)
+        else:
+            assert result["loss"] is result["perplexity"] is None
+
+
+def test_evaluate_refuses_the_data_of_another_tokenizer(trained, tmp_path):
+    (tmp_path / "a.txt").write_text("abc\n" * 500)
+    words = ["--input", tmp_path / "a.txt", "--tokenizer", "char"]
+    assert run("scripts/prepare_data.py", *words, "--out", tmp_path / "d").returncode == 0
+    done = run("scripts/evaluate.py", "--run", trained, "--data", tmp_path / "d/val")
+    assert done.returncode == DATA and "is another tokenizer than that of the run" in done.stderr
+
+
+def test_compare_shows_where_runs_ended_whatever_they_are_called(trained, tmp_path):
+    diverged = Path(shutil.copytree(trained, tmp_path / "x$/a^$b"))
+    text = (diverged / "metrics.jsonl").read_text()
+    rows = [json.loads(line) for line in text.splitlines()]
+    last = [row for row in rows if row["kind"] == "train"][-1]
+    rows[-1] |= dict(loss=None)
+    assert rows[-1]["kind"] == "eval"
+    rows += [last | dict(step=n) for n in range(21, 101)]
+    (diverged / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = run("scripts/compare.py", trained, diverged, "--out", tmp_path / "c.png")
+    assert done.returncode == 0, done.stderr
+    cells = {row[0]: row[1:] for row in (re.split("  +", x) for x in done.stdout.splitlines())}
+    assert cells["validation loss"][1] == "nan"
+    assert cells["training loss"] == [f"{last['loss']:.4f}"] * 2  # of no more than the shortest has
 
 
 def test_compare_shows_what_differs(trained, tmp_path):
