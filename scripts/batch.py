@@ -66,7 +66,6 @@ if __name__ == "__main__":  # before jax is imported, see train.py
     ARGS, CFG = cli.quit_on_error(parse)
 
 import numpy as np
-from tokenizers import Tokenizer
 
 import processes
 import rundir
@@ -74,6 +73,7 @@ import train
 import utils
 from dataset import Dataset, Mixture, TokenFiles
 from scripts.outputs import check_output
+from tasks import load_tokenizer
 
 
 def find_weights(run, step: int) -> int:
@@ -112,6 +112,12 @@ def count_documents(source: TokenFiles, start: int, stop: int) -> int:
     return sum(int((source.read(a, min(a + 2**24, stop)) == source.end_id).sum()) for a in at)
 
 
+IN_BATCH = ("data.", "model.", "run.seed", "train.batch_size", "train.seq_len")
+"""Settings that a batch or its losses depend on."""
+FOR_LATER = ("data.skip", "data.stages")
+"""A run goes on only if these, and train.batch_ramp, change none of its updates so far."""
+
+
 def open_data(args: Args, cfg: config.Config, run) -> Dataset:
     """The training set that config.json names.  Raises UserError DATA if it is gone or has changed;
     warns if settings have changed since the update, because the batch is computed with today's."""
@@ -126,7 +132,8 @@ def open_data(args: Args, cfg: config.Config, run) -> Dataset:
         what = f"data.train={cfg.data.train} are not the data that {run} was trained on"
         raise errors.UserError(errors.DATA, what, fix)
     for start in rundir.read_history(run):
-        changed = [*start.get("changes", {}).get("changes the training", {})]
+        changed = start.get("changes", {}).get("changes the training", {})
+        changed = [x for x in changed if x.startswith(IN_BATCH) and x not in FOR_LATER]
         if start["step"] >= args.step and changed:
             utils.warn(f"{', '.join(changed)} changed after update {args.step}; this is as of now")
     return data
@@ -227,14 +234,15 @@ def main(args: Args, cfg: config.Config):
     """Print the rows of the update, and write --html."""
     check_output("html", args.html)
     cfg = utils.start_mesh(cfg)
+    path = files.absolute_path(args.run) / "tokenizer.json"
+    fix = "copy the tokenizer of the run's data there"
+    tokenizer = load_tokenizer(path, cfg, fix) if path.exists() else None
     rows = read_rows(args, cfg)
-    tokenizer = files.absolute_path(args.run) / "tokenizer.json"
-    known = Tokenizer.from_str(tokenizer.read_text()) if tokenizer.exists() else None
 
     def decode(ids: list[int]) -> str:
-        if known is None:
+        if tokenizer is None:
             return " ".join(map(str, ids))
-        return known.decode(ids, skip_special_tokens=False)
+        return tokenizer.decode(ids, skip_special_tokens=False)
 
     for row in rows:
         print_row(row, decode)

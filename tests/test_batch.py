@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -230,6 +231,23 @@ def test_a_config_without_a_setting_has_its_default(reference, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(record))
     found = [re.findall("row .*", explain(run, "--step", 3)) for run in (tmp_path, reference)]
     assert found[0] == found[1] and len(found[0]) == 32
+
+
+def test_a_damaged_tokenizer_is_an_error(reference, tmp_path):
+    shutil.copy(reference / "config.json", tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{broken")
+    code, (what, _) = refused(tmp_path, "--step", 3)
+    assert code == DATA and "is not a tokenizer.json" in what
+
+
+def test_only_changes_that_a_batch_may_depend_on_are_told(reference, tmp_path):
+    shutil.copy(reference / "config.json", tmp_path)
+    names = ["optim.lr", "data.skip", "train.seq_len"]
+    row = dict(step=20, changes={"changes the training": {name: [1, 2] for name in names}})
+    (tmp_path / "history.jsonl").write_text(json.dumps(row) + "\n")
+    command = [sys.executable, ROOT / "scripts/batch.py", "--run", tmp_path, "--step", 3]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "warning: train.seq_len changed after update 3" in done.stderr
 
 
 def test_an_update_that_the_parent_of_a_branch_has_made_is_an_error(reference, tmp_path):
