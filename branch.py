@@ -125,7 +125,7 @@ class Parent:
 
 def read_name(text: str) -> tuple[epath.Path, int]:
     """(path, step) of RUN@STEP; -1 for RUN."""
-    name, step = re.fullmatch(r"(.+?)(?:@(\d{1,9}))?", text).groups()
+    name, step = re.fullmatch(r"(?s)(.+?)(?:@(\d{1,9}))?", text).groups()
     return absolute_path(name), int(step or -1)
 
 
@@ -139,6 +139,7 @@ def refuse_other_parent(run: epath.Path, cfg: Config):
     if not cfg.run.start_from:
         return
     (path, step), parent = read_name(cfg.run.start_from), read_record(run).get("parent", {})
-    if parent.get("path") != str(path) or step not in (-1, parent.get("step")):
+    is_branch = "start_with" in parent  # an average has a parent too
+    if not is_branch or parent["path"] != str(path) or step not in (-1, parent["step"]):
         what = f"{run} has checkpoints of its own, and did not start from {cfg.run.start_from}"
         raise UserError(CHECKPOINT, what, "choose another --run.name, or start over with --fresh")

@@ -213,7 +213,7 @@ def main(args: Args, cfg: config.Config):
             found["losses"] = rate_transfer(args, cfg, base, bar)
             best = {w: args.rates[int(np.argmin(x))] for w, x in found["losses"].items()}
             table[name] = found | dict(slopes=slopes, best_rates=best)
-    print(json.dumps(table))
+    print(json.dumps(jax.tree.map(utils.finite_or_none, table)))
     for name, found in table.items():
         worst = max(found["slopes"].values(), key=abs)
         utils.say(f"{name}: steepest slope {worst:+.2f}; best rates {found['best_rates']}")

@@ -113,6 +113,10 @@ def test_a_branch_with_weights_is_a_new_training(reference, base):
     assert found[1]["loss"] < first - 0.5  # of the same batch, but with trained weights
 
 
+def test_a_name_may_have_any_character():
+    assert branch.read_name("/runs/a\nb") == (epath.Path("/runs/a\nb"), -1)
+
+
 @pytest.mark.slow
 def test_positions_may_grow(base, tmp_path):
     model = replace(GPT2.model, n_layers=4, vocab_size=512)

@@ -17,12 +17,13 @@ from etils import epath
 from runs import copy_run, final_weights, losses, new_run, open_log, refusal, rows
 
 import attention
+import branch
 import config
 import layers
 import norms
 import optim
 import train
-from errors import CHECKPOINT, USAGE
+from errors import CHECKPOINT, USAGE, UserError
 
 # ---- averages of the weights
 
@@ -95,6 +96,9 @@ def test_a_mean_of_checkpoints_is_a_run_like_any_other(reference, tmp_path):
     assert done.returncode == 0, done.stderr
     done = run_script(*words)
     assert done.returncode == USAGE and "exists" in done.stderr
+    start = replace(config.tiny(), run=config.Run(start_from=str(reference), start_with="state"))
+    with pytest.raises(UserError, match="did not start from"):
+        branch.refuse_other_parent(epath.Path(out), start)
     done = run_script(*words[:3], "--steps", "10,10", "--out", tmp_path / "other")
     assert done.returncode == USAGE and "different numbers of updates" in done.stderr
     done = run_script(*words[:3], "--steps", "10,15", "--out", tmp_path / "other")
