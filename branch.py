@@ -139,7 +139,7 @@ def refuse_other_parent(run: epath.Path, cfg: Config):
     if not cfg.run.start_from:
         return
     (path, step), parent = read_name(cfg.run.start_from), read_record(run).get("parent", {})
-    is_branch = "start_with" in parent  # an average has a parent too
-    if not is_branch or parent["path"] != str(path) or step not in (-1, parent["step"]):
+    is_branch = "start_with" in parent  # the parent of an average has none
+    if not is_branch or parent.get("path") != str(path) or step not in (-1, parent["step"]):
         what = f"{run} has checkpoints of its own, and did not start from {cfg.run.start_from}"
         raise UserError(CHECKPOINT, what, "choose another --run.name, or start over with --fresh")

@@ -42,7 +42,7 @@ class RowFile:
 
     def __init__(self, path: epath.Path, step: int, patience: float = 0, track=None):
         """patience: seconds for which writing may fail; the rows wait in memory meanwhile.
-        track: called with each row that is there; a row for which it raises is dropped."""
+        track: see read_lines."""
         lines = read_lines(path, step, track)
         self.path, self.rows = path, [json.loads(line) for line in lines]
         self.local_path, self.patience = local_folder(path.parent) / path.name, patience
@@ -96,8 +96,8 @@ class RowFile:
 
 
 def read_lines(path: epath.Path, step: int, track=None) -> list[str]:
-    """The lines of a .jsonl file up to update `step`, without those that a crash left incomplete or
-    for which `track` raises."""
+    """The lines of a .jsonl file up to update `step`, without those that a crash left incomplete.
+    track: called with each row; it drops the row by a ValueError, TypeError or KeyError."""
     lines = []
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
         try:

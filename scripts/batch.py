@@ -115,7 +115,7 @@ def count_documents(source: TokenFiles, start: int, stop: int) -> int:
 IN_BATCH = ("data.", "model.", "run.seed", "train.batch_size", "train.seq_len")
 """Settings that a batch or its losses depend on."""
 FOR_LATER = ("data.skip", "data.stages")
-"""A run goes on only if these, and train.batch_ramp, change none of its updates so far."""
+"""Settings that may change only for updates still to come, see rundir.check_past."""
 
 
 def open_data(args: Args, cfg: config.Config, run) -> Dataset:
@@ -132,8 +132,10 @@ def open_data(args: Args, cfg: config.Config, run) -> Dataset:
         what = f"data.train={cfg.data.train} are not the data that {run} was trained on"
         raise errors.UserError(errors.DATA, what, fix)
     for start in rundir.read_history(run):
-        changed = start.get("changes", {}).get("changes the training", {})
-        changed = [x for x in changed if x.startswith(IN_BATCH) and x not in FOR_LATER]
+        found = start.get("changes", {}).get("changes the training", {})
+        # With a ramp train.batch_size is its last size.
+        later = (*FOR_LATER, *(["train.batch_size"] if "train.batch_ramp" in found else []))
+        changed = [x for x in found if x.startswith(IN_BATCH) and x not in later]
         if start["step"] >= args.step and changed:
             utils.warn(f"{', '.join(changed)} changed after update {args.step}; this is as of now")
     return data

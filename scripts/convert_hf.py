@@ -299,7 +299,8 @@ def read_tokenizer(path: Path, vocab_size: int) -> str:
 def check_new(path, flag: str):
     """Raise UserError if the folder exists, USAGE, or cannot be made, STORAGE."""
     is_link = os.path.islink(path)  # which path.exists() follows
-    if (path.exists() or is_link) and (not path.is_dir() or any(kept_files(path))):
+    found = kept_files if flag == "run" else Path.iterdir
+    if (path.exists() or is_link) and (not path.is_dir() or any(found(path))):
         what = f"{path} exists, and nothing is overwritten"
         raise UserError(USAGE, what, f"choose another --{flag}, or move what is there away")
     check_output(flag, path, is_folder=True)
@@ -307,9 +308,12 @@ def check_new(path, flag: str):
 
 def kept_files(path):
     """What is in a folder besides the incomplete checkpoint of an import that has failed: threads
-    of orbax write for a while after their error, even after the folder was removed."""
+    of orbax write for a while after their error, even after the folder was removed.  The checkpoint
+    of an import that still runs looks the same."""
     for entry in path.iterdir():
-        is_checkpoints = entry.name == "checkpoints" and entry.is_dir()
+        is_checkpoints = (
+            entry.name == "checkpoints" and entry.is_dir() and not os.path.islink(entry)
+        )
         names = [x.name for x in entry.iterdir()] if is_checkpoints else [entry.name]
         if any(not name.endswith(".orbax-checkpoint-tmp") for name in names):
             yield entry

@@ -63,7 +63,7 @@ from shards import are_different
 from tasks import open_tasks
 
 NOT_SCORED = -1.0
-"""Stands for the loss of a token that does not count; a real one is never below 0."""
+"""Stands for the loss of a token that does not count; that of others is 0 or more, to rounding."""
 
 
 def main(args: Args, cfg: config.Config):
@@ -71,10 +71,11 @@ def main(args: Args, cfg: config.Config):
     cfg, run = utils.start_mesh(cfg, rows=args.batch_size), files.absolute_path(args.run)
     utils.run_on_lead(check_output, "per_token", args.per_token)
     tasks = open_tasks(run / "tokenizer.json", cfg) if cfg.eval.tasks else None
-    params = train.load_params(run, cfg, args.step, args.weights)
-    for name in read_sets(cfg.data.val):
-        data = Dataset(cfg, "val", name)
+    sets = [Dataset(cfg, "val", name) for name in read_sets(cfg.data.val)]
+    for data in sets:
         utils.run_on_lead(check_tokenizer, run / "tokenizer.json", data.source.tokenizer)
+    params = train.load_params(run, cfg, args.step, args.weights)
+    for data in sets:
         score(args, cfg, params, data)
     if tasks:
         utils.say(json.dumps(train.score_tasks(params, tasks, cfg)))

@@ -65,14 +65,14 @@ def read_tokenizer(path: str, end: str) -> Tokenizer:
         tokenizer.add_special_tokens([END])
         if is_new:
             n = tokenizer.token_to_id(END)
-            print(f"{path} has no {END}: it is added as id {n}; --end_token names another token")
+            print(f"{path} has no {END}: it is added as id {n}; name another with --end_token")
     ids, end_id = [*tokenizer.get_vocab().values()], tokenizer.token_to_id(end)
     if end_id is None:
         what = f"--end_token {end} is no token of --tokenizer {path}"
         raise UserError(USAGE, what, "name the token that ends a document there")
     if ids.count(end_id) > 1:  # a new token's id is the number of tokens before
         what = f"--tokenizer {path}: id {end_id} is that of {end} and of another token"
-        raise UserError(DATA, what, f"give {end} an id of its own in it")
+        raise UserError(DATA, what, f"correct {path}: {end} needs an id of its own")
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

@@ -242,7 +242,8 @@ def test_a_damaged_tokenizer_is_an_error(reference, tmp_path):
 
 def test_only_changes_that_a_batch_may_depend_on_are_told(reference, tmp_path):
     shutil.copy(reference / "config.json", tmp_path)
-    names = ["optim.lr", "data.skip", "train.seq_len"]
+    later = ["data.skip", "data.stages", "train.batch_ramp", "train.batch_size"]
+    names = ["optim.lr", *later, "train.seq_len"]
     row = dict(step=20, changes={"changes the training": {name: [1, 2] for name in names}})
     (tmp_path / "history.jsonl").write_text(json.dumps(row) + "\n")
     command = [sys.executable, ROOT / "scripts/batch.py", "--run", tmp_path, "--step", 3]

@@ -606,6 +606,8 @@ def test_only_an_incomplete_checkpoint_may_be_where_an_import_goes(tmp_path):
     with pytest.raises(UserError, match="exists, and nothing is overwritten"):
         convert_hf.import_hf(hf, tmp_path / "run")
     (checkpoints / "7").rename(checkpoints / "0.orbax-checkpoint-tmp")
+    with pytest.raises(UserError, match="exists, and nothing is overwritten"):
+        convert_hf.export_hf(tmp_path / "other", tmp_path / "run")
     convert_hf.import_hf(hf, tmp_path / "run")
     assert [x.name for x in checkpoints.iterdir()] == ["0"]
 

@@ -567,6 +567,9 @@ def test_a_plan_is_that_of_the_largest_batch_of_a_ramp():
     )
     assert falling["memory_total"] == largest["memory_total"]
     assert falling["best"] == largest["best"]
+    ramp = ["--train.batch_ramp", "0:64,100:16", "--train.remat", "layer"]
+    found = json.loads(answer(*one, "--search", *ramp)[1])["plans"]
+    assert falling["memory_total"] in [x["memory_total"] for x in found]
 
 
 # ---- against XLA
