@@ -355,7 +355,7 @@ def quit_on_error(f, *args):
     for mode, name in ("r", "stdin"), ("w", "stdout"), ("w", "stderr"):
         if getattr(sys, name) is None:
             stream = open(os.devnull, mode)  # noqa: SIM115, until the process ends
-            os.set_inheritable(stream.fileno(), True)  # processes that are started get it too
+            os.set_inheritable(stream.fileno(), True)  # for child processes
             setattr(sys, name, stream)
     sys.stdout.reconfigure(errors="backslashreplace")  # where it is not UTF-8
     try:

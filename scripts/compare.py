@@ -112,7 +112,7 @@ def main(args: Args):
     draw(args.out, runs, sets, n)
     rows = [["", *(run.name for run in runs)]]
     rows += [[cost, *(f"{run.costs[cost][-1]:.4g}" for run in runs)] for cost in runs[0].costs]
-    n = min(len(run.loss) for run in runs) // 50  # a late part of the shortest run too
+    n = min(len(run.loss) for run in runs) // 50  # so that no run shows its first updates
     what = f"training loss of {n + 1} updates" if n else "training loss"
     rows += [[what, *(f"{smooth(run.loss, n)[-1]:.4f}" for run in runs)]]
     for name in sets:

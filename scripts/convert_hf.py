@@ -311,10 +311,9 @@ def kept_files(path):
     of orbax write for a while after their error, even after the folder was removed.  The checkpoint
     of an import that still runs looks the same."""
     for entry in path.iterdir():
-        is_checkpoints = (
-            entry.name == "checkpoints" and entry.is_dir() and not os.path.islink(entry)
-        )
-        names = [x.name for x in entry.iterdir()] if is_checkpoints else [entry.name]
+        is_folder = entry.is_dir() and not os.path.islink(entry)
+        is_searched = is_folder and entry.name == "checkpoints"
+        names = [x.name for x in entry.iterdir()] if is_searched else [entry.name]
         if any(not name.endswith(".orbax-checkpoint-tmp") for name in names):
             yield entry
 
@@ -442,7 +441,7 @@ def export_hf(run_dir, hf_dir, step=-1, dtype="float32", shard_size=5_000_000_00
             (folder / "tokenizer_config.json").write_text(json.dumps(about, indent=2) + "\n")
         (folder / "config.json").write_text(json.dumps(hf, indent=2, sort_keys=True) + "\n")
     except BaseException:  # also Ctrl-C; or the next export would refuse the directory
-        for file in folder.iterdir():  # it was empty
+        for file in folder.iterdir():  # it was empty, see check_new
             file.unlink()
         raise
     utils.say(f"{run} after update {step} -> {folder}: {hf['model_type']}, {dtype}")

@@ -63,7 +63,7 @@ from shards import are_different
 from tasks import open_tasks
 
 NOT_SCORED = -1.0
-"""Stands for the loss of a token that does not count; that of others is 0 or more, to rounding."""
+"""Marks a token that is not scored: no loss is this far below 0."""
 
 
 def main(args: Args, cfg: config.Config):

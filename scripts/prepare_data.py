@@ -490,8 +490,8 @@ def main(args: Args):
     common |= dict(end_token=args.end_token)
     tasks = [Task(n, found, str(out), **common) for n, found in groups]
     # Starting a process takes about as long as tokenizing a million bytes.
-    knows_its_own = hasattr(os, "sched_getaffinity")  # not on macOS
-    cores = len(os.sched_getaffinity(0)) if knows_its_own else os.cpu_count() or 1
+    has_affinity = hasattr(os, "sched_getaffinity")  # not on macOS
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     n_workers = min(args.workers or cores, 1 + sum(piece.size for piece in pieces) // 1_000_000)
     if args.dedup:
         tasks = find_repeats(tasks, args, n_workers)

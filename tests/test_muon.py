@@ -79,7 +79,10 @@ def momenta(state) -> dict:
     return {name.split("trace/")[1]: x for name, x in found.items() if "trace/" in name}
 
 
-@pytest.mark.parametrize("case", [PLAIN, pytest.param(ALL_EXPERTS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", [
+    pytest.param(PLAIN, id="plain"),
+    pytest.param(ALL_EXPERTS, id="moe", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_updates_of_a_model_are_orthogonal(case):
     """Of each layer and expert, and of the heads together; what has no rows is AdamW's."""
     cfg = muon_config(case, (2, 2, 2), weight_decay=0.0)
