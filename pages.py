@@ -125,10 +125,16 @@ class PageReader:
     MEMORY = 64 * 2**20
     """Bytes of pages that are kept in memory."""
 
-    def __init__(self, cfg: Config):
-        self.cfg, self.lock, self.disk = cfg, threading.Lock(), None
+    def __init__(self, folder: epath.Path, cfg: Config):
+        self.lock = threading.Lock()
         self.memory, self.size = OrderedDict(), 0  # {digest: page}, those used last at the end
         self.states = {}  # {path: its state when it was first read}
+        self.disk = None
+        if is_remote(folder) and cfg.data.cache_gb:
+            cache = os.path.join(tempfile.gettempdir(), f"trifold-pages-{os.getuid()}")
+            if cfg.data.cache:
+                cache = os.path.join(cfg.data.cache, "trifold-pages")
+            self.disk = DiskCache(cache, int(cfg.data.cache_gb * 2**30))
 
     def read(self, pieces: list[tuple[Shard, int, int]]) -> list[np.ndarray]:
         """Tokens start to stop - 1 of each (shard, start, stop).
@@ -187,9 +193,13 @@ class PageReader:
                     raise shards.missing_error(block.path) from None
                 if isinstance(data, Exception):
                     raise data
-                if not block.digest or is_page(block, data):
+                if not block.digest:
                     found[block] = data
-                    self.keep(block, data)
+                elif is_page(block, data):
+                    found[block] = data
+                    self.remember(block, data)
+                    if self.disk:
+                        self.disk.put(block.digest, data)
         for block, data in found.items():
             if data is None:
                 raise DamagedPage(block)
@@ -203,17 +213,11 @@ class PageReader:
             if block.digest in self.memory:
                 self.memory.move_to_end(block.digest)
                 return self.memory[block.digest]
-        data = cache.get(block.digest) if (cache := self.disk_cache(block)) else None
+        data = self.disk.get(block.digest) if self.disk else None
         if data is None or not is_page(block, data):
             return None
         self.remember(block, data)
         return data
-
-    def keep(self, block: Block, data: bytes):
-        if block.digest:
-            self.remember(block, data)
-            if cache := self.disk_cache(block):
-                cache.put(block.digest, data)
 
     def remember(self, block: Block, data: bytes):
         with self.lock:
@@ -221,19 +225,6 @@ class PageReader:
             self.memory[block.digest] = data
             while self.size > self.MEMORY:
                 self.size -= len(self.memory.popitem(last=False)[1])
-
-    def disk_cache(self, block: Block) -> DiskCache | None:
-        """The cache on disk, if pages of this block's file belong into it."""
-        cfg = self.cfg
-        if not is_remote(block.path) or not cfg.data.cache_gb:
-            return None
-        with self.lock:
-            if self.disk is None:
-                folder = os.path.join(tempfile.gettempdir(), f"trifold-pages-{os.getuid()}")
-                if cfg.data.cache:
-                    folder = os.path.join(cfg.data.cache, "trifold-pages")
-                self.disk = DiskCache(folder, int(cfg.data.cache_gb * 2**30))
-        return self.disk
 
 
 def digest_list(shard: Shard) -> Block:
