@@ -74,7 +74,7 @@ def paths_in(folder: epath.Path, pattern: str) -> list[epath.Path]:
 
 
 def leaves_folder(path, folder) -> bool:
-    """Whether a path of this machine is a link to something outside of the folder.
+    """Whether a path, which is on this machine, is a link to something outside of the folder.
 
     A snapshot in a Hugging Face cache is a folder of links to the blobs beside it, which count as
     inside.
@@ -82,7 +82,7 @@ def leaves_folder(path, folder) -> bool:
     root = os.path.realpath(folder)
     cache = re.fullmatch(r"(.*/models--[^/]+)/snapshots/[^/]+", root)
     root = cache[1] if cache else root
-    return not is_remote(path) and not os.path.realpath(path).startswith(root + os.sep)
+    return not os.path.realpath(path).startswith(root + os.sep)
 
 
 def read_limited(path, limit: int = 2**28) -> str:

@@ -258,10 +258,10 @@ def paged_shard(folder: epath.Path, entry: dict, manifest: dict) -> tuple[Shard,
     return shard, Shard(file, n_tokens, "uint8", 0, pages=bytes.fromhex(entry["mask"]))
 
 
-def bare_set(paths: list[epath.Path], read) -> TokenSet:
+def bare_set(paths: list[epath.Path]) -> TokenSet:
     """Shards without a manifest, and their masks.  Their headers are read in parallel."""
     with ThreadPoolExecutor(32) as pool:
-        shards = list(pool.map(read, paths))
+        shards = list(pool.map(read_shard, paths))
         return TokenSet(shards, list(pool.map(bare_mask, shards)), {})
 
 
@@ -292,19 +292,19 @@ def find_shards(path: epath.Path, split: str) -> TokenSet:
         fix = f"make it with scripts/prepare_data.py, or set --data.{split}"
         raise data_error(f"data.{split}={path} does not exist", fix)
     if not path.is_dir():
-        return bare_set([path], read_shard)
+        return bare_set([path])
     if (path / "manifest.json").exists():
         check_is_part(path / "manifest.json")
         return read_manifest(path)
     if (path / SPLIT_FILES[split]).exists():
         check_is_part(path / SPLIT_FILES[split])
-        return bare_set([path / SPLIT_FILES[split]], read_shard)
+        return bare_set([path / SPLIT_FILES[split]])
     names = sorted(p.name for p in path.iterdir() if p.name not in SPLIT_FILES.values())
-    for suffix, read in READERS.items():
+    for suffix in READERS:
         if found := [path / name for name in names if name.endswith(suffix)]:
             for file in found:
                 check_is_part(file)
-            return bare_set(found, read)
+            return bare_set(found)
     wanted = or_list(["manifest.json", *(f"*{suffix}" for suffix in READERS)])
     what = f"no shards in data.{split}={path}: no {wanted} among {len(names)} other files"
     raise data_error(what, "make them with scripts/prepare_data.py")
