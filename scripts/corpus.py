@@ -51,15 +51,12 @@ def find_local(pattern: str, suffix: str) -> list[File]:
 
     A link that is named itself is followed, and so is one to a file that a pattern matches.
     """
-    if os.path.isdir(pattern):
-        return find_files(Path(pattern), suffix)
-    if os.path.isfile(pattern) and pattern.endswith(suffix):
-        return [local_file(os.path.basename(pattern), Path(pattern))]
-    found = []
-    for path in map(Path, sorted(glob.glob(pattern, recursive=True))):
+    is_name, found = os.path.exists(pattern), []
+    paths = [pattern] if is_name else sorted(glob.glob(pattern, recursive=True))
+    for path in map(Path, paths):
         if path.is_file() and path.name.endswith(suffix):
             found.append(local_file(path.name, path))
-        elif path.is_dir() and not path.is_symlink():
+        elif path.is_dir() and (is_name or not path.is_symlink()):
             found += find_files(path, suffix)
     return found
 
@@ -86,12 +83,14 @@ def find_remote(pattern: str, suffix: str) -> list[File]:
 def without_descriptions(files: list[File]) -> list[File]:
     """The files, without those that only describe .arrow files in the same folder, or in folders
     for each split."""
-    arrow = [x.source for x in files if x.source.endswith(".arrow")]
-    folders = {os.path.dirname(source) for source in arrow}
-    others = [x.source for x in files if os.path.dirname(x.source) not in folders]
-    lists = [os.path.join(os.path.dirname(folder), "dataset_dict.json") for folder in folders]
-    kept = {*arrow, *others} - {*lists}
-    return [x for x in files if x.source in kept]
+    folders = {os.path.dirname(x.source) for x in files if x.source.endswith(".arrow")}
+    lists = {os.path.join(os.path.dirname(folder), "dataset_dict.json") for folder in folders}
+
+    def is_description(source: str) -> bool:
+        is_beside = os.path.dirname(source) in folders and not source.endswith(".arrow")
+        return is_beside or source in lists
+
+    return [x for x in files if not is_description(x.source)]
 
 
 def find_input(pattern: str, suffix: str) -> list[File]:
