@@ -107,18 +107,16 @@ def find_cut(source: str | bytes, at: int, seek_line: bool = True) -> int:
         return at + len(re.match(rb"[\x80-\xbf]*", f.read(3))[0])
 
 
-def check_text(source: str | bytes) -> tuple[int, str]:
-    """(rank, "") of a text, or (0, reason) if it cannot be used.  Reads it block by block."""
+def rank_of_text(source: str | bytes) -> int:
+    """The rank of a long text, which is read block by block.  Raises UnicodeDecodeError if it is
+    not UTF-8."""
     digest, decoder = hashlib.blake2b(digest_size=16), codecs.getincrementaldecoder("utf-8")()
     with open_source(source) as f:
-        try:
-            while block := f.read(PIECE):
-                digest.update(block)
-                decoder.decode(block)
-            decoder.decode(b"", final=True)
-        except UnicodeDecodeError:
-            return 0, "not UTF-8"
-    return rank_of(digest.digest()), ""
+        while block := f.read(PIECE):
+            digest.update(block)
+            decoder.decode(block)
+    decoder.decode(b"", final=True)
+    return rank_of(digest.digest())
 
 
 def text_pieces(source, start: int, stop: int, rank: int) -> list[Piece]:
@@ -131,10 +129,7 @@ def text_pieces(source, start: int, stop: int, rank: int) -> list[Piece]:
 def cut_text(file: File, options: Options) -> list[Piece]:
     if file.size <= PIECE:
         return [Piece(".txt", file.source, 0, file.size, file.size)]
-    rank, why = check_text(file.source)
-    if why:
-        return [Piece(".txt", file.source, 0, 0, 0, why=why)]
-    return text_pieces(file.source, 0, file.size, rank)
+    return text_pieces(file.source, 0, file.size, rank_of_text(file.source))
 
 
 def split_text(file: File, val_fraction: float) -> list[Piece]:
@@ -142,8 +137,10 @@ def split_text(file: File, val_fraction: float) -> list[Piece]:
 
     Raises UserError DATA.
     """
-    if why := check_text(file.source)[1]:
-        raise UserError(DATA, f"{file.name} is {why}", "give text in UTF-8")
+    try:
+        rank_of_text(file.source)
+    except UnicodeDecodeError:
+        raise UserError(DATA, f"{file.name} is not UTF-8", "give text in UTF-8") from None
     target = round(file.size * (1 - val_fraction))
     cut = find_cut(file.source, target)
     if not 0 < cut < file.size:  # a file of one line
@@ -196,10 +193,9 @@ def read_range(piece: Piece, options: Options) -> Iterator[bytes]:
                 pass
         else:
             skip_mark(f)
-        for line in read_lines(f) if f.tell() < piece.stop else ():
+        lines = read_lines(f)
+        while f.tell() < piece.stop and (line := next(lines, None)) is not None:
             yield line.rstrip(b"\r\n")
-            if f.tell() >= piece.stop:
-                return
 
 
 def take_whole(file: File, options: Options) -> list[Piece]:
@@ -382,6 +378,8 @@ DAMAGE += (zlib.error, zstandard.ZstdError)
 def damage(e: Exception, source: str | bytes) -> str:
     """What is wrong with a file, in one line.  An error of the storage rather than of the file (it
     has an errno, or the file is in a bucket) is raised again."""
+    if isinstance(e, UnicodeError):
+        return "not UTF-8"
     is_storage = isinstance(e, OSError) and not isinstance(e, gzip.BadGzipFile)
     if is_storage and (e.errno or is_remote(source)):
         raise e
