@@ -151,7 +151,7 @@ def find_corpus(args: Args) -> list[File]:
 
 def cut_corpus(files: list[File], options: Options, val_fraction: float) -> list[Piece]:
     texts = [file for file in files if file.size] or files
-    if len(texts) == 1 and readers.kind_of(texts[0], options) == ".txt":
+    if len(texts) == 1 and readers.kind_of(texts[0], options) == "text":
         return readers.split_text(texts[0], val_fraction)
     with ThreadPoolExecutor(16) as pool:  # in a bucket, each file takes a moment
         cut = partial(readers.cut_file, options=options)

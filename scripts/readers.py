@@ -123,12 +123,12 @@ def text_pieces(source, start: int, stop: int, rank: int) -> list[Piece]:
     """The bytes from start to stop, in pieces."""
     cuts = [start, *(find_cut(source, at) for at in range(start + PIECE, stop, PIECE)), stop]
     cuts = sorted({min(cut, stop) for cut in cuts})
-    return [Piece(".txt", source, a, b, b - a, rank, b == stop) for a, b in pairwise(cuts)]
+    return [Piece("text", source, a, b, b - a, rank, b == stop) for a, b in pairwise(cuts)]
 
 
 def cut_text(file: File, options: Options) -> list[Piece]:
     if file.size <= PIECE:
-        return [Piece(".txt", file.source, 0, file.size, file.size)]
+        return [Piece("text", file.source, 0, file.size, file.size)]
     return text_pieces(file.source, 0, file.size, rank_of_text(file.source))
 
 
@@ -358,9 +358,10 @@ class Format(NamedTuple):
     """A line, row or text -> the text or the row's fields; None for a blank line."""
 
 
-# {suffix: format}.  Other files are text; with --document_per_line text is "lines".
+# {suffix or another name: format}.  Files of other suffixes are "text", or with --document_per_line
+# "lines".
 FORMATS = {
-    ".txt": Format(cut_text, read_text, bytes.decode),
+    "text": Format(cut_text, read_text, bytes.decode),
     "lines": Format(cut_lines, read_range, parse_line),
     ".jsonl": Format(cut_lines, read_range, parse_json),
     ".jsonl.gz": Format(take_whole, read_compressed, parse_json),
@@ -387,12 +388,12 @@ def damage(e: Exception, source: str | bytes) -> str:
 
 
 def kind_of(file: File, options: Options) -> str:
-    text = "lines" if options.document_per_line else ".txt"
-    if isinstance(file.source, bytes) or file.source.endswith(".txt"):
+    text = "lines" if options.document_per_line else "text"
+    if isinstance(file.source, bytes):
         return text
     if file.source.startswith("hf://"):
         return "hf://"
-    return next((suffix for suffix in FORMATS if file.source.endswith(suffix)), text)
+    return next((x for x in FORMATS if x[0] == "." and file.source.endswith(x)), text)
 
 
 def cut_file(file: File, options: Options) -> list[Piece]:

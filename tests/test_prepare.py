@@ -653,6 +653,15 @@ def test_200_mb_of_web_pages_become_a_model_that_learns(tmp_path):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
+def test_a_suffix_begins_with_a_dot():
+    options = readers.Options()
+    for name in ("headlines", "context", "a.txt", "a.jsonl.txt"):
+        assert readers.kind_of(corpus.File(name, f"/{name}", 1), options) == "text"
+        lines = options._replace(document_per_line=True)
+        assert readers.kind_of(corpus.File(name, f"/{name}", 1), lines) == "lines"
+    assert readers.kind_of(corpus.File("a", "/a.jsonl.gz", 1), options) == ".jsonl.gz"
+
+
 # ---- bad rows
 
 BAD_LINES = [
