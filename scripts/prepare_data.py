@@ -27,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass, fields
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -246,13 +246,12 @@ def make_plan(args: Args, out, pieces: list[Piece], options, recipe: dict, times
     if path.exists() and tokenizer_path.exists():
         return json.loads(path.read_text())
     threshold = choose_threshold(pieces, options, args.val_fraction)
-    # To measure bytes per token: a small sample, or the first text if its pieces have none.
     texts = list(sample_texts(pieces, options, 0, 1_000_000, 16))
-    texts = texts or list(islice(sample_texts(pieces, options, 0, 2**62), 1))
     tokenizer = make_tokenizer(args, pieces, options, threshold)
     encodings = encode_texts(tokenizer, texts)
     n_bytes = sum(len(text.encode()) for text in texts)
-    bytes_per_token = n_bytes / max(1, sum(len(encoding) for encoding in encodings))
+    # Both are 0 if the sample has only rows that are skipped.
+    bytes_per_token = max(1, n_bytes) / max(1, sum(map(len, encodings)))
     size = min(args.shard_tokens * bytes_per_token, max(PIECE, sum(p.size for p in pieces) / 256))
     plan = dict(recipe=recipe, threshold=threshold, size=size)
     for folder in ("progress", *SPLITS):
@@ -371,8 +370,7 @@ def skipped_rows(tasks: list[Task], all_facts: Iterable[dict]) -> Iterator[dict]
                 file, n_before = piece.source, 0
             for piece_number, row, why in facts["skipped"]:
                 if piece_number == number:
-                    name = file if isinstance(file, str) else "pydocs"
-                    yield dict(file=name, row=n_before + row, why=why)
+                    yield dict(file=file, row=n_before + row, why=why)
             n_before += facts["rows"][number]
 
 
@@ -381,31 +379,32 @@ def run_all(tasks: list[Task], args: Args, n_workers: int) -> list[dict]:
 
     With --strict, raises UserError DATA for the first skipped row.
     """
-    done = {path.name for path in (epath.Path(args.out) / "progress").iterdir()}
-    paths = [task.path(".json") for task in tasks]
-    facts = [json.loads(x.read_text()) if x.name in done else {} for x in paths]
-    missing = [n for n in range(len(tasks)) if not facts[n]]
-    results = run_tasks(write_shards, [tasks[n] for n in missing], n_workers, args.ray)
-    n_done = sum(task.size for task, x in zip(tasks, facts, strict=True) if x)
-    n_all, n_documents, n_tokens = sum(task.size for task in tasks), 0, 0
-    bar = progress_bar(total=n_all, initial=n_done, desc="tokenize")
+    folder = epath.Path(args.out) / "progress"
+    names = {path.name for path in folder.iterdir()}
+    missing = [task for task in tasks if task.path(".json").name not in names]
+    results = run_tasks(write_shards, missing, n_workers, args.ray)
+    n_bytes, n_missing = (sum(task.size for task in some) for some in (tasks, missing))
+    bar = progress_bar(total=n_bytes, initial=n_bytes - n_missing, desc="tokenize")
+    all_facts, n_documents, n_tokens = [], 0, 0
     with bar, closing(results):
-        for n, task in enumerate(tasks):
-            if not facts[n]:
+        for task in tasks:
+            path = task.path(".json")
+            if path.name not in names:
                 next(results)
-                facts[n] = json.loads(paths[n].read_text())
                 bar.update(task.size)
-            for shard in chain.from_iterable(facts[n]["shards"].values()):
+            facts = json.loads(path.read_text())
+            all_facts.append(facts)
+            for shard in chain.from_iterable(facts["shards"].values()):
                 n_documents += shard["documents"]
                 n_tokens += shard["tokens"]
             counts = f"{n_documents:,} documents, {n_tokens:,} tokens"
             bar.set_postfix_str(counts, refresh=False)  # shown with the next task
-            if args.strict and facts[n]["skipped"]:
-                first = next(skipped_rows(tasks, facts[: n + 1]))
+            if args.strict and facts["skipped"]:
+                first = next(skipped_rows(tasks, all_facts))
                 what = f"{first['file']} row {first['row']}: {first['why']}"
-                write_whole(epath.Path(args.out) / "progress" / "refused", what)
+                write_whole(folder / "refused", what)
                 raise UserError(DATA, what, "correct it, or leave out --strict to skip it")
-    return facts
+    return all_facts
 
 
 def finish(out: epath.Path, tasks: list[Task], facts: list[dict], recipe: dict):
@@ -419,13 +418,13 @@ def finish(out: epath.Path, tasks: list[Task], facts: list[dict], recipe: dict):
     for split in SPLITS:
         shards = [shard for x in facts for shard in x["shards"][split]]
         manifest = dict(format=2, dtype="uint16" if vocab_size <= 65536 else "uint32")
-        totals = {name: sum(s[name] for s in shards) for name in ("tokens", "bytes", "documents")}
-        n_tokens = totals.pop("tokens")
-        manifest |= dict(vocab_size=vocab_size, eot_id=end_id, **totals)
+        manifest |= dict(vocab_size=vocab_size, eot_id=end_id)
+        manifest |= {name: sum(shard[name] for shard in shards) for name in ("bytes", "documents")}
         manifest |= dict(tokenizer="tokenizer.json", recipe=recipe, shards=shards)
         write_whole(out / split / "manifest.json", json.dumps(manifest, indent=1))
-        n_bytes, rest = totals["bytes"], f"{len(shards)} shard(s), vocabulary {vocab_size:,}"
+        n_tokens, n_bytes = sum(shard["tokens"] for shard in shards), manifest["bytes"]
         rate = f"{n_bytes / n_tokens:.2f} bytes per token"
+        rest = f"{len(shards)} shard(s), vocabulary {vocab_size:,}"
         say(f"{out / split}: {n_tokens:,} tokens from {n_bytes:,} bytes ({rate}) in {rest}")
     if recipe["end_token"] != END:
         say(f"give --data.end_id {end_id} to a run that does not have it yet")
@@ -447,16 +446,16 @@ def parse() -> Args:
         what = ", ".join(f"{name}={getattr(args, name)}" for name in numbers)
         fix = "give a fraction between 0 and 1, at least 1 token, and a vocabulary of 257 to 10**7"
         raise UserError(USAGE, what, fix)
+    for name in ("out", "field"):
+        if not getattr(args, name):
+            raise UserError(USAGE, f"--{name} is empty", f"give --{name} a name, or leave it out")
     for x in args.input:
         if is_remote(x) and not re.match("(gs|hf)://[^:]*[^:/]", x):
             fix = "give gs://bucket/path or hf://org/name:config:split"
             raise UserError(USAGE, f"--input {x} has no name, or is of an unknown kind", fix)
-        if args.out and f"{real_path(x)}/".startswith(f"{real_path(args.out)}/"):
+        if f"{real_path(x)}/".startswith(f"{real_path(args.out)}/"):
             what = f"--input {x} lies in --out {args.out}, where only this command may write"
             raise UserError(USAGE, what, "choose another --out; it may lie within the input")
-    for name in ("out", "field"):
-        if not getattr(args, name):
-            raise UserError(USAGE, f"--{name} is empty", f"give --{name} a name, or leave it out")
     if args.end_token != END and args.tokenizer in ("byte", "char", "bpe"):
         what = f"--tokenizer {args.tokenizer} ends documents with {END}, not {args.end_token}"
         raise UserError(USAGE, what, "leave --end_token out, or give a tokenizer.json")
@@ -485,10 +484,8 @@ def main(args: Args):
     options = Options(args.field, args.prompt_field, args.document_per_line, step)
     pieces = cut_corpus(files, options, args.val_fraction)
     plan = make_plan(args, out, pieces, options, recipe, times)
-    groups = enumerate(group(pieces, plan["size"]))
-    common = dict(options=options, shard_tokens=args.shard_tokens, threshold=plan["threshold"])
-    common |= dict(end_token=args.end_token)
-    tasks = [Task(n, found, str(out), **common) for n, found in groups]
+    common = str(out), options, args.shard_tokens, args.end_token, plan["threshold"]
+    tasks = [Task(n, found, *common) for n, found in enumerate(group(pieces, plan["size"]))]
     # Starting a process takes about as long as tokenizing a million bytes.
     has_affinity = hasattr(os, "sched_getaffinity")  # not on macOS
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1

@@ -15,7 +15,6 @@ import numpy as np
 from etils import epath
 from tokenizers import Encoding, Tokenizer
 
-from config import END
 from errors import DATA, UserError
 from files import npy_bytes, write_whole
 from scripts.readers import Document, Options, Piece, read_documents
@@ -32,8 +31,8 @@ class Task(NamedTuple):
     out: str
     options: Options
     shard_tokens: int
-    end_token: str = END
-    threshold: int = 0
+    end_token: str
+    threshold: int
     """Documents whose rank is below it are for validation."""
     repeats: frozenset[int] = frozenset()
     """The numbers, from 0, of its documents that repeat an earlier one; they are left out."""
@@ -127,12 +126,13 @@ def documents_of(task: Task, facts: dict) -> Iterator[Document]:
         facts["rows"].append(row)
 
 
-def batches(documents: Iterator[Document], size: int = 1_000_000) -> Iterator[list[Document]]:
+def batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
+    """Lists of consecutive documents, each of at least a million bytes except for the last."""
     batch, n_bytes = [], 0
     for document in documents:
         batch.append(document)
         n_bytes += document.n_bytes
-        if n_bytes >= size:
+        if n_bytes >= 1_000_000:
             yield batch
             batch, n_bytes = [], 0
     yield batch
