@@ -28,7 +28,7 @@ from model import token_spec
 from order import Order, scramble
 from pages import DamagedPage, PageReader
 from processes import NOTICE
-from shards import check_is_part, data_error, find_shards, fingerprint
+from shards import check_is_part, data_error, find_shards, fingerprint, parse_tokenizer
 
 # ---- sources: from the number of a window to its tokens
 
@@ -71,9 +71,7 @@ class Source:
         return f"{self.n_tokens:,} tokens"
 
     def decode(self, ids: list[int]) -> str:
-        from tokenizers import Tokenizer  # takes 0.1 s, and few runs need it
-
-        return Tokenizer.from_str(self.tokenizer.read_text()).decode(ids)
+        return parse_tokenizer(self.tokenizer.read_text()).decode(ids)
 
 
 class TokenFiles(Source):

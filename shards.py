@@ -34,20 +34,29 @@ def n_ids(tokenizer) -> int:
     return 1 + max(tokenizer.get_vocab().values(), default=-1)
 
 
+def parse_tokenizer(text: str):
+    """The tokenizer in the text of a tokenizer.json, without truncation and padding: files of
+    published models may have the settings of a last use.  Raises ValueError."""
+    from tokenizers import Tokenizer  # takes 0.1 s, and few runs need it
+
+    try:
+        tokenizer = Tokenizer.from_str(text)
+    except Exception as e:  # tokenizers raises nothing narrower
+        raise ValueError(str(e)[:200]) from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
 def are_different(texts: list[str]) -> bool:
     """Whether these texts of tokenizer.json are of different tokenizers.  Layout, truncation and
     padding do not count: prepare_data.py writes what the library makes of a file."""
 
     def canonical(text: str) -> str:
-        from tokenizers import Tokenizer  # takes 0.1 s, and few runs need it
-
         try:
-            tokenizer = Tokenizer.from_str(text)
-        except Exception:  # tokenizers raises nothing narrower
+            return parse_tokenizer(text).to_str()
+        except ValueError:
             return text
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        return tokenizer.to_str()
 
     return len(set(texts)) > 1 and len(set(map(canonical, texts))) > 1
 

@@ -21,7 +21,7 @@ from errors import DATA, Problem, UserError
 from files import absolute_path
 from mixture import read_tasks
 from model import token_spec
-from shards import n_ids
+from shards import n_ids, parse_tokenizer
 
 # ---- text as rows of tokens
 
@@ -29,19 +29,14 @@ from shards import n_ids
 def load_tokenizer(path: epath.Path | None, cfg: Config, fix: str):
     """The tokenizer of a tokenizer.json.  Raises UserError DATA if there is none, with this fix,
     if it cannot be read, or if the model lacks some of its ids."""
-    from tokenizers import Tokenizer  # takes 0.1 s, and few runs need it
-
     if path is None or not path.is_file():
         absent = "tokenizer.json does not exist: the run's data had none"
         raise UserError(DATA, f"{path} is not a file" if path else absent, fix)
-    text = path.read_bytes().decode(errors="replace")
     try:
-        tokenizer = Tokenizer.from_str(text)
-    except Exception as e:  # tokenizers raises nothing narrower
-        what = f"{path} is not a tokenizer.json of the tokenizers library: {str(e)[:200]}"
+        tokenizer = parse_tokenizer(path.read_bytes().decode(errors="replace"))
+    except ValueError as e:
+        what = f"{path} is not a tokenizer.json of the tokenizers library: {e}"
         raise UserError(DATA, what, fix) from None
-    tokenizer.no_truncation()  # files of published models may have the settings of a last use
-    tokenizer.no_padding()
     if (n := n_ids(tokenizer)) > cfg.model.vocab_size:
         what = f"the tokenizer has ids up to {n - 1}, the model vocab_size={cfg.model.vocab_size}"
         raise UserError(DATA, what, "give the tokenizer that the run's data was made with")
@@ -183,11 +178,10 @@ class Tasks:
         for name in read_tasks(self.cfg.eval.tasks):
             files = [pair for task, pair in found.items() if task.startswith(f"{name}/")]
             found[name] = np.mean(files, 0)
-        kinds = "accuracy", "centred_accuracy"
         return {
-            f"{task}/{kind}": float(found[task][n])
-            for task in found
-            for n, kind in enumerate(kinds)
+            f"{task}/{kind}": float(value)
+            for task, pair in found.items()
+            for kind, value in zip(("accuracy", "centred_accuracy"), pair, strict=True)
         }
 
 

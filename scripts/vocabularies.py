@@ -7,6 +7,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from config import END
 from errors import DATA, USAGE, UserError
 from files import read_limited
+from shards import parse_tokenizer
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -56,8 +57,8 @@ def read_tokenizer(path: str, end: str) -> Tokenizer:
     """end: the token that ends a document; END is added if it is not there.  Raises UserError
     DATA, and USAGE if another one is not there."""
     try:
-        tokenizer = Tokenizer.from_str(read_limited(path))
-    except Exception as e:  # tokenizers raises nothing narrower
+        tokenizer = parse_tokenizer(read_limited(path))
+    except (OSError, ValueError) as e:
         what = f"--tokenizer {path} cannot be read: {str(e)[:200]}"
         raise UserError(DATA, what, "give a tokenizer.json of the tokenizers library") from None
     if end == END:
@@ -73,6 +74,4 @@ def read_tokenizer(path: str, end: str) -> Tokenizer:
     if ids.count(end_id) > 1:  # a new token's id is the number of tokens before
         what = f"--tokenizer {path}: id {end_id} is that of {end} and of another token"
         raise UserError(DATA, what, f"correct {path}: {end} needs an id of its own")
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
     return tokenizer
