@@ -145,10 +145,9 @@ class PageReader:
         for shard in by_path.values():
             if shard.path not in self.states:
                 self.states[shard.path] = self.open(shard)
-        paged = [shard for shard in by_path.values() if shard.pages]
-        lists = [digest_list(shard) for shard in paged]
-        found = self.load(lists)
-        digests = {shard.path: found[b] for shard, b in zip(paged, lists, strict=True)}
+        lists = {path: digest_list(shard) for path, shard in by_path.items() if shard.pages}
+        found = self.load([*lists.values()])
+        digests = {path: found[block] for path, block in lists.items()}
         blocks = [cut_into_blocks(*piece, digests.get(piece[0].path)) for piece in pieces]
         found = self.load([*itertools.chain(*blocks)])
         arrays = []
@@ -163,7 +162,7 @@ class PageReader:
             arrays.append(np.frombuffer(data, shard.dtype))
         return arrays
 
-    def open(self, shard: Shard) -> list[int] | None:
+    def open(self, shard: Shard) -> tuple | None:
         """Check a file before it is read; returns its state."""
         if shard.pages:  # the files of other shards were checked when their headers were read
             shards.check_is_part(shard.path)
@@ -174,14 +173,16 @@ class PageReader:
             raise UserError(DATA, what, "copy it again, or make the data set again")
         return state
 
-    def state_of(self, shard: Shard) -> list[int] | None:
-        """What shows whether a local file without digests has been changed; None of other files."""
+    def state_of(self, shard: Shard) -> tuple | None:
+        """Size, time and inode of a local file without digests, which change when it is written or
+        replaced; None of other files."""
         if shard.pages or is_remote(shard.path):
             return None
         try:
-            return shards.file_state(shard.path)
+            facts = os.stat(shard.path)
         except FileNotFoundError:
             raise shards.missing_error(shard.path) from None
+        return facts.st_size, facts.st_mtime_ns, facts.st_ino
 
     def load(self, blocks: list[Block]) -> dict[Block, bytes]:
         """The bytes of these blocks, verified where they have a digest."""

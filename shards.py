@@ -319,13 +319,6 @@ def find_shards(path: epath.Path, split: str) -> TokenSet:
     raise data_error(what, "make them with scripts/prepare_data.py")
 
 
-def file_state(file: str | int) -> list[int]:
-    """Size, time and inode of a file: they change when it is written or replaced.  file: a path or
-    a file descriptor."""
-    facts = os.stat(file)
-    return [facts.st_size, facts.st_mtime_ns, facts.st_ino]
-
-
 def file_sha256(path: epath.Path) -> str:
     with path.open("rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()

@@ -26,8 +26,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass, fields
-from functools import partial
-from itertools import chain
+from itertools import chain, repeat
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -154,8 +153,8 @@ def cut_corpus(files: list[File], options: Options, val_fraction: float) -> list
     if len(texts) == 1 and readers.kind_of(texts[0], options) == "text":
         return readers.split_text(texts[0], val_fraction)
     with ThreadPoolExecutor(16) as pool:  # in a bucket, each file takes a moment
-        cut = partial(readers.cut_file, options=options)
-        return list(chain.from_iterable(pool.map(cut, files)))
+        found = pool.map(readers.cut_file, files, repeat(options))
+        return list(chain.from_iterable(found))
 
 
 def group(pieces: Iterable[Piece], size: int) -> Iterator[list[Piece]]:
