@@ -184,7 +184,6 @@ READERS = {".npy": npy_shard, ".bin": bin_shard}
 
 def read_shard(path: epath.Path) -> Shard:
     """The file as the reader of its suffix describes it; a file with another suffix is a .npy."""
-    check_is_file(path)
     return READERS.get(path.suffix, npy_shard)(path)
 
 
@@ -301,6 +300,7 @@ def find_shards(path: epath.Path, split: str) -> TokenSet:
         fix = f"make it with scripts/prepare_data.py, or set --data.{split}"
         raise data_error(f"data.{split}={path} does not exist", fix)
     if not path.is_dir():
+        check_is_file(path)
         return bare_set([path])
     if (path / "manifest.json").exists():
         check_is_part(path / "manifest.json")
