@@ -255,8 +255,7 @@ def make_plan(args: Args, out, pieces: list[Piece], options, recipe: dict, times
     plan = dict(recipe=recipe, threshold=threshold, size=size)
     for folder in ("progress", *SPLITS):
         (out / folder).mkdir(parents=True, exist_ok=True)
-    if times:
-        write_whole(out / "times.sha256", times)
+    write_whole(out / "times.sha256", times)
     write_whole(path, json.dumps(plan))  # from now on the recipe is fixed
     for split in reversed(SPLITS):
         write_whole(out / split / "tokenizer.json", tokenizer.to_str())
@@ -271,7 +270,7 @@ NOT_RECIPE = ("out", "input", "strict", "workers", "ray")
 
 def make_recipe(args: Args, files: list[File]) -> tuple[dict, str]:
     """(recipe, times): what decides the content of the data set, and a hash of when the files were
-    modified, "" where that is unknown."""
+    modified."""
 
     def digest(values: list) -> str:
         return hashlib.sha256(json.dumps(values).encode()).hexdigest()
@@ -279,8 +278,7 @@ def make_recipe(args: Args, files: list[File]) -> tuple[dict, str]:
     files = [file for file in files if file.size]
     recipe = {name: x for name, x in asdict(args).items() if name not in NOT_RECIPE}
     recipe["documents"] = digest([(file.name, file.size) for file in files])
-    times = [(file.name, file.modified) for file in files if file.modified]
-    return recipe, digest(times) if times else ""
+    return recipe, digest([(file.name, file.modified) for file in files])
 
 
 def changed_fields(path: epath.Path, recipe: dict) -> list[str]:
@@ -325,7 +323,7 @@ def is_finished(out: epath.Path, recipe: dict, times: str) -> bool:
     found = [path for path in (*paths, out / "progress" / "plan.json") if path.exists()]
     # Not in the manifests, which do not depend on when the files were copied to a machine.
     old_times = out / "times.sha256"
-    is_edited = times != "" and old_times.exists() and old_times.read_text() != times
+    is_edited = old_times.exists() and old_times.read_text() != times
     for path in found:
         differ = changed_fields(path, recipe) or (["documents"] if is_edited else [])
         if differ == ["documents"] and found == [path] and (path.parent / "refused").exists():
@@ -364,13 +362,12 @@ def skipped_rows(tasks: list[Task], all_facts: Iterable[dict]) -> Iterator[dict]
     """The rows that were skipped and listed, numbered from the start of their files."""
     file, n_before = None, 0  # rows of the file in the pieces before this one
     for task, facts in zip(tasks, all_facts, strict=True):
-        for number, piece in enumerate(task.pieces):
+        for piece, (n_rows, skipped) in zip(task.pieces, facts["pieces"], strict=True):
             if piece.source != file:
                 file, n_before = piece.source, 0
-            for piece_number, row, why in facts["skipped"]:
-                if piece_number == number:
-                    yield dict(file=file, row=n_before + row, why=why)
-            n_before += facts["rows"][number]
+            for row, why in skipped:
+                yield dict(file=file, row=n_before + row, why=why)
+            n_before += n_rows
 
 
 def run_all(tasks: list[Task], args: Args, n_workers: int) -> list[dict]:
@@ -398,7 +395,7 @@ def run_all(tasks: list[Task], args: Args, n_workers: int) -> list[dict]:
                 n_tokens += shard["tokens"]
             counts = f"{n_documents:,} documents, {n_tokens:,} tokens"
             bar.set_postfix_str(counts, refresh=False)  # shown with the next task
-            if args.strict and facts["skipped"]:
+            if args.strict and facts["n_skipped"]:
                 first = next(skipped_rows(tasks, all_facts))
                 what = f"{first['file']} row {first['row']}: {first['why']}"
                 write_whole(folder / "refused", what)
