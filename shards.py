@@ -286,10 +286,6 @@ def bare_mask(shard: Shard) -> Shard | None:
     return Shard(path, size, "uint8", 0)
 
 
-# nanoGPT's folders hold one file for each split.
-SPLIT_FILES = {"train": "train.bin", "val": "val.bin"}
-
-
 def find_shards(path: epath.Path, split: str) -> TokenSet:
     """What a path holds.
 
@@ -305,10 +301,11 @@ def find_shards(path: epath.Path, split: str) -> TokenSet:
     if (path / "manifest.json").exists():
         check_is_part(path / "manifest.json")
         return read_manifest(path)
-    if (path / SPLIT_FILES[split]).exists():
-        check_is_part(path / SPLIT_FILES[split])
-        return bare_set([path / SPLIT_FILES[split]])
-    names = sorted(p.name for p in path.iterdir() if p.name not in SPLIT_FILES.values())
+    if (single := path / f"{split}.bin").exists():
+        check_is_part(single)
+        return bare_set([single])
+    # The other split's file, if nanoGPT's folder has it, is no shard of this one.
+    names = sorted(p.name for p in path.iterdir() if p.name not in ("train.bin", "val.bin"))
     for suffix in READERS:
         if found := [path / name for name in names if name.endswith(suffix)]:
             for file in found:
