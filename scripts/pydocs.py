@@ -78,8 +78,8 @@ def read_documentation(name: str, path: Path) -> dict[str, str]:
         inside = [node for node in ast.walk(statement) if isinstance(node, kinds)]
         nodes[f"{name}:{statement.lineno}"] = inside
     documents = {}
-    for document in nodes:
-        texts = [ast.get_docstring(node) or "" for node in nodes[document]]
+    for document, described in nodes.items():
+        texts = [ast.get_docstring(node) or "" for node in described]
         documents[document] = "\n\n".join(text for text in texts if len(text) >= 80)
     return documents
 

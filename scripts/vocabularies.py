@@ -1,6 +1,7 @@
 """The tokenizers of prepare_data.py: made from bytes, characters or byte pairs, or read."""
 
 from collections.abc import Iterable
+from itertools import chain
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -25,10 +26,8 @@ def byte_tokenizer() -> Tokenizer:
 
 def char_tokenizer(texts: Iterable[str]) -> Tokenizer:
     """Each character that occurs has an id, in the order of code points."""
-    characters = set()
-    for text in texts:
-        characters.update(text)
-    vocab = {c: n for n, c in enumerate(sorted(characters))}
+    characters = sorted(set(chain.from_iterable(texts)))
+    vocab = {c: n for n, c in enumerate(characters)}
     # The unk_token is not in the vocabulary, so that encoding an unknown character is an error.
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="none"))
     any_character = Regex("(?m).")  # m: newlines too
