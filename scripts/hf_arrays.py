@@ -3,16 +3,13 @@ block, and read slab by slab.  Nothing here depends on Hugging Face or on models
 
 import math
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache, partial, reduce
 from itertools import product
 from operator import getitem
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
-from jax import lax
 
 import digests
 
@@ -88,45 +85,7 @@ def streaming():
 
 # ---- digests
 
-BLOCK = 2**18  # elements; all blocks are padded to it, so that one program is compiled
-
-
-@jax.jit
-def block_digest(bits, n, first, column, columns, stride):
-    """The sums of digests.digest over the first n elements of a block, uint32 [2], and whether
-    all n are finite as float32.
-
-    bits: the elements' bits, uint32 [BLOCK].  The other arguments are uint32, modulo 2**32 as in
-    digests.digest.  The index of element i in the flattened array is
-    first + (column + i) // columns * stride + (column + i) % columns.
-    """
-    i = lax.iota(jnp.uint32, BLOCK)
-    row, column = jnp.divmod(column + i, columns)
-    counted = i < n
-    terms = digests.digest_terms(bits, first + row * stride + column)
-    sums = [jnp.where(counted, x, 0).sum(dtype=jnp.uint32) for x in terms]
-    infinite = np.uint32(0x7F800000)
-    return jnp.stack(sums), ~(counted & (bits & infinite == infinite)).any()
-
-
-def equal_rows(x, first: int, strides: list[int]):
-    """Yield x, a part of a larger array, in pieces: (first, columns, stride, bits).  A piece is
-    rows of `columns` consecutive elements of the flattened larger array; rows start `stride` apart.
-
-    first: the index of x's first element in the flattened larger array.
-    strides: for each dim of x, the distance of neighbours there, in elements.
-    """
-    dims = [(n, stride) for n, stride in zip(x.shape, strides, strict=True) if n > 1]
-    columns = 1
-    while dims and dims[-1][1] == columns:  # these elements follow each other without a gap
-        columns *= dims.pop()[0]
-    if len(dims) > 1:
-        for i in range(len(x)):
-            yield from equal_rows(x[i], first + i * strides[0], strides[1:])
-    else:
-        # Without dims x is contiguous, and any row length that equals the stride describes it.
-        columns, stride = (columns, dims[0][1]) if dims else (2**31, 2**31)
-        yield first, columns, stride, x.reshape(-1).view(np.uint32)
+PIECE = 2**15  # elements that are digested at once: few enough for a cache
 
 
 def digest_blocks(blocks, shape) -> tuple[list[int], bool]:
@@ -135,19 +94,21 @@ def digest_blocks(blocks, shape) -> tuple[list[int], bool]:
     blocks: [(index, part of the array)], in any order.
     """
     total, finite = np.zeros(2, np.uint32), True
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    strides = [math.prod(shape[dim + 1 :]) % 2**32 for dim in range(len(shape))]
     for index, x in blocks:
-        starts = [at if isinstance(at, int) else at.start or 0 for at in index]
-        first = sum(a * stride for a, stride in zip(starts, strides, strict=True))
-        dims = [stride for stride, at in zip(strides, index, strict=True) if isinstance(at, slice)]
-        for first_row, columns, stride, bits in equal_rows(x, first, dims):
-            for start in range(0, bits.size, BLOCK):
-                block = bits[start : start + BLOCK]
-                row, column = divmod(start, columns)
-                numbers = (block.size, first_row + row * stride, column, columns, stride)
-                block = np.pad(block, (0, BLOCK - block.size))
-                part, good = block_digest(block, *(np.uint32(n % 2**32) for n in numbers))
-                total, finite = total + np.asarray(part), finite and bool(good)
+        # An element's index in the flattened array is a sum over the dims, modulo 2**32.
+        terms = [np.zeros(1, np.uint32)]
+        for n, stride, at in zip(shape, strides, index, strict=True):
+            terms.append((np.arange(n, dtype=np.uint32) * np.uint32(stride))[at])
+        row, column = reduce(np.add.outer, terms[:-1], np.uint32(0)).ravel(), terms[-1].ravel()
+        x = x.reshape(len(row), len(column))
+        n_rows = max(1, PIECE // len(column))
+        for first in range(0, len(row), n_rows):
+            piece = x[first : first + n_rows]
+            places = np.add.outer(row[first : first + n_rows], column)
+            sums = digests.digest_terms(piece.view(np.uint32), places)
+            total += [part.sum(dtype=np.uint32) for part in sums]
+            finite = finite and bool(np.isfinite(piece).all())
     return total.tolist(), finite
 
 
