@@ -94,12 +94,15 @@ GPT2_LAYER = [
 ]
 
 
-def swiglu(name: str, weight_in: str, weight_out: str, **index) -> list:
-    """The lines of a feed-forward whose three tensors are called `name` with gate, up and down."""
+def swiglu(
+    name: str, weight_in: str, weight_out: str, words=("gate", "up", "down"), **index
+) -> list:
+    """The lines of a feed-forward whose three tensors are called `name` with these words."""
+    gate, up, down = map(name.format, words)
     return [
-        (name.format("gate"), "F D", weight_in, index | dict(C=0)),
-        (name.format("up"), "F D", weight_in, index | dict(C=1)),
-        (name.format("down"), "D F", weight_out, index),
+        (gate, "F D", weight_in, index | dict(C=0)),
+        (up, "F D", weight_in, index | dict(C=1)),
+        (down, "D F", weight_out, index),
     ]
 
 
@@ -129,10 +132,9 @@ def qwen_lines(m: Model) -> list:
 
 def mixtral_lines(m: Model) -> list:
     moe = [("block_sparse_moe.gate.weight", "E D", "router_DE")]
-    numbers = dict(gate=1, up=3, down=2)
     for e in range(m.n_experts):
-        for name, *rest in swiglu("{}", "in_EDCF", "out_EFD", E=e):
-            moe.append((f"block_sparse_moe.experts.{e}.w{numbers[name]}.weight", *rest))
+        name = f"block_sparse_moe.experts.{e}.w{{}}.weight"
+        moe += swiglu(name, "in_EDCF", "out_EFD", words=(1, 3, 2), E=e)
     return llama_lines(m) + moe
 
 
@@ -151,22 +153,25 @@ def gpt_oss_lines(m: Model) -> list:
 # ---- families
 
 
+SILU = dict(hidden_act="silu")
+
+
 class Family(NamedTuple):
     """A model_type of transformers."""
 
     architecture: str
-    ends: list
-    """The lines of the tensors outside the layers; the embedding's is the first."""
-    layer_prefix: str
-    """The start of the names of layer {}'s tensors."""
-    layer_lines: Callable[[Model], list]
     keys: list
     """Keys of config.json: (key, field of Model, value if the key is absent, value if it is null).
     Without the last, null counts as absent; with neither, the key is required."""
-    supported: dict
-    """Keys of config.json that must have this value, or be absent: {key: value}."""
-    fixed: dict
+    fixed: dict = {}  # noqa: RUF012, it is never changed
     """Fields of Model that are the same for the whole family."""
+    supported: dict = SILU
+    """Keys of config.json that must have this value, or be absent: {key: value}."""
+    layer_lines: Callable[[Model], list] = llama_lines
+    layer_prefix: str = "model.layers.{}."
+    """The start of the names of layer {}'s tensors."""
+    ends: list = LLAMA_ENDS
+    """The lines of the tensors outside the layers; the embedding's is the first."""
 
 
 # fmt: off
@@ -183,7 +188,6 @@ HEADS = [("num_key_value_heads", "n_kv_heads", None), ("head_dim", "d_head", Non
 BIAS = ("attention_bias", "attn_bias", False)
 WINDOW_4096 = ("sliding_window", "window", 4096, 0)
 D_FF, ACTIVE = ("intermediate_size", "d_ff"), ("num_experts_per_tok", "n_active")
-LLAMA, SILU = (LLAMA_ENDS, "model.layers.{}."), dict(hidden_act="silu")
 # Old files have hidden_act as well, which transformers ignores.
 GEGLU = dict.fromkeys(("hidden_activation", "hidden_act"), "gelu_pytorch_tanh")
 GEGLU |= dict(use_bidirectional_attention=False)
@@ -196,69 +200,64 @@ GEMMA = dict(
 )
 FAMILIES = dict(
     gpt2=Family(
-        "GPT2LMHeadModel", GPT2_ENDS, "transformer.h.{}.", lambda m: GPT2_LAYER,
+        "GPT2LMHeadModel",
         [("vocab_size", "vocab_size"), ("n_embd", "d_model"), ("n_layer", "n_layers"),
          ("n_head", "n_heads"), ("n_inner", "d_ff", None), ("n_positions", "max_positions", 1024),
          ("activation_function", "activation", "gelu_new"),
          ("layer_norm_epsilon", "norm_eps", 1e-5), ("tie_word_embeddings", "tie_embeddings", True)],
+        dict(attn_bias=True, mlp_bias=True, norm="layer", norm_bias=True, positions="learned"),
         dict(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False,
              add_cross_attention=False),
-        dict(attn_bias=True, mlp_bias=True, norm="layer", norm_bias=True, positions="learned"),
+        lambda m: GPT2_LAYER, "transformer.h.{}.", GPT2_ENDS,
     ),
     llama=Family(
-        "LlamaForCausalLM", *LLAMA, llama_lines,
-        [*keys(), *HEADS, BIAS, D_FF, ("mlp_bias", "mlp_bias", False)], SILU, dict(),
+        "LlamaForCausalLM", [*keys(), *HEADS, BIAS, D_FF, ("mlp_bias", "mlp_bias", False)],
     ),
-    mistral=Family(
-        "MistralForCausalLM", *LLAMA, llama_lines, [*keys(), *HEADS, D_FF, WINDOW_4096], SILU,
-        dict(),
-    ),
+    mistral=Family("MistralForCausalLM", [*keys(), *HEADS, D_FF, WINDOW_4096]),
     qwen2=Family(
-        "Qwen2ForCausalLM", *LLAMA, llama_lines, [*keys(), *HEADS, D_FF, WINDOW_4096], SILU,
+        "Qwen2ForCausalLM", [*keys(), *HEADS, D_FF, WINDOW_4096],
         dict(attn_bias=True, attn_out_bias=False),
     ),
     olmo2=Family(
-        "Olmo2ForCausalLM", *LLAMA, llama_lines, [*keys(1e-5), *HEADS, BIAS, D_FF], SILU,
+        "Olmo2ForCausalLM", [*keys(1e-5), *HEADS, BIAS, D_FF],
         dict(norm_place="after", qk_norm=True, qk_norm_width="all"),
     ),
     gemma2=Family(
-        "Gemma2ForCausalLM", *LLAMA, llama_lines,
+        "Gemma2ForCausalLM",
         [*GEMMA_KEYS, ("attn_logit_softcapping", "attn_softcap", 50.0, 0.0),
          ("final_logit_softcapping", "logit_softcap", 30.0, 0.0)],
-        GEGLU, GEMMA,
+        GEMMA, GEGLU,
     ),
     gemma3_text=Family(
-        "Gemma3ForCausalLM", *LLAMA, llama_lines,
-        [*GEMMA_KEYS, ("final_logit_softcapping", "logit_softcap", 0.0)],
-        GEGLU | dict(attn_logit_softcapping=None), GEMMA | dict(qk_norm=True),
+        "Gemma3ForCausalLM", [*GEMMA_KEYS, ("final_logit_softcapping", "logit_softcap", 0.0)],
+        GEMMA | dict(qk_norm=True), GEGLU | dict(attn_logit_softcapping=None),
     ),
     qwen3=Family(
-        "Qwen3ForCausalLM", *LLAMA, llama_lines,
-        [*keys(), *HEADS, BIAS, D_FF, WINDOW_4096], SILU, dict(qk_norm=True),
+        "Qwen3ForCausalLM", [*keys(), *HEADS, BIAS, D_FF, WINDOW_4096], dict(qk_norm=True),
     ),
     qwen3_moe=Family(
-        "Qwen3MoeForCausalLM", *LLAMA, qwen_lines,
+        "Qwen3MoeForCausalLM",
         [*keys(), *HEADS, BIAS, D_FF, WINDOW_4096, ACTIVE, ("num_experts", "n_experts"),
          ("moe_intermediate_size", "d_expert"), ("norm_topk_prob", "norm_scores", False)],
-        SILU, dict(qk_norm=True),
+        dict(qk_norm=True), SILU, qwen_lines,
     ),
     mixtral=Family(
-        "MixtralForCausalLM", *LLAMA, mixtral_lines,
+        "MixtralForCausalLM",
         [*keys(1e-5), *HEADS, ("sliding_window", "window", 0), ACTIVE,
          ("num_local_experts", "n_experts"), ("intermediate_size", "d_expert")],
-        SILU, dict(norm_scores=True),
+        dict(norm_scores=True), SILU, mixtral_lines,
     ),
     gpt_oss=Family(
-        "GptOssForCausalLM", *LLAMA, gpt_oss_lines,
+        "GptOssForCausalLM",
         [*keys(1e-5), *HEADS, ("sliding_window", "window", 128, 0), ACTIVE,
          ("attention_bias", "attn_bias", True), ("num_local_experts", "n_experts"),
          ("intermediate_size", "d_expert")],
-        SILU | dict(swiglu_alpha=1.702, swiglu_limit=7.0),
         dict(activation="swiglu_clamped", attn_sinks=True, norm_scores=True,
              router_logit_bias=True, expert_bias=True),
+        SILU | dict(swiglu_alpha=1.702, swiglu_limit=7.0), gpt_oss_lines,
     ),
     deepseek_v3=Family(
-        "DeepseekV3ForCausalLM", *LLAMA, qwen_lines,
+        "DeepseekV3ForCausalLM",
         [*keys(), BIAS, D_FF, ACTIVE, ("num_key_value_heads", "n_kv_heads"),
          ("q_lora_rank", "q_rank", 0), ("kv_lora_rank", "kv_rank"),
          ("qk_nope_head_dim", "d_head"), ("qk_rope_head_dim", "d_rope"), ("v_head_dim", "d_value"),
@@ -266,8 +265,8 @@ FAMILIES = dict(
          ("moe_intermediate_size", "d_expert"), ("norm_topk_prob", "norm_scores", True),
          ("routed_scaling_factor", "score_scale", 2.5), ("n_group", "n_groups"),
          ("topk_group", "n_active_groups")],
-        SILU | dict(topk_method="noaux_tc", scoring_func="sigmoid", moe_layer_freq=1),
         dict(attention="mla", router="sigmoid", router_bias=True),
+        SILU | dict(topk_method="noaux_tc", scoring_func="sigmoid", moe_layer_freq=1), qwen_lines,
     ),
 )
 # fmt: on
