@@ -420,17 +420,8 @@ def export_hf(run_dir, hf_dir, step=-1, dtype="float32", shard_size=5_000_000_00
     tokenizer = path.read_text() if path.exists() else ""
     end, end_text = end_token(tokenizer, cfg.data.end_id)
     hf = hf_config.write_config(cfg, dtype, end)
-    item = train.weights_item(cfg, weights)
-    step, meta = find_checkpoint(run, cfg, step, item)
-    saved_in = run / "checkpoints" / str(step)
-    try:
-        saved = SavedWeights(saved_in / item, utils.leaf_table(model.param_table(cfg)))
-    except (ValueError, OSError) as e:  # what tensorstore raises for damage
-        raise damaged_error(saved_in, str(e)[:200]) from None
     tensors = hf_families.tensor_maps(hf["model_type"], cfg)
-    tensors.sort(key=partial(slab_order, saved))
-    with progress_bar("read and verify", tensors) as bar:
-        verify(saved, tensors, meta, saved_in, item, bar)
+    step, saved = open_weights(run, cfg, step, train.weights_item(cfg, weights), tensors)
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with progress_bar("write", tensors) as bar:
@@ -460,23 +451,26 @@ def end_token(tokenizer: str, end_id: int) -> tuple[int | None, str | None]:
     return end_id, texts.get(end_id)
 
 
-def find_checkpoint(run, cfg: Config, step: int, item: str) -> tuple[int, dict]:
-    """(step, meta) of checkpoint `step`, or of the newest for -1, checked to be of cfg's model.
-    Raises UserError CHECKPOINT and STORAGE."""
+def open_weights(
+    run, cfg: Config, step: int, item: str, tensors: list[TensorMap]
+) -> tuple[int, SavedWeights]:
+    """(step, weights) of checkpoint `step`, or of the newest for -1, verified.  Sorts the tensors
+    as they are then best read.  Raises UserError CHECKPOINT and STORAGE."""
     store = checkpoint.Checkpoints(run, keep=0)
     step = store.find_step(step)
     if step is None:
         raise UserError(CHECKPOINT, f"{store.path} has no checkpoint", "train the run first")
-    shapes = {item: model.param_shapes(cfg)}
+    path = store.path / str(step)
     try:
-        return step, store.read_meta(step, shapes)
-    except checkpoint.Damaged as e:
-        raise damaged_error(store.path / str(step), e) from None
-
-
-def damaged_error(path, why) -> UserError:
-    fix = "give --step another one, or restore it from a copy"
-    return UserError(CHECKPOINT, f"checkpoint {path} is damaged: {why}", fix)
+        meta = store.read_meta(step, {item: model.param_shapes(cfg)})
+        saved = SavedWeights(path / item, utils.leaf_table(model.param_table(cfg)))
+        tensors.sort(key=partial(slab_order, saved))
+        verify(saved, tensors, {name: leaf[2] for name, leaf in meta["leaves"].items()}, item)
+    except ValueError as e:  # a checkpoint.Damaged, or of tensorstore
+        what = f"checkpoint {path} is damaged: {str(e)[:200]}"
+        fix = "give --step another one, or restore it from a copy"
+        raise UserError(CHECKPOINT, what, fix) from None
+    return step, saved
 
 
 def slab_order(weights: SavedWeights, tensor: TensorMap):
@@ -487,27 +481,25 @@ def slab_order(weights: SavedWeights, tensor: TensorMap):
     return part.weight, starts, numbers
 
 
-def verify(weights: SavedWeights, tensors: list[TensorMap], meta: dict, path, item: str, bar):
-    """Raise UserError CHECKPOINT unless every weight is as it was saved."""
+def verify(weights: SavedWeights, tensors: list[TensorMap], digests: dict, item: str):
+    """Raise checkpoint.Damaged unless every weight is as it was saved."""
     slabs: dict[str, list] = {}
     for part in (part for tensor in tensors for part in tensor.parts):
         slab, seen = weights.slab(part.weight, part.entry), slabs.setdefault(part.weight, [])
         if not seen or slab != seen[-1]:
             seen.append(slab)
 
-    def blocks(name):
+    def blocks(name, bar):
         for slab in slabs[name]:
             x = weights.arrays[name][slab].read().result()
             bar.update(x.nbytes)
             yield slab, x
 
-    for name in slabs:
-        try:
-            digest, _ = hf_arrays.digest_blocks(blocks(name), weights.arrays[name].shape)
-        except (ValueError, OSError) as e:  # what tensorstore raises for damage
-            raise damaged_error(path, str(e)[:200]) from None
-        if digest != meta["leaves"][f"{item}/{name}"][2]:
-            raise damaged_error(path, f"{name} is not as saved")
+    with progress_bar("read and verify", tensors) as bar:
+        for name in slabs:
+            found = hf_arrays.digest_blocks(blocks(name, bar), weights.arrays[name].shape)
+            if found[0] != digests[f"{item}/{name}"]:
+                raise checkpoint.Damaged(f"{name} is not as saved")
 
 
 def file_dtype(tensor: TensorMap, dtype: str) -> str:
