@@ -377,7 +377,8 @@ def write_checkpoint(found: dict[str, StoredTensor], tensors: list[TensorMap], r
             if name in blocks:
                 parts = ((index, read(bar)) for index, read in blocks[name])
                 digests[name], finite = hf_arrays.digest_blocks(parts, shape)
-                broken += [] if finite else [name]
+                if not finite:
+                    broken.append(name)
             else:
                 digests[name] = hf_arrays.zero_digest(shape)
     if broken:
@@ -388,12 +389,8 @@ def write_checkpoint(found: dict[str, StoredTensor], tensors: list[TensorMap], r
     with progress_bar("write", tensors) as bar, hf_arrays.streaming():
 
         def leaf(path, x):
-            if not x.shape:
-                return np.zeros((), x.dtype)
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
-            if name not in blocks:
-                return hf_arrays.streamed_array(x.shape, x.dtype, None)
-            parts = [(index, partial(read, bar)) for index, read in blocks[name]]
+            found = blocks.get(utils.path_name(path), [])
+            parts = [(index, partial(read, bar)) for index, read in found]
             return hf_arrays.streamed_array(x.shape, x.dtype, parts)
 
         store.write(0, jax.tree_util.tree_map_with_path(leaf, state), digests)

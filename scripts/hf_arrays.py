@@ -34,11 +34,11 @@ class Streamed(np.ndarray):
     blocks: list
 
 
-def streamed_array(shape, dtype, blocks: list | None) -> Streamed:
-    """The placeholder for an array of these blocks, which all have the same shape.  None stands for
-    zeros; they are written too, because orbax treats an array without data as damaged."""
+def streamed_array(shape, dtype, blocks: list) -> Streamed:
+    """The placeholder for an array of these blocks, which all have the same shape.  Without blocks
+    it is zeros; they are written too, because orbax treats an array without data as damaged."""
     zeros = np.broadcast_to(np.zeros((), dtype), shape)
-    if blocks is None:
+    if not blocks:
         chunk, blocks = chunk_shape(shape, zeros.itemsize), []
         for starts in product(*(range(0, n, c) for n, c in zip(shape, chunk, strict=True))):
             ends = [min(a + c, n) for a, c, n in zip(starts, chunk, shape, strict=True)]
