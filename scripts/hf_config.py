@@ -141,7 +141,8 @@ def read_fields(keys: Keys, name: str) -> dict:
         fields["d_head"] = fields["d_head"] or (128 if name == "qwen3" else D // H)
         if fields.get("attn_width") == fields["d_head"]:
             fields["attn_width"] = 0
-    kinds = read_layer_kinds(keys, name, N, fields.get("window", 0))
+    moe, local = read_moe_layers(keys, name, N), read_local_layers(keys, name, N, fields)
+    kinds = [("moe" if n in moe else "dense") + "_local" * x for n, x in enumerate(local)]
     return fields | read_rope(keys, name) | shortest_pattern(kinds)
 
 
@@ -209,14 +210,6 @@ def read_scaling(keys: Keys, name: str, kind: str, rope: dict) -> dict:
     return fields
 
 
-def read_layer_kinds(keys: Keys, name: str, n_layers: int, window: int) -> list[str]:
-    """The kind of every layer."""
-    moe = read_moe_layers(keys, name, n_layers)
-    local = read_local_layers(keys, name, n_layers, window)
-    ends = ["_local" if x else "" for x in local]
-    return [("moe" if n in moe else "dense") + end for n, end in enumerate(ends)]
-
-
 def read_moe_layers(keys: Keys, name: str, n_layers: int) -> range | list[int]:
     """The numbers of the layers with experts."""
     if name in ("mixtral", "gpt_oss"):
@@ -229,8 +222,9 @@ def read_moe_layers(keys: Keys, name: str, n_layers: int) -> range | list[int]:
     return []
 
 
-def read_local_layers(keys: Keys, name: str, n_layers: int, window: int) -> list[bool]:
+def read_local_layers(keys: Keys, name: str, n_layers: int, fields: dict) -> list[bool]:
     """Whether each layer's queries see only a window."""
+    window = fields.get("window", 0)
     local = [bool(window)] * n_layers
     if name.startswith("qwen") and not keys.take("use_sliding_window", False):
         local = [False] * n_layers
