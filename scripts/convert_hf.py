@@ -70,9 +70,8 @@ def parse() -> Import | Export:
     subcommand = tyro.conf.subcommand
     commands = Annotated[Import, subcommand("import")] | Annotated[Export, subcommand("export")]
     args = tyro.cli(commands, use_underscores=True, description=__doc__)
-    if isinstance(args, Export) and args.shard_size < 1:
-        what = f"shard_size={args.shard_size} must be at least 1"
-        raise UserError(USAGE, what, "leave --shard_size out")
+    if isinstance(args, Export):
+        cli.check_at_least(args, shard_size=1)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # an accelerator has nothing to do here
     return args
 
@@ -176,8 +175,7 @@ def find_tensors(folder: Path, family: str) -> dict[str, StoredTensor]:
             with safe_open(path, "numpy") as f:
                 for name in f.keys():  # noqa: SIM118, f is not a dict
                     header = f.get_slice(name)
-                    shape, dtype = tuple(header.get_shape()), header.get_dtype()
-                    tensor = StoredTensor(path, name, shape, dtype)
+                    tensor = StoredTensor(path, name, tuple(header.get_shape()), header.get_dtype())
                     if family == "gpt2" and not name.startswith(("transformer.", "lm_head.")):
                         name = f"transformer.{name}"  # files of a GPT2Model lack this prefix
                     if name in found:
@@ -298,9 +296,9 @@ def read_tokenizer(path: Path, vocab_size: int) -> str:
 
 def check_new(path, flag: str):
     """Raise UserError if the folder exists, USAGE, or cannot be made, STORAGE."""
-    is_link = os.path.islink(path)  # which path.exists() follows
     found = kept_files if flag == "run" else Path.iterdir
-    if (path.exists() or is_link) and (not path.is_dir() or any(found(path))):
+    is_there = path.exists() or os.path.islink(path)  # a link to nothing does not exist
+    if is_there and (not path.is_dir() or any(found(path))):
         what = f"{path} exists, and nothing is overwritten"
         raise UserError(USAGE, what, f"choose another --{flag}, or move what is there away")
     check_output(flag, path, is_folder=True)
@@ -311,10 +309,9 @@ def kept_files(path):
     of orbax write for a while after their error, even after the folder was removed.  The checkpoint
     of an import that still runs looks the same."""
     for entry in path.iterdir():
-        is_folder = entry.is_dir() and not os.path.islink(entry)
-        is_searched = is_folder and entry.name == "checkpoints"
-        names = [x.name for x in entry.iterdir()] if is_searched else [entry.name]
-        if any(not name.endswith(".orbax-checkpoint-tmp") for name in names):
+        is_searched = entry.name == "checkpoints" and entry.is_dir()
+        found = entry.iterdir() if is_searched else [entry]
+        if not all(x.name.endswith(".orbax-checkpoint-tmp") for x in found):
             yield entry
 
 
