@@ -45,7 +45,7 @@ AFTER = norm_lines(post_attention="attn_post_norm_D", post_feedforward="mlp_post
 NORMS = dict(
     before=BEFORE, after=AFTER, both=[BEFORE[0], *norm_lines(pre_feedforward="mlp_norm_D"), *AFTER]
 )
-GQA = [
+ATTENTION = [
     ("self_attn.q_proj.weight", "HK D", "q_DHK"),
     ("self_attn.k_proj.weight", "GK D", "k_DGK"),
     ("self_attn.v_proj.weight", "GK D", "v_DGK"),
@@ -59,8 +59,7 @@ GQA = [
     ("self_attn.q_norm.weight", "HK", "q_norm_HK"),
     ("self_attn.k_norm.weight", "GK", "k_norm_GK"),
     ("self_attn.sinks", "H", "sink_H"),
-]
-MLA = [
+    # mla:
     ("self_attn.q_a_proj.weight", "J D", "q_down_DJ"),
     ("self_attn.q_a_proj.bias", "J", "q_down_bias_J"),
     ("self_attn.q_a_layernorm.weight", "J", "q_norm_J"),
@@ -69,7 +68,6 @@ MLA = [
     ("self_attn.kv_a_layernorm.weight", "I", "kv_norm_I"),
     ("self_attn.kv_b_proj.weight", "HK I|HW I", "k_IHK v_IHW"),
     ("self_attn.o_proj.weight", "D HW", "o_HWD"),
-    ("self_attn.o_proj.bias", "D", "o_bias_D"),
 ]
 GPT2_ENDS = [
     ("transformer.wte.weight", "V D", "embed_VD"),
@@ -111,11 +109,9 @@ def llama_lines(m: Model) -> list:
     dense = swiglu("mlp.{}_proj.weight", "in_CDF", "out_FD")
     biases = swiglu("mlp.{}_proj.bias", "in_bias_CF", "out_bias_D")
     dense += [(name, dims[0], *rest) for name, dims, *rest in biases]
-    attention = GQA
-    if m.attention == "mla":
-        query = "self_attn.q_b_proj.weight" if m.q_rank else "self_attn.q_proj.weight"
-        attention = [*MLA, (query, "HK J|HT J", "q_JHK q_rope_JHT")]
-    return [*NORMS[m.norm_place], *attention, *dense]
+    query = "self_attn.q_b_proj.weight" if m.q_rank else "self_attn.q_proj.weight"
+    mla_query = (query, "HK J|HT J", "q_JHK q_rope_JHT")
+    return [*NORMS[m.norm_place], *ATTENTION, mla_query, *dense]
 
 
 def qwen_lines(m: Model) -> list:
