@@ -477,22 +477,10 @@ def slab_order(weights: SavedWeights, tensor: TensorMap):
 
 def verify(weights: SavedWeights, tensors: list[TensorMap], digests: dict, item: str):
     """Raise checkpoint.Damaged unless every weight is as it was saved."""
-    slabs: dict[str, list] = {}
-    for part in (part for tensor in tensors for part in tensor.parts):
-        slab, seen = weights.slab(part.weight, part.entry), slabs.setdefault(part.weight, [])
-        if not seen or slab != seen[-1]:
-            seen.append(slab)
-
-    def blocks(name, bar):
-        for slab in slabs[name]:
-            x = weights.arrays[name][slab].read().result()
-            bar.update(x.nbytes)
-            yield slab, x
-
     with progress_bar("read and verify", tensors) as bar:
-        for name in slabs:
-            found = hf_arrays.digest_blocks(blocks(name, bar), weights.arrays[name].shape)
-            if found[0] != digests[f"{item}/{name}"]:
+        for name, array in weights.arrays.items():
+            digest, _ = hf_arrays.digest_blocks(hf_arrays.read_chunks(array, bar), array.shape)
+            if digest != digests[f"{item}/{name}"]:
                 raise checkpoint.Damaged(f"{name} is not as saved")
 
 

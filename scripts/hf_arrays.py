@@ -27,6 +27,13 @@ def chunk_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     return tuple(chunk)
 
 
+def chunk_indices(shape: tuple[int, ...], chunk: tuple[int, ...]):
+    """Yield the index of each chunk of an array of that shape."""
+    for starts in product(*(range(0, n, c) for n, c in zip(shape, chunk, strict=True))):
+        ends = [min(a + c, n) for a, c, n in zip(starts, chunk, shape, strict=True)]
+        yield tuple(map(slice, starts, ends))
+
+
 class Streamed(np.ndarray):
     """A placeholder for an array in a tree that orbax saves: zeros that take no memory.  What
     StreamHandler writes is `blocks`: [(index, function that returns that part of the array)]."""
@@ -39,11 +46,8 @@ def streamed_array(shape, dtype, blocks: list) -> Streamed:
     it is zeros; they are written too, because orbax treats an array without data as damaged."""
     zeros = np.broadcast_to(np.zeros((), dtype), shape)
     if not blocks:
-        chunk, blocks = chunk_shape(shape, zeros.itemsize), []
-        for starts in product(*(range(0, n, c) for n, c in zip(shape, chunk, strict=True))):
-            ends = [min(a + c, n) for a, c, n in zip(starts, chunk, shape, strict=True)]
-            index = tuple(map(slice, starts, ends))
-            blocks.append((index, partial(getitem, zeros, index)))
+        indices = chunk_indices(shape, chunk_shape(shape, zeros.itemsize))
+        blocks = [(index, partial(getitem, zeros, index)) for index in indices]
     x = zeros.view(Streamed)
     x.blocks = blocks
     return x
@@ -135,6 +139,14 @@ def open_arrays(path, names) -> dict:
         spec = ocp.type_handlers.get_json_tspec_read(info, use_ocdbt=True)
         arrays[name] = ts.open(ts.Spec(spec), open=True, context=context).result()
     return arrays
+
+
+def read_chunks(array, bar):
+    """Yield (index, part) for each chunk of a tensorstore array, and advance a progress bar."""
+    for index in chunk_indices(array.shape, array.chunk_layout.read_chunk.shape):
+        x = array[index].read().result()
+        bar.update(x.nbytes)
+        yield index, x
 
 
 class SavedWeights:
