@@ -212,11 +212,10 @@ def generate(
     rngs = [np.random.default_rng([seed, n]) for n in range(len(prompts))]
     weights, cache = decoding_weights(params, cfg), None
     for _ in range(n_tokens):
+        token_RS, length_R = np.zeros((pp * B, S), np.int32), np.ones(pp * B, np.int32)
         for n, row in enumerate(rows):
             if len(row) - seen_from[n] > S:
                 seen_from[n], cache = len(row) - max(1, S // 2), None
-        token_RS, length_R = np.zeros((pp * B, S), np.int32), np.ones(pp * B, np.int32)
-        for n, row in enumerate(rows):
             length_R[n] = len(row) - seen_from[n]
             token_RS[n, : length_R[n]] = row[seen_from[n] :]
         n_new = padded_length(int(length_R.max())) if cache is None else 1
@@ -226,9 +225,9 @@ def generate(
         for n, row in enumerate(rows):
             if not done[n]:
                 token = choose_token(logit_RV[n, :vocab_size], rngs[n], temperature, top_k, top_p)
-                done[n] = token == stop_id
-                row += [] if done[n] else [token]
-                done[n] = done[n] or is_over(n, row)
+                if token != stop_id:
+                    row.append(token)
+                done[n] = token == stop_id or is_over(n, row)
         yield rows
         if all(done):
             return
