@@ -147,7 +147,7 @@ def shard_files(folder: Path) -> list[Path]:
         file_of = read_json(index).get("weight_map")
         names = [*file_of.values()] if isinstance(file_of, dict) else []
         for name in names or [None]:
-            if not isinstance(name, str) or Path(name).name != name or "\\" in name:
+            if not isinstance(name, str) or Path(name).name != name:
                 what = f"{index} names {name!r}, which is no plain file name"
                 raise UserError(DATA, what, "fetch the model again, from its publisher")
         paths = [folder / name for name in sorted(set(names))]
