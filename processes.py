@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import re
+import select
 import signal
 import socket
 import sys
@@ -45,12 +46,8 @@ def start_processes(cfg: Config):
     options = dict(initialization_timeout=r.start_timeout)
     jax.config.update("jax_enable_preemption_service", False)  # Stop does this
     if r.coordinator:
-        meet(r)
+        options["coordinator_bind_address"] = meet(r)
         exit_on_abort()
-        if r.process_id == 0:
-            family, (ip, port, *_) = listening_address(r.coordinator)
-            ip = f"[{ip}]" if family == socket.AF_INET6 else ip
-            options["coordinator_bind_address"] = f"{ip}:{port}"
         try:
             jax.distributed.initialize(r.coordinator, r.num_processes, r.process_id, **options)
         except RuntimeError as e:
@@ -67,17 +64,17 @@ def start_processes(cfg: Config):
         signal.signal(signal.SIGABRT, signal.SIG_DFL)
 
 
-def meet(r: Run):
-    """Return once all processes have connected to process 0, which listens at run.coordinator.
+def meet(r: Run) -> str | None:
+    """Return once all processes have connected to process 0, which listens at run.coordinator; in
+    process 0, the address where it listens.
 
     JAX then connects them at the same address.  Alone it would not say who is missing, and would
     abort the process instead of raising.  Raises UserError: DISTRIBUTED if a process has not
     connected after run.start_timeout, USAGE if their flags contradict each other.
     """
-    host, port = r.coordinator.rsplit(":", 1)
     deadline = time.monotonic() + r.start_timeout
     if r.process_id > 0:
-        return greet_process_0(r, (host.strip("[]"), int(port)), deadline)
+        return greet_process_0(r, deadline)
     greeted, error = {}, None
     try:
         family, address = listening_address(r.coordinator)
@@ -97,6 +94,8 @@ def meet(r: Run):
             connection.sendall(f"{answer}\n".encode())
     if error is not None:
         raise error
+    ip, port, *_ = address
+    return f"[{ip}]:{port}" if family == socket.AF_INET6 else f"{ip}:{port}"
 
 
 def listening_address(coordinator: str) -> tuple[int, tuple]:
@@ -149,20 +148,17 @@ def wait_for_greeting(server: socket.socket, r: Run, greeted: dict, deadline: fl
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """Whether the process at the other end has closed the connection, or is gone."""
-    connection.setblocking(False)
-    try:
-        return connection.recv(1, socket.MSG_PEEK) == b""
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    finally:
-        connection.settimeout(5)
+    """Whether the process at the other end is gone: it sends no more than its greeting, so only an
+    end can be read."""
+    events = select.poll()
+    events.register(connection, select.POLLIN)
+    return bool(events.poll(0))
 
 
-def greet_process_0(r: Run, address: tuple[str, int], deadline: float):
+def greet_process_0(r: Run, deadline: float):
     """The part of `meet` of the other processes."""
+    host, port = r.coordinator.rsplit(":", 1)
+    address = host.strip("[]"), int(port)
     while True:
         try:
             with socket.create_connection(address, timeout=5) as connection:
