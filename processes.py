@@ -45,9 +45,9 @@ def start_processes(cfg: Config):
     r = cfg.run
     options = dict(initialization_timeout=r.start_timeout)
     jax.config.update("jax_enable_preemption_service", False)  # Stop does this
+    exit_on_abort()
     if r.coordinator:
         options["coordinator_bind_address"] = meet(r)
-        exit_on_abort()
         try:
             jax.distributed.initialize(r.coordinator, r.num_processes, r.process_id, **options)
         except RuntimeError as e:
@@ -55,7 +55,6 @@ def start_processes(cfg: Config):
             fix = "choose a free port on process 0's host, the same in every process's flags"
             raise UserError(errors.DISTRIBUTED, what, fix) from None
         return
-    exit_on_abort()
     try:
         jax.distributed.initialize(**options)
     except ValueError as e:
