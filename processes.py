@@ -215,10 +215,7 @@ def compare_settings(cfg: Config):
     # --fresh is left out, because only process 0 acts on it.
     settings = config.settings(cfg) | dict(eval_only=cfg.eval_only)
     shared = {name: str(value) for name, value in settings.items() if name not in OWN_FLAGS}
-    if differ := differences(shared):
-        fix = "start all processes of a run with the same flags"
-        problems = [Problem(f"{name} is {values}", fix) for name, values in differ.items()]
-        raise UserError(errors.USAGE, problems=problems)
+    refuse_differences(shared, "start all processes of a run with the same flags", verb="is")
     ours = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
     versions = dict(python=platform.python_version(), jax=jax.__version__)
     versions |= dict(jaxlib=jaxlib.__version__, trifold=hashlib.sha256(ours).hexdigest()[:12])
@@ -226,12 +223,11 @@ def compare_settings(cfg: Config):
         warn(f"the processes run different versions: {name} is {values}")
 
 
-def compare_data(
-    fingerprints: dict[str, str], fix="let the path hold the same data set on every host"
-):
-    """Raise UserError USAGE if another process sees other data.  fingerprints: {name: hash}."""
-    if differ := differences(fingerprints):
-        problems = [Problem(f"{n} differs: {values}", fix) for n, values in differ.items()]
+def refuse_differences(facts: dict[str, str], fix: str, verb: str = "differs:"):
+    """Raise UserError USAGE if a fact, {name: value}, differs in another process.  verb: what the
+    error has between the name and the values."""
+    if differ := differences(facts):
+        problems = [Problem(f"{name} {verb} {values}", fix) for name, values in differ.items()]
         raise UserError(errors.USAGE, problems=problems)
 
 

@@ -109,7 +109,7 @@ class Run(TemplateLM):
         UserError USAGE if another process has other requests: each computes a part of a batch."""
         asked = hashlib.sha256(repr(requests).encode()).hexdigest()[:12]
         fix = "give all processes the same --tasks, --limit, --include_path and tokenizer"
-        processes.compare_data({"what the harness asks": asked}, fix)
+        processes.refuse_differences({"what the harness asks": asked}, fix)
         collator = Collator(requests, sort_fn=order, **group)
         return collator, train.progress([*collator.get_batched(n=self.cfg.train.batch_size)])
 
