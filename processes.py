@@ -437,10 +437,9 @@ class Watchdog:
 
 def main_thread_is_in(files: re.Pattern) -> bool:
     """Whether a function of one of these files is on the main thread's stack."""
-    frame = sys._current_frames().get(threading.main_thread().ident)
-    while frame is not None and not files.search(frame.f_code.co_filename):
-        frame = frame.f_back
-    return frame is not None
+    innermost = sys._current_frames()[threading.main_thread().ident]
+    stack = traceback.walk_stack(innermost)
+    return any(files.search(frame.f_code.co_filename) for frame, _ in stack)
 
 
 # ---- failing
@@ -514,12 +513,10 @@ def leave_last(seconds: float):
     """In process 0, wait until the others are about to end too: JAX's store ends with process 0,
     and JAX then aborts the others."""
 
-    def n_leaving() -> int:
-        return len(shared_store().key_value_dir_get("trifold/leaving"))
-
     def leave():
-        shared_store().key_value_set(f"trifold/leaving/{process_id()}", "", allow_overwrite=True)
-        while process_id() == 0 and n_leaving() < len(process_ids()):
+        store, everyone = shared_store(), len(process_ids())
+        store.key_value_set(f"trifold/leaving/{process_id()}", "", allow_overwrite=True)
+        while process_id() == 0 and len(store.key_value_dir_get("trifold/leaving")) < everyone:
             time.sleep(0.1)
 
     if len(process_ids()) > 1:
