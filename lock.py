@@ -40,21 +40,20 @@ class FileLock:
     owner.  Raises UserError BUSY."""
 
     def __init__(self, path: epath.Path):
-        self.file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        # "a+" makes a missing file, leaves another run's as it is, and does not wait for a pipe.
+        self.file = open(path, "ab+", buffering=0)  # noqa: SIM115, until release
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(self.file, 0)
-            os.write(self.file, json.dumps(new_owner()).encode())
+            self.file.truncate(0)
+            os.write(self.file.fileno(), json.dumps(new_owner()).encode())
         except OSError as e:  # the disk may be full, and a lock left open would look like another's
-            os.close(self.file)
+            self.file.close()
             if isinstance(e, BlockingIOError):
                 raise busy_error(path, path.read_text()) from None
             raise
 
     def release(self):
-        if self.file is not None:
-            os.close(self.file)
-            self.file = None
+        self.file.close()
 
 
 class BucketFile:
