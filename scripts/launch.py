@@ -28,9 +28,10 @@ import tyro
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import errors
 from cli import leave_terminal, quit_on_error
 from config import Flag
-from errors import DISTRIBUTED, INTERRUPTED, TEMPORARY, USAGE, Problem, UserError, or_list
+from errors import DISTRIBUTED, INTERRUPTED, TEMPORARY, USAGE, Problem, UserError
 
 # In seconds:
 POLL = 1  # between looks at the workers
@@ -40,14 +41,8 @@ GRACE = 60  # for the other workers to end by themselves after one has ended
 SAVING = 300  # for train.py to save
 
 
-def show(text: str, file=None):
-    """Print, if that is still possible: an error here would keep the pod from being deleted."""
-    with suppress(OSError):
-        print(text, file=file, flush=True)
-
-
 def say(text: str):
-    show(f"launch: {text}", sys.stderr)
+    errors.write_error(f"launch: {text}\n")
 
 
 def problems_with(args, **rules: tuple[object, str]) -> list[Problem]:
@@ -107,7 +102,8 @@ class Worker:
                 # Process 0 prints these, and need not be on the first worker.
                 self.update, self.is_shown = int(update[1]), True
             if self.is_shown:
-                show(line.rstrip("\n"))
+                with suppress(OSError):  # the terminal may be gone, but the worker has to be read
+                    print(line.rstrip("\n"), flush=True)
 
     def end(self):
         if self.process.poll() is None:
@@ -215,7 +211,7 @@ class Tpu:
             self,
             name=(name, "small letters, digits and dashes, as in my-pod"),
             zone=(zone, "a zone, such as us-east5-a"),
-            type=(type, f"{or_list(RUNTIMES)} and a size: v5p-128"),
+            type=(type, f"{errors.or_list(RUNTIMES)} and a size: v5p-128"),
             slices=(self.slices > 0, "1 or more"),
             restarts=(self.restarts >= 0, "0 or more"),
         )
