@@ -50,11 +50,10 @@ class Child:
 
     def __init__(self):
         self.process, self.told_to_stop = None, False
-        numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
-            numbers.add(signal.SIGHUP)
-        for number in numbers:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self.forward)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
+            signal.signal(signal.SIGHUP, self.forward)
 
     def forward(self, number, frame):
         self.told_to_stop = self.told_to_stop or number != signal.SIGUSR1
@@ -100,8 +99,7 @@ def supervise(cfg: Config) -> int:
             return code
         wait = min(60, 2**tries)
         say(f"try {tries} of at most {cfg.run.restarts} without a new checkpoint, in {wait} s")
-        deadline = time.monotonic() + wait
-        while time.monotonic() < deadline:
+        for _ in range(10 * wait):
             time.sleep(0.1)
             if child.told_to_stop:
                 return INTERRUPTED
