@@ -22,7 +22,6 @@ from types import CoroutineType
 
 import jax
 import jaxlib
-from etils import epath
 
 import config
 import errors
@@ -30,7 +29,7 @@ import utils
 from cli import call_within, leave_if_unread, leave_terminal
 from config import Config, Run
 from errors import Problem, UserError, write_error
-from files import write_whole
+from files import run_path, write_whole
 from restart import LAST_END
 from utils import exchange, is_storage_error, process_id, process_ids, shared_store, warn
 
@@ -362,9 +361,9 @@ class Watchdog:
     XLA's compiler, the wait for a checkpoint, the end of Weights & Biases."""
     LONG = re.compile(r"jax/_src/compiler\.py|/checkpoint(_manager)?\.py|/wandb/")
 
-    def __init__(self, stop: Stop, run: epath.Path, cfg: Config, record_end):
+    def __init__(self, stop: Stop, cfg: Config, record_end):
         """record_end(run, text): records in the run directory why the process ends."""
-        self.stop, self.run, self.seconds = stop, run, cfg.run.hang_timeout
+        self.stop, self.run, self.seconds = stop, run_path(cfg), cfg.run.hang_timeout
         self.record_end = record_end
         self.ended = threading.Event()
 

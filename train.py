@@ -68,7 +68,7 @@ from config import Config
 from dataset import Dataset, check_tokenizers
 from errors import CHECKPOINT, INTERRUPTED, USAGE, UserError
 from experts import moe_metrics, update_router_biases
-from files import is_writable, run_path
+from files import is_writable
 from generate import generate
 from gradient import add_slice_gradient, prepare_parts, reduce_total, zero_total
 from layers import BATCH
@@ -552,7 +552,7 @@ def main(cfg: Config, held=None) -> State | None:
     if held is not None and not utils.is_lead():
         held.release()
         held = None
-    with processes.Watchdog(stop, run_path(cfg), cfg, record_end):
+    with processes.Watchdog(stop, cfg, record_end):
         processes.compare_settings(cfg)
         cfg = utils.start_mesh(cfg)
         optim.warn_of_warmup(cfg)
