@@ -95,8 +95,7 @@ class Lease:
         self.path, self.file, self.released = path, BucketFile(path), threading.Event()
         self.renew_every = float(os.environ.get("TRIFOLD_LEASE_BEAT", 15))  # shorter in tests
         self.owner = new_owner()
-        free = self.wait_until_free()
-        self.generation = self.write(0, free)
+        self.generation = self.write(0, self.wait_until_free())
         if self.generation is None:  # another run that started at the same time was faster
             raise busy_error(path, self.file.read()[1])
         self.thread = threading.Thread(target=self.renew_until_released, daemon=True)
