@@ -105,7 +105,7 @@ def prepare_run(path: epath.Path, cfg: Config, source, lock) -> FileLock | Lease
         if cfg.rollback >= 0:
             roll_back(path, cfg, source)
         if not record.exists():
-            write_record(path, cfg, source)
+            write_record(path, run_record(cfg, source.fingerprint, {}), source)
         return lock
     except (UserError, OSError) as e:
         if lock is not None:
@@ -167,10 +167,10 @@ def check_is_run(path: epath.Path):
         raise UserError(errors.USAGE, what, "choose another --run.name or --run.dir")
 
 
-def write_record(path: epath.Path, cfg: Config, source):
-    """Write config.json and tokenizer.json: for a new run, and whenever training starts, because
-    only then is it certain that the run uses cfg.  Raises UserError DATA for another tokenizer than
-    the run's, and as read_record."""
+def write_record(path: epath.Path, record: str, source):
+    """Write config.json, which is to hold `record`, and tokenizer.json: for a new run, and whenever
+    training starts, because only then is it certain that the run uses these settings.  Raises
+    UserError DATA for another tokenizer than the run's."""
     tokenizer = path / "tokenizer.json"
     text = "" if source.tokenizer is None else source.tokenizer.read_text()
     # Without a checkpoint, an earlier start has failed: no weights belong to its tokenizer.
@@ -178,7 +178,6 @@ def write_record(path: epath.Path, cfg: Config, source):
     if text and are_different([before, text]):
         what = f"{tokenizer} is another tokenizer than that of the data, {source.tokenizer}"
         raise UserError(errors.DATA, what, f"prepare the data with --tokenizer {tokenizer}")
-    record = run_record(cfg, source.fingerprint, read_record(path))
     write_whole(path / "config.json", record)
     if source.tokenizer is not None:  # so that the run can be sampled without its data
         write_whole(tokenizer, text)
@@ -331,10 +330,11 @@ def write_history(path: epath.Path, lines: list[dict]):
 
 def record_start(path: epath.Path, cfg: Config, source, step: int):
     """Record in config.json and history.jsonl that training starts after `step` updates, and print
-    what has changed since the last start.  Raises as check_changes, check_past and write_record."""
+    what has changed since the last start.  Raises as read_record, check_changes, check_past and
+    write_record."""
     old, history = read_record(path), read_history(path)
-    new = json.loads(run_record(cfg, source.fingerprint, {}))
-    found = changes(old, new, step)
+    record = run_record(cfg, source.fingerprint, old)
+    found = changes(old, json.loads(record), step)
     # Without a checkpoint no update counts.  With neither history nor updates, the run is new or
     # was made by convert_hf.py or average.py.
     if saved_steps(path) and (history or step):
@@ -342,7 +342,7 @@ def record_start(path: epath.Path, cfg: Config, source, step: int):
         check_past(old, cfg, step)
     if history and "end" not in history[-1]:
         history[-1]["end"] = os.environ.get(LAST_END) or "not known: killed, or ended at once"
-    write_record(path, cfg, source)
+    write_record(path, record, source)
     for group, names in found.items():
         for name, (before, value) in names.items():
             both = f"{shown(before)} -> {shown(value)}"
