@@ -216,9 +216,7 @@ FINGERPRINT = "data.train fingerprint"
 def record_facts(record: dict) -> dict:
     """{name: value} of what may change the training in a config.json; settings have their flags'
     names."""
-    facts = {}
-    for section in config.SECTIONS:
-        facts |= {f"{section}.{name}": x for name, x in record.get(section, {}).items()}
+    facts = {f"{s}.{name}": x for s in config.SECTIONS for name, x in record.get(s, {}).items()}
     facts = {name: x for name, x in facts.items() if name[:4] != "run." or name == "run.seed"}
     versions = record.get("versions", {}) | dict(trifold=record.get("git_commit"))
     facts |= {f"version of {name}": x for name, x in versions.items()}
