@@ -78,6 +78,13 @@ def mismatches(there: dict, here: dict) -> dict[str, tuple]:
     return {n: (a, b) for n, (a, b) in pairs.items() if a != b}
 
 
+def digests_of(tree) -> tuple[dict[str, list[int]], bool]:
+    """({"params/embed_VD": its digest} of each array, whether all of their numbers are finite)."""
+    table = utils.leaf_table(tree)
+    values, finite = digest_leaves(list(table.values()))
+    return dict(zip(table, np.asarray(values).tolist(), strict=True)), bool(finite)
+
+
 class PeerFailed(RuntimeError):
     """Another process could not write its part of a checkpoint."""
 
@@ -318,13 +325,11 @@ class Checkpoints:
         raises."""
         meta = self.read_meta(step, abstract)
         items = {name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()}
-        found = self.read(step, **items)
-        tree = {name: found[name] for name in abstract}
-        table = utils.leaf_table(tree)
-        values = np.asarray(digest_leaves(list(table.values()))[0]).tolist()
-        wrong = [n for n, x in zip(table, values, strict=True) if x != meta["leaves"][n][2]]
+        tree = dict(self.read(step, **items))
+        found, _ = digests_of(tree)
+        wrong = [n for n, x in found.items() if x != meta["leaves"][n][2]]
         if wrong:
-            raise Damaged(f"{len(wrong)} of {len(table)} arrays are not as saved, {wrong[0]} first")
+            raise Damaged(f"{len(wrong)} of {len(found)} arrays are not as saved, {wrong[0]} first")
         return tree
 
     def read_meta(self, step: int, abstract: dict) -> dict:
@@ -441,13 +446,11 @@ class Checkpoints:
         if not self.recover():
             return False
         if step != self.newest:
-            table = utils.leaf_table(state)
-            values, finite = digest_leaves(list(table.values()))
+            leaf_digests, finite = digests_of(state)
             if not finite:
                 what = f"the state after update {step} holds a NaN or infinity; it was not saved"
                 fix = f"resume from checkpoint {self.newest} with a lower --optim.lr"
                 raise UserError(errors.DIVERGED, what, fix)
-            leaf_digests = dict(zip(table, np.asarray(values).tolist(), strict=True))
             self.write(step, state, leaf_digests)
         if last:
             self.finish()
