@@ -330,17 +330,18 @@ def train_step(state: State, tokens_AMBL, targets_AMBL, cfg: Config):
     metrics = dict(loss=loss, grad_norm=grad_norm, lr=lr)
     if cfg.model.n_experts:
         metrics["moe"] = lax.with_sharding_constraint(moe_metrics(stats, cfg), P())
+    recent_norms = state.recent_norms
     if cfg.train.spike_sigma:
-        metrics["spike"] = optim.is_spike(grad_norm, state.recent_norms, cfg)
+        metrics["spike"] = optim.is_spike(grad_norm, recent_norms, cfg)
         is_good &= ~metrics["spike"]
-    new = optax.tree.where(is_good, new, state)._replace(step=state.step + 1)
+        recent_norms = optim.add_norm(grad_norm, recent_norms)
+    new = optax.tree.where(is_good, new, state)
+    new = new._replace(step=state.step + 1, recent_norms=recent_norms)
     if cfg.log.norms_every:
         trees = dict(gradient=grads, update=updates, weight=new.params)
         norms = {name: layer_norms(tree, cfg) for name, tree in trees.items()}
         norms["logit"] = logit_sizes(stats, cfg)
         metrics["norms"] = lax.with_sharding_constraint(norms, P())
-    if cfg.train.spike_sigma:
-        new = new._replace(recent_norms=optim.add_norm(grad_norm, state.recent_norms))
     return lax.with_sharding_constraint(new, state_specs(cfg)), metrics
 
 
