@@ -384,14 +384,11 @@ def evaluate(params, data: Dataset, step: int, cfg: Config, stop=None) -> dict |
             return None
         nll, n, *_ = utils.wait_for(eval_step(params, *data.eval_batch(i), cfg))
         total, tokens = total + float(nll), tokens + int(n)
-    loss, bytes_per_token = total / tokens if tokens else math.nan, data.source.bytes_per_token
-    result = dict(loss=utils.finite_or_none(loss), bits_per_byte=None, tokens=tokens)
-    if data.name:
-        result = dict(set=data.name) | result
-    if bytes_per_token is not None:
-        bits = loss / math.log(2) / bytes_per_token
-        result |= dict(bits_per_byte=utils.finite_or_none(bits))
-    return result
+    loss = total / tokens if tokens else math.nan
+    bits = loss / math.log(2) / (data.source.bytes_per_token or math.nan)
+    name = dict(set=data.name) if data.name else {}
+    loss, bits = utils.finite_or_none(loss), utils.finite_or_none(bits)
+    return name | dict(loss=loss, bits_per_byte=bits, tokens=tokens)
 
 
 def score_rows(params, tokens_AMBL, targets_AMBL, cfg: Config) -> tuple[np.ndarray, np.ndarray]:
