@@ -188,15 +188,14 @@ def start_mesh(cfg: Config, rows: int | None = None) -> Config:
     jax.set_mesh(make_mesh(cfg))
     if cfg.train.dtype == "float32":  # TPUs and GPUs multiply in fewer bits by default
         jax.config.update("jax_default_matmul_precision", "float32")
-    if is_lead():  # on stderr, because stdout is for results
-        axes = " ".join(f"{axis}={getattr(cfg.mesh, axis)}" for axis in AXES)
-        devices = f"{math.prod(cfg.mesh.sizes)} x {jax.devices()[0].device_kind}"
-        processes = f"{jax.process_count()} process(es) in {time.monotonic() - IMPORTED:.1f} s"
-        print(f"mesh: {axes} on {devices}, {processes}", file=sys.stderr, flush=True)
-        chosen = [name for name, x in AUTOMATIC.items() if getattr(given, name) == x]
-        if chosen and on_cpu and rows is None:
-            values = ", ".join(f"train.{name} {getattr(cfg.train, name)}" for name in chosen)
-            print(f"chosen for a CPU: {values}", file=sys.stderr, flush=True)
+    axes = " ".join(f"{axis}={getattr(cfg.mesh, axis)}" for axis in AXES)
+    devices = f"{math.prod(cfg.mesh.sizes)} x {jax.devices()[0].device_kind}"
+    processes = f"{jax.process_count()} process(es) in {time.monotonic() - IMPORTED:.1f} s"
+    say(f"mesh: {axes} on {devices}, {processes}", file=sys.stderr)  # stdout is for results
+    chosen = [name for name, x in AUTOMATIC.items() if getattr(given, name) == x]
+    if chosen and on_cpu and rows is None:
+        values = ", ".join(f"train.{name} {getattr(cfg.train, name)}" for name in chosen)
+        say(f"chosen for a CPU: {values}", file=sys.stderr)
     return cfg
 
 
@@ -326,8 +325,7 @@ def xla_options(mesh: jax.sharding.Mesh) -> dict:
 
     device = mesh.devices.flat[0]
     wanted = XLA_OPTIONS.get(device.platform, {}) | XLA_OPTIONS.get(device.device_kind, {})
-    wanted = {name: value for name, value in wanted.items() if name not in set_by_user}
-    return {name: value for name, value in wanted.items() if is_accepted(name, value)}
+    return {n: x for n, x in wanted.items() if n not in set_by_user and is_accepted(n, x)}
 
 
 def compile_program(step, *args, times: bytes = b""):
