@@ -216,10 +216,14 @@ def divisors(n: int) -> list[int]:
     return sorted({*small, *(n // d for d in small)})
 
 
+def has_layer(m: Model, word: str) -> bool:
+    """Whether the kind of a layer has this word: dense, moe or local."""
+    return any(word in kind for kind in all_kinds(m))
+
+
 def sizes_to_divide(cfg: Config) -> dict[str, dict[str, int]]:
     """{axis: {name: size}}: each mesh axis must divide these sizes.  A size of 0 is not set."""
     m, t = cfg.model, cfg.train
-    kinds = all_kinds(m)
     layers = {"model.n_layers": m.n_layers}
     if m.prefix or "," in m.pattern or "*" in m.pattern:
         layers = {"the number of model.pattern's blocks": n_blocks(m)}
@@ -230,9 +234,9 @@ def sizes_to_divide(cfg: Config) -> dict[str, dict[str, int]]:
         dp |= {"model.kv_rank": m.kv_rank, "model.q_rank": m.q_rank}
     else:
         tp |= {"model.n_kv_heads": m.n_kv_heads}
-    if any("dense" in kind for kind in kinds):
+    if has_layer(m, "dense"):
         tp |= {"model.d_ff": m.d_ff}
-    if any("moe" in kind for kind in kinds):
+    if has_layer(m, "moe"):
         tp |= {"model.d_expert": m.d_expert}
         dp |= {"model.n_experts": m.n_experts} if cfg.mesh.experts == "alltoall" else {}
     pp = layers | {"train.microbatches": t.microbatches}
@@ -320,15 +324,13 @@ def pipeline_problems(cfg: Config):
 
 def unused_fields(m: Model) -> dict[str, str]:
     """{field: why it has no effect}"""
-    kinds = all_kinds(m)
-    moe, dense, local = (any(word in kind for kind in kinds) for word in ("moe", "dense", "local"))
-    groups = "n_groups n_active_groups"
     thetas, ramp = "rope_theta rope_local_theta", "rope_original rope_low rope_high"
     gqa = "n_kv_heads qk_norm qk_norm_width attn_sinks"
     yarn = "yarn_mscale yarn_mscale_all_dim yarn_truncate"
+    local = has_layer(m, "local")
     scaling = "none" if m.positions == "learned" else m.rope_scaling
     experts = "n_experts n_active n_shared d_expert norm_scores score_scale router router_bias"
-    experts += " router_logit_bias expert_bias"
+    experts += " router_logit_bias expert_bias n_groups n_active_groups"
     table = [  # fields, whether they are unused, why
         (gqa, m.attention == "mla", "model.attention=mla"),
         ("qk_norm_width", not m.qk_norm, "model.qk_norm=False"),
@@ -340,8 +342,8 @@ def unused_fields(m: Model) -> dict[str, str]:
         (yarn, scaling != "yarn", "rope_scaling is not yarn"),
         ("max_positions", m.positions == "rope", "model.positions=rope"),
         ("window rope_local_theta", not local, "no layer is dense_local or moe_local"),
-        ("d_ff mlp_bias", not dense, "no layer is dense"),
-        (f"{experts} {groups}", not moe, "no layer is moe"),
+        ("d_ff mlp_bias", not has_layer(m, "dense"), "no layer is dense"),
+        (experts, not has_layer(m, "moe"), "no layer is moe"),
         ("n_active_groups", m.n_groups == 1, "model.n_groups=1"),
     ]
     return {name: why for names, unused, why in table if unused for name in names.split()}
@@ -359,7 +361,7 @@ def no_effect_problems(cfg: Config):
     """Settings that were changed from their defaults, but have no effect."""
     m, o, default = cfg.model, cfg.optim, Config()
     unused = {f"model.{n}": why for n, why in unused_fields(m).items() if n not in MAY_BE_UNUSED}
-    if not any("moe" in kind for kind in all_kinds(m)):
+    if not has_layer(m, "moe"):
         unused |= dict.fromkeys(ONLY_MOE, "no layer is moe")
     unused |= {f"optim.{n}": f"optim.name={o.name}" for n in UNUSED_BY.get(o.name, "").split()}
     for name, why in unused.items():
@@ -370,9 +372,9 @@ def no_effect_problems(cfg: Config):
 def model_problems(cfg: Config):
     """Settings of the architecture that are missing or contradict each other."""
     m, t = cfg.model, cfg.train
-    if any("moe" in kind for kind in all_kinds(m)):
+    if has_layer(m, "moe"):
         yield from moe_problems(m)
-    if any("local" in kind for kind in all_kinds(m)):
+    if has_layer(m, "local"):
         yield from missing_problems(m, ["window"], "there are local layers")
     if m.attention == "mla":
         yield from missing_problems(m, ["kv_rank", "d_rope", "d_value"], "model.attention=mla")
