@@ -102,22 +102,26 @@ class TokenFiles(Source):
         return f"{super().__str__()} in {len(self.shards)} shard(s){more}"
 
     def windows(self, rows: np.ndarray) -> np.ndarray:
-        return self.cut(rows, self.shards, -1, np.int32)
+        L = self.cfg.train.seq_len
+        return self.cut(rows * L, L + 1, self.shards, -1, np.int32)
 
     def scored(self, rows: np.ndarray) -> np.ndarray | None:
         if not any(self.masks):
             return None
-        return self.cut(rows, self.masks, 1, np.uint8) != 0
-
-    def cut(self, rows: np.ndarray, files: list, fill: int, dtype) -> np.ndarray:
-        """[len(rows), seq_len + 1]: these windows of the files, which are self.shards or
-        self.masks; `fill` after the last token, and where a shard has no mask."""
         L = self.cfg.train.seq_len
-        windows = np.full((len(rows), L + 1), fill, dtype)
+        return self.cut(rows * L, L + 1, self.masks, 1, np.uint8) != 0
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens start to stop - 1 as int32."""
+        return self.cut(np.array([start]), stop - start, self.shards, -1, np.int32)[0]
+
+    def cut(self, starts: np.ndarray, length: int, files: list, fill: int, dtype) -> np.ndarray:
+        """[len(starts), length]: what begins at these tokens of the files, which are self.shards or
+        self.masks; `fill` after the last token, and where a shard has no mask."""
+        windows = np.full((len(starts), length), fill, dtype)
         places, pieces = [], []
-        for window, row in zip(windows, rows.tolist(), strict=True):
-            at = row * L
-            for n, start, stop in self.spans(at, min(at + L + 1, self.n_tokens)):
+        for window, at in zip(windows, starts.tolist(), strict=True):
+            for n, start, stop in self.spans(at, min(at + length, self.n_tokens)):
                 if files[n] is not None:
                     first = start + self.first(n) - at
                     places.append((window[first : first + stop - start], n, start))
@@ -127,14 +131,6 @@ class TokenFiles(Source):
                 self.check_tokens(piece, n, start)
             place[:] = piece
         return windows
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens start to stop - 1 as int32."""
-        spans = list(self.spans(start, stop))
-        pieces = self.read_pieces([(self.shards[n], a, b) for n, a, b in spans])
-        for piece, (n, a, _) in zip(pieces, spans, strict=True):
-            self.check_tokens(piece, n, a)
-        return np.concatenate(pieces).astype(np.int32)
 
     def first(self, n: int) -> int:
         """The index in the whole set of shard n's first token."""
