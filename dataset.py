@@ -454,23 +454,20 @@ class Dataset:
         tokens, targets = self.read_rows(ours)
         return put(tokens), put(targets)
 
-    def read_ahead(self, rows_of, numbers) -> list[Future]:
-        """The batches of rows_of(n) for the first of these numbers n.  Threads read those that were
-        not asked for before."""
-        n_batches = max(self.cfg.data.prefetch, NOTICE + 1)
-        keys = [(rows_of.__name__, n) for n in numbers[:n_batches]]
-        for key in set(self.reading) - set(keys):
-            del self.reading[key]
-        for key in keys:
-            if key not in self.reading:
-                self.reading[key] = self.workers.submit(self.make_batch, rows_of(key[1]))
-        return [self.reading[key] for key in keys]
+    def read_ahead(self, numbers) -> list[Future]:
+        """The first of the batches with these numbers: the steps of a training set, or the batches
+        of a set for evaluation.  Threads read those that were not asked for before."""
+        rows_of = self.train_rows if self.split == "train" else self.eval_rows
+        numbers = numbers[: max(self.cfg.data.prefetch, NOTICE + 1)]
+        for n in set(self.reading) - set(numbers):
+            del self.reading[n]
+        for n in numbers:
+            if n not in self.reading:
+                self.reading[n] = self.workers.submit(self.make_batch, rows_of(n))
+        return [self.reading[n] for n in numbers]
 
     def read_train(self, step: int) -> list[Future]:
-        return self.read_ahead(self.train_rows, range(step, max(self.cfg.train.steps, step + 1)))
-
-    def read_eval(self, numbers: list[int]) -> list[Future]:
-        return self.read_ahead(self.eval_rows, numbers)
+        return self.read_ahead(range(step, max(self.cfg.train.steps, step + 1)))
 
     def batch(self, step: int):
         """The batch that update step + 1 trains on."""
@@ -478,8 +475,8 @@ class Dataset:
 
     def eval_batch(self, i: int):
         """Batch i of the set; eval_error may have started to read it."""
-        found = self.reading.get((self.eval_rows.__name__, i))
-        return (found or self.read_eval([*range(i, self.n_eval_batches)])[0]).result()
+        found = self.reading.get(i) or self.read_ahead(range(i, self.n_eval_batches))[0]
+        return found.result()
 
     def batch_error(self, step: int) -> BaseException | None:
         """Why `batch(step)` or one of the NOTICE batches after it cannot be read, once known."""
@@ -487,7 +484,7 @@ class Dataset:
 
     def eval_error(self, numbers: list[int]) -> BaseException | None:
         """Likewise for the batches of an evaluation."""
-        return first_error(self.read_eval(numbers))
+        return first_error(self.read_ahead(numbers))
 
 
 def first_error(batches: list[Future]) -> BaseException | None:

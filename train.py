@@ -485,7 +485,7 @@ def read_upcoming(step: int, train: Dataset, vals, cfg: Config) -> BaseException
     with jax.profiler.TraceAnnotation(DATA_WAIT):
         error, at = train.batch_error(step), next_evaluation(step, cfg)
         for val in vals:
-            val.read_eval(indices := val.eval_indices(at))
+            val.read_ahead(indices := val.eval_indices(at))
             if at - step <= NOTICE:
                 error = error or val.eval_error(indices)
     return error
