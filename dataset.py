@@ -276,13 +276,17 @@ class Mixture(Source):
         return found
 
 
+def parts_of(source: Source) -> dict[str, Source]:
+    """The sources of a mixture by name; of another source only itself, with the name ""."""
+    return source.parts if isinstance(source, Mixture) else {"": source}
+
+
 def check_tokenizers(sources: dict[str, Source]):
     """Raise UserError DATA if these sources, {name: source}, state different tokenizers, or
     different tokens that end documents."""
     parts = {}
     for name, source in sources.items():
-        within = source.parts if isinstance(source, Mixture) else {"": source}
-        parts |= {f"{name} {part}".strip(): x for part, x in within.items()}
+        parts |= {f"{name} {part}".strip(): x for part, x in parts_of(source).items()}
     files = {name: x.tokenizer for name, x in parts.items() if x.tokenizer is not None}
     texts = {name: file.read_text() for name, file in files.items()}
     ends = {name: x.end_id for name, x in parts.items() if x.end_id >= 0}
@@ -329,18 +333,14 @@ class Dataset:
         if found := list(self.problems()):
             raise UserError(DATA, problems=found)
         if split == "train":
-            self.first_window = np.zeros(1, np.int64)  # of each source, in its numbers here
-            n_windows = [self.n_windows]
-            if isinstance(self.source, Mixture):
-                n_windows = self.source.n_windows
-                self.first_window = self.source.ends - n_windows
+            n_windows = [(part.n_tokens - 1) // L for part in parts_of(self.source).values()]
+            self.first_window = np.cumsum([0, *n_windows[:-1]])  # of each source
             self.order = Order(self.cfg, n_windows)
             self.check_epochs()
 
     def __str__(self):
         L = self.cfg.train.seq_len
-        parts = [*self.source.parts.values()] if isinstance(self.source, Mixture) else [self.source]
-        left = sum((part.n_tokens - 1) % L for part in parts)
+        left = sum((part.n_tokens - 1) % L for part in parts_of(self.source).values())
         windows = f"{self.n_windows:,} windows of {L}"
         return f"{self.source}, {windows}; the last {left} tokens do not fill one"
 

@@ -71,7 +71,7 @@ import processes
 import rundir
 import train
 import utils
-from dataset import Dataset, Mixture, TokenFiles
+from dataset import Dataset, TokenFiles, parts_of
 from scripts.outputs import check_output
 from tasks import load_tokenizer
 
@@ -178,9 +178,8 @@ def read_rows(args: Args, cfg: config.Config) -> list[Row]:
         nll = np.asarray(train.eval_step(params, *batch, cfg)[2]).reshape(targets.shape)
     rows = []
     for k in range(len(tokens)) if args.row < 0 else [args.row]:
-        source, name = data.source, data.order.names[sources[k]]
-        if isinstance(source, Mixture):
-            source = source.parts[name]
+        name = data.order.names[sources[k]]
+        source = parts_of(data.source)[name]
         title = f"row {k}: {name or 'data.train'}, epoch {epochs[k] + 1}, window {windows[k]:,}"
         places = describe_row(source, int(windows[k]), data.cfg)
         last = source.windows(windows[k : k + 1])[0, -1]  # as a target it is -1 where not scored

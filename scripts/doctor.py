@@ -69,7 +69,7 @@ import rundir
 import train
 import utils
 from boards import has_wandb_key
-from dataset import Dataset, Mixture, check_tokenizers
+from dataset import Dataset, check_tokenizers, parts_of
 from errors import USAGE, UserError
 from mixture import read_sets
 from scripts.chips import GIB, chip_of
@@ -198,7 +198,7 @@ def data(cfg: Config, found: dict):
         try:
             with jax.set_mesh(one):
                 source = sources[label] = Dataset(cfg, split, name).source
-            for part in source.parts.values() if isinstance(source, Mixture) else [source]:
+            for part in parts_of(source).values():
                 # The last window of each shard, of at most 64 shards; reading verifies them.
                 ends = np.array(getattr(part, "ends", part.n_tokens)).ravel()
                 rows = np.unique(np.maximum(ends - 2, 0) // cfg.train.seq_len)
