@@ -227,15 +227,17 @@ class Mixture(Source):
     def __init__(self, cfg: Config, split: str, parts: dict[str, mixture.Part]):
         self.parts = {name: open_source(cfg, split, part.path) for name, part in parts.items()}
         self.cfg, sources, L = cfg, [*self.parts.values()], cfg.train.seq_len
-        self.n_windows = [(source.n_tokens - 1) // L for source in sources]
-        self.ends = np.cumsum(self.n_windows)
+        n_windows = [(source.n_tokens - 1) // L for source in sources]
+        self.ends = np.cumsum(n_windows)
+        self.first_window = self.ends - n_windows  # of each source
         self.n_tokens = int(self.ends[-1]) * L + 1
         self.vocab_size = max(source.vocab_size for source in sources)
         self.end_id = max(source.end_id for source in sources)
         self.tokenizer = next((x.tokenizer for x in sources if x.tokenizer is not None), None)
         total = sum(part.weight for part in parts.values())
-        shares = {name: str(part.weight / total) for name, part in parts.items()}
-        facts = [[name, shares[name], x.fingerprint] for name, x in self.parts.items()]
+        facts = [
+            [name, str(parts[name].weight / total), x.fingerprint] for name, x in self.parts.items()
+        ]
         self.fingerprint = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
     def __str__(self):
@@ -253,25 +255,23 @@ class Mixture(Source):
         return found
 
     def windows(self, rows: np.ndarray) -> np.ndarray:
-        return self.gather(rows, "windows")
+        return self.gather(rows, "windows", np.int32)
 
-    def scored(self, rows: np.ndarray) -> np.ndarray | None:
-        return self.gather(rows, "scored")
+    def scored(self, rows: np.ndarray) -> np.ndarray:
+        return self.gather(rows, "scored", bool)
 
-    def gather(self, rows: np.ndarray, what: str) -> np.ndarray | None:
-        numbers, found = np.searchsorted(self.ends, rows, side="right"), None
+    def gather(self, rows: np.ndarray, what: str, dtype) -> np.ndarray:
+        numbers = np.searchsorted(self.ends, rows, side="right")
+        found = np.ones((len(rows), self.cfg.train.seq_len + 1), dtype)
         for n, source in enumerate(self.parts.values()):
             if not (here := numbers == n).any():
                 continue
-            first = int(self.ends[n]) - self.n_windows[n]
             try:
-                part = getattr(source, what)(rows[here] - first)
+                part = getattr(source, what)(rows[here] - self.first_window[n])
             except DamagedPage as e:
                 e.source = n
                 raise
             if part is not None:
-                if found is None:
-                    found = np.ones((len(rows), part.shape[1]), part.dtype)
                 found[here] = part
         return found
 
@@ -300,20 +300,14 @@ def check_tokenizers(sources: dict[str, Source]):
 # ---- batches
 
 
-def with_end_id(cfg: Config, source: Source) -> Config:
-    """cfg with the source's end_id, where data.document_mask needs one and no flag gives it."""
-    if not cfg.data.document_mask or cfg.data.end_id >= 0:
-        return cfg
-    return replace(cfg, data=replace(cfg.data, end_id=source.end_id))
-
-
 class Dataset:
     """Batches of a source's windows: sequences of tokens and their next-token targets.
 
     batch(step) and eval_batch(i) return (tokens, targets), both int32 AMBL and sharded as
     model.token_spec; a target of -1 is not scored.  Each process reads only the rows that its
-    devices hold, and reads the next batches while the step runs.  `cfg` is the one given, completed
-    by with_end_id.  Raises UserError DATA with every reason why cfg cannot use the data.
+    devices hold, and reads the next batches while the step runs.  `cfg` is the one given, with the
+    source's end_id where data.document_mask needs one and no flag gives it.  Raises UserError DATA
+    with every reason why cfg cannot use the data.
     """
 
     def __init__(self, cfg: Config, split: str, name: str = ""):
@@ -323,7 +317,9 @@ class Dataset:
             self.source = Mixture(cfg, split, parts)
         else:
             self.source = open_source(cfg, split, parts[name].path)
-        self.cfg = with_end_id(cfg, self.source)
+        self.cfg = cfg
+        if cfg.data.document_mask and cfg.data.end_id < 0:
+            self.cfg = replace(cfg, data=replace(cfg.data, end_id=self.source.end_id))
         L, n_targets = cfg.train.seq_len, self.source.n_tokens - 1
         self.n_windows = n_targets // L  # evaluation also has the rest, in a padded window
         self.n_eval_windows = -(-n_targets // L)
