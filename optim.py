@@ -106,26 +106,28 @@ def adam(cfg: Config) -> optax.GradientTransformation:
     return optax.scale_by_adam(cfg.optim.b1, cfg.optim.b2, cfg.optim.eps)
 
 
+def with_direction(direction, cfg: Config, **scale) -> optax.GradientTransformation:
+    """The optimizer whose clipped gradients become updates in this direction; scale: see
+    `scale_hidden`."""
+    decay = optax.chain(scale_hidden(cfg, **scale), decay_weights(cfg))
+    return optax.chain(clip(cfg), direction, decay, scale_by_rate(cfg))
+
+
 def adamw(cfg: Config) -> optax.GradientTransformation:
     """AdamW (Loshchilov and Hutter 2019): two moments."""
-    decay = optax.chain(scale_hidden(cfg), decay_weights(cfg))
-    return optax.chain(clip(cfg), adam(cfg), decay, scale_by_rate(cfg))
+    return with_direction(adam(cfg), cfg)
 
 
 def lion(cfg: Config) -> optax.GradientTransformation:
     """Lion (Chen et al. 2023): the sign of one moment."""
-    sign = optax.scale_by_lion(cfg.optim.b1, cfg.optim.b2)
-    decay = optax.chain(scale_hidden(cfg), decay_weights(cfg))
-    return optax.chain(clip(cfg), sign, decay, scale_by_rate(cfg))
+    return with_direction(optax.scale_by_lion(cfg.optim.b1, cfg.optim.b2), cfg)
 
 
 def muon(cfg: Config) -> optax.GradientTransformation:
     """Muon (Jordan et al. 2024), with one moment, for matrices of layers; AdamW for the rest."""
     names = jax.tree.map(lambda hidden: "muon" if hidden else "adam", is_hidden(cfg))
     direction = optax.partition(dict(muon=scale_by_muon(cfg), adam=adam(cfg)), names)
-    scale = scale_hidden(cfg, cfg.optim.muon_lr_ratio, power=0.5)
-    decay = optax.chain(scale, decay_weights(cfg))
-    return optax.chain(clip(cfg), direction, decay, scale_by_rate(cfg))
+    return with_direction(direction, cfg, rate=cfg.optim.muon_lr_ratio, power=0.5)
 
 
 OPTIMIZERS = dict(adamw=adamw, lion=lion, muon=muon)
@@ -170,10 +172,6 @@ def average_weights(ema, params, n, cfg: Config):
 
 SPIKE_WINDOW = 64
 """How many recent gradient norms a new one is compared with."""
-
-
-def is_finite(loss, grad_norm):
-    return jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
 
 def is_spike(grad_norm, recent_U, cfg: Config):

@@ -325,7 +325,7 @@ def train_step(state: State, tokens_AMBL, targets_AMBL, cfg: Config):
     params = update_router_biases(optax.apply_updates(state.params, updates), stats, cfg)
     ema = optim.average_weights(state.ema, params, state.step, cfg)
     new = state._replace(params=params, opt=opt, ema=ema)
-    is_good = optim.is_finite(loss, grad_norm)
+    is_good = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     lr = optim.learning_rate(optim.count_updates(state.opt, state.step), cfg)
     metrics = dict(loss=loss, grad_norm=grad_norm, lr=lr)
     if cfg.model.n_experts:
