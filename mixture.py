@@ -51,10 +51,9 @@ def read_stages(words: tuple[str, ...], parts: dict[str, Part]) -> dict[int, dic
             raise ValueError(f"{word!r} names {unknown[0]!r}, but data.train has {names}")
         if len(weights) < len(pairs) or not any(weights.values()):
             raise ValueError(f"{word!r} names a set twice, or has no weight above 0")
-        are_weighted = any(part.weight != 1 for part in parts.values())
         if int(start) <= last:
             raise ValueError(f"{word!r} does not begin after the stage before it")
-        if int(start) == 0 and are_weighted:
+        if int(start) == 0 and any(part.weight != 1 for part in parts.values()):
             raise ValueError(f"{word!r} begins at once, but data.train has weights too")
         last = int(start)
         stages[last] = weights
