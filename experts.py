@@ -376,9 +376,10 @@ def update_router_biases(params, stats, cfg: Config):
         overloaded = jnp.sign(load * load.shape[-1] - load.sum(-1, keepdims=True))
         return w | dict(router_bias_E=w["router_bias_E"] - cfg.train.bias_rate * overloaded)
 
-    for group in stats:
-        params = params | {group: dict(params[group])}
-        for kind, w in params[group].items():
+    for group, kinds in stats.items():
+        for kind, found in kinds.items():
+            w = params[group][kind]
             if "router_bias_E" in w:
-                params[group][kind] = update(w, stats[group][kind]["load_E"])
+                kind_params = {kind: update(w, found["load_E"])}
+                params = params | {group: params[group] | kind_params}
     return params

@@ -44,7 +44,8 @@ class Total(NamedTuple):
     grads: dict
     """Float32, in the form of `prepare_parts`."""
     stats: dict
-    """Sums of the layers' statistics, by group and kind like params."""
+    """Sums of the layers' statistics, by group and kind like params; a model without a prefix has
+    none of it."""
 
     def grads_of(self, names) -> dict:
         return {name: self.grads[name] for name in names}
@@ -68,7 +69,7 @@ def zero_total(w, cfg: Config) -> Total:
             found |= dict(load_E=jnp.zeros((*n, E)), **{name: jnp.zeros(n) for name in MOE_STATS})
         return found
 
-    groups = {group: w[group] for group in ("layers", "prefix") if group in w}
+    groups = {group: w.get(group, {}) for group in ("layers", "prefix")}
     stats = {group: {k: stats(k, x) for k, x in kinds.items()} for group, kinds in groups.items()}
     grads = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), w)
     zero = lax.pcast(jnp.float32(0), with_slices(*BATCH), to="varying")
@@ -113,10 +114,11 @@ def reduce_total(total: Total, params, cfg: Config):
     if cfg.mesh.virtual_stages > 1:
         stored = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), layers)
         (layers,) = jax.linear_transpose(partial(layers_to_parts, cfg=cfg), stored)(layers)
-    total = total.with_stats(layers=lax.psum(layers, with_slices(*STAGE)))
-    if "prefix" in total.stats:  # only the first stage has counted it
-        total = total.with_stats(prefix=lax.psum(total.stats["prefix"], with_slices(*AXES)))
-    return lax.psum(total.loss, with_slices(*BATCH)), grads, total.stats
+    layers = lax.psum(layers, with_slices(*STAGE))
+    # Only the first stage has counted the prefix.
+    prefix = lax.psum(total.stats["prefix"], with_slices(*AXES))
+    stats = dict(layers=layers, prefix=prefix)
+    return lax.psum(total.loss, with_slices(*BATCH)), grads, stats
 
 
 # ---- the last norm, the logits and the loss
@@ -281,9 +283,8 @@ class SliceWork:
 
     def begin(self, x_BLD, m, total):
         x_BLD, stats, _ = self.apply_front(m, self.front, None)
-        if stats is not None:
-            total = total.with_stats(prefix=accumulate(total.stats["prefix"], stats))
-        return x_BLD, total
+        prefix = accumulate(total.stats["prefix"], stats)
+        return x_BLD, total.with_stats(prefix=prefix)
 
     def forward(self, x_BLD, m, r, total):
         y_BLD, stats, backward = self.forward_part(m, r, total, x_BLD)
@@ -310,8 +311,7 @@ class SliceWork:
         grads = total.grads_of(self.front)
         outputs, backward = jax.vjp(partial(self.apply_front, m), self.front, grads)
         _, stats, _ = outputs
-        stats_grad = None if stats is None else balance_cotangent(stats, self.cfg)
-        _, grads = backward((grad_BLD, stats_grad, grads))
+        _, grads = backward((grad_BLD, balance_cotangent(stats, self.cfg), grads))
         return total.with_grads(grads)
 
 

@@ -485,7 +485,7 @@ def apply_front(params, token_BL, at: Span, cfg: Config, key=None, grads=None):
     x_BLD, grads = apply_embedding(params, token_BL, at, cfg, key, grads)
     prefix = layer_kinds(cfg.model.prefix)
     if not prefix:
-        return x_BLD, None, grads
+        return x_BLD, {}, grads
     args = x_BLD, at, cfg, key, grads.get("prefix")
     x_BLD, stats, grads["prefix"] = apply_layers(params["prefix"], prefix, 0, *args)
     return x_BLD, stats, grads

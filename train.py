@@ -282,7 +282,7 @@ def loss_and_grads(params, tokens_AMBL, targets_AMBL, key, cfg: Config):
     The only shard_map of training, besides that of an optimizer of whole matrices (muon.py).
     """
     specs = model.param_specs(cfg)
-    stats_specs = dict(layers=P("pp")) | (dict(prefix=P()) if cfg.model.prefix else {})
+    stats_specs = dict(layers=P("pp"), prefix=P())
 
     @jax.shard_map(
         in_specs=(specs, token_spec(), token_spec(), P()), out_specs=(P(), specs, stats_specs)
