@@ -90,7 +90,7 @@ class TokenFiles(Source):
             self.bytes_per_token = manifest["bytes"] / self.n_tokens
         tokenizer = path / "tokenizer.json"
         check_is_part(tokenizer)
-        self.tokenizer = tokenizer if path.is_dir() and tokenizer.exists() else None
+        self.tokenizer = tokenizer if tokenizer.exists() else None
         self.is_incomplete = "tokenizer" in manifest and self.tokenizer is None
         if self.tokenizer and (size := tokenizer.stat().length) > 2**28:  # it is read and copied
             what = f"{tokenizer} has {size:,} bytes, and those of tokenizers have at most {2**28:,}"
@@ -403,8 +403,8 @@ class Dataset:
         """(tokens, targets) of these windows, both int32 [len(rows), seq_len]; those after the last
         window have no targets."""
         windows = np.full((len(rows), self.cfg.train.seq_len + 1), -1, np.int32)
+        are_scored = np.ones(windows.shape, bool)
         exists, limit = rows < self.n_eval_windows, self.cfg.model.vocab_size
-        targets = windows[:, 1:]
         if exists.any():
             try:
                 found, scored = self.source.windows(rows[exists]), self.source.scored(rows[exists])
@@ -416,10 +416,8 @@ class Dataset:
                 fix = "correct the data, or set a larger --model.vocab_size"
                 raise data_error(f"{what} model.vocab_size={limit}", fix)
             windows[exists] = found
-            if scored is not None:
-                targets = targets.copy()
-                targets[exists] = np.where(scored[:, 1:], targets[exists], -1)
-        return np.maximum(windows[:, :-1], 0), targets
+            are_scored[exists] = True if scored is None else scored
+        return np.maximum(windows[:, :-1], 0), np.where(are_scored, windows, -1)[:, 1:]
 
     def page_error(self, error: DamagedPage) -> UserError:
         """The error, with the updates that train on the page."""
