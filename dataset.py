@@ -12,7 +12,6 @@ import json
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from types import MappingProxyType
 
 import jax
 import numpy as np
@@ -173,6 +172,11 @@ class TokenFiles(Source):
         raise data_error(f"shard {os.fspath(self.shards[n].path)!r}: {what}", fix)
 
 
+SUCCESSORS = 4
+"""Tokens that may follow a token of the synthetic set."""
+SYNTHETIC_WINDOWS = dict(train=2**32, val=256)
+
+
 class Synthetic(Source):
     """Random tokens with structure, which need no files: for benchmarks and first tries.
 
@@ -181,14 +185,12 @@ class Synthetic(Source):
     token's successors are the same.
     """
 
-    SUCCESSORS = 4
-    WINDOWS = MappingProxyType(dict(train=2**32, val=256))
-
     def __init__(self, cfg: Config, split: str):
         self.cfg, self.path = cfg, getattr(cfg.data, split)
         self.fingerprint = f"synthetic {split} {cfg.model.vocab_size}"
-        self.n_tokens = self.WINDOWS[split] * cfg.train.seq_len + 1
-        self.first = 0 if split == "val" else self.WINDOWS["val"]  # the sets have no common window
+        self.n_tokens = SYNTHETIC_WINDOWS[split] * cfg.train.seq_len + 1
+        # The sets have no common window.
+        self.first = 0 if split == "val" else SYNTHETIC_WINDOWS["val"]
 
     def __str__(self):
         return f"{super().__str__()}, synthetic"
@@ -204,9 +206,9 @@ class Synthetic(Source):
         draw = scramble(scramble(place.astype(np.uint64)) + np.uint64(self.cfg.run.seed))
         tokens = np.empty(draw.shape, np.int32)
         tokens[:, 0] = draw[:, 0] % np.uint64(V)
-        choice = draw % np.uint64(self.SUCCESSORS)
+        choice = draw % np.uint64(SUCCESSORS)
         for i in range(L):
-            edge = tokens[:, i].astype(np.uint64) * np.uint64(self.SUCCESSORS) + choice[:, i + 1]
+            edge = tokens[:, i].astype(np.uint64) * np.uint64(SUCCESSORS) + choice[:, i + 1]
             tokens[:, i + 1] = scramble(edge) % np.uint64(V)
         return tokens
 
