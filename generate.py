@@ -22,8 +22,8 @@ from jax.sharding import PartitionSpec as P
 
 from attention import Span, attention_of, document_ids
 from config import Config
-from layers import gather_over_dp, layer_places, mark_varying, norm, tp_part
-from model import apply_embedding, decoder_layer, layer_table, logits, param_specs, prepare_weights
+from layers import layer_places, mark_varying, norm, tp_part
+from model import apply_embedding, decoder_layer, gather_layer, logits, param_specs, prepare_weights
 from pipeline import forward_pipeline
 from utils import with_slices
 
@@ -75,11 +75,6 @@ def from_own(tree):
     return jax.tree.map(lambda x: x[0, 0, 0], tree)
 
 
-def gathered(w, kind: str, cfg: Config):
-    """A layer's weights, whole over dp."""
-    return gather_over_dp(w, layer_table(cfg, kind)) if cfg.mesh.fsdp == "layer" else w
-
-
 def empty_cache(w, cfg: Config, B: int, S: int) -> dict:
     """Room for S tokens of B rows in each microbatch, in each layer: [M, B, S, ...]."""
 
@@ -89,7 +84,7 @@ def empty_cache(w, cfg: Config, B: int, S: int) -> dict:
         x_BLD = mark_varying(jnp.zeros(shape, cfg.train.dtype))
         at = Span(jnp.zeros((B, 1), int), jnp.zeros((B, 1), int), decoding=True)
         _, attention = attention_of(cfg)
-        return attention(x_BLD, gathered(w, kind, cfg), cfg, at, None)[1]
+        return attention(x_BLD, gather_layer(w, kind, cfg), cfg, at, None)[1]
 
     cache = {}
     for group in layer_groups(w):
@@ -109,7 +104,7 @@ def run_layers(w, group: str, x_BLD, m, cache: dict, at: Span, cfg: Config):
     """(x_BLD, cache): microbatch m of the cache through this device's layers of a group."""
     new = []
     for (kind, _), layer, kv in zip(own_layers(cfg, group), w[group], cache[group], strict=True):
-        whole, kv_m = gathered(layer, kind, cfg), jax.tree.map(lambda x: x[m], kv)
+        whole, kv_m = gather_layer(layer, kind, cfg), jax.tree.map(lambda x: x[m], kv)
         x_BLD, kv_m, _ = decoder_layer(kind, x_BLD, whole, cfg, None, at, kv_m)
         new.append(jax.tree.map(lambda x, new: x.at[m].set(new), kv, kv_m))
     return x_BLD, cache | {group: mark_varying(new)}

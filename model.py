@@ -193,6 +193,11 @@ def prepare_weights(params, cfg: Config, dtype) -> dict:
     return mark_varying(w | gathered_now)
 
 
+def gather_layer(w, kind: str, cfg: Config) -> dict:
+    """A layer's weights, whole over dp."""
+    return gather_over_dp(w, layer_table(cfg, kind)) if cfg.mesh.fsdp == "layer" else w
+
+
 # ---- embedding, logits, cross entropy
 
 
@@ -444,8 +449,7 @@ def apply_layers(
     """
 
     def compute(kind, x_BLD, w, n):
-        if cfg.mesh.fsdp == "layer":
-            w = gather_over_dp(w, layer_table(cfg, kind))
+        w = gather_layer(w, kind, cfg)
         x_BLD = checkpoint_name(x_BLD, LAYER_INPUT)
         x_BLD, _, stats = decoder_layer(kind, x_BLD, w, cfg, fold_key(key, n), at, None)
         return x_BLD, stats
