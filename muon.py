@@ -90,13 +90,12 @@ def update_of_part(x, p: Param, dtype: str):
 def scale_by_muon(cfg: Config) -> optax.GradientTransformation:
     """Gradients to updates, of the weights that have rows and columns: Nesterov momentum, with its
     singular values set to about one."""
-    params = jax.tree.leaves(param_table(cfg))
+    own = [p for p in jax.tree.leaves(param_table(cfg)) if p.rows]
+    specs = [p.spec for p in own]
 
     def updates_of(momentum, _):
         # Weights that are not Muon's are nodes without leaves.
         leaves, treedef = jax.tree.flatten(momentum)
-        own = [p for p in params if p.rows]
-        specs = [p.spec for p in own]
 
         @jax.shard_map(in_specs=(specs,), out_specs=specs)
         def per_device(parts):
