@@ -380,6 +380,6 @@ def update_router_biases(params, stats, cfg: Config):
         for kind, found in kinds.items():
             w = params[group][kind]
             if "router_bias_E" in w:
-                kind_params = {kind: update(w, found["load_E"])}
-                params = params | {group: params[group] | kind_params}
+                w = update(w, found["load_E"])
+                params = params | {group: params[group] | {kind: w}}
     return params

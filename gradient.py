@@ -62,15 +62,17 @@ class Total(NamedTuple):
 def zero_total(w, cfg: Config) -> Total:
     """The Total before the first microbatch; w: weights from `prepare_parts`."""
 
-    def stats(kind, weights):
+    def kind_stats(kind, weights):
         n, E = stacked_shape(weights), cfg.model.n_experts
         found = dict(logit=jnp.zeros(n)) if cfg.log.norms_every else {}
         if "moe" in kind:
             found |= dict(load_E=jnp.zeros((*n, E)), **{name: jnp.zeros(n) for name in MOE_STATS})
         return found
 
-    groups = {group: w.get(group, {}) for group in ("layers", "prefix")}
-    stats = {group: {k: stats(k, x) for k, x in kinds.items()} for group, kinds in groups.items()}
+    def group_stats(group):
+        return {kind: kind_stats(kind, weights) for kind, weights in w.get(group, {}).items()}
+
+    stats = dict(layers=group_stats("layers"), prefix=group_stats("prefix"))
     grads = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), w)
     zero = lax.pcast(jnp.float32(0), with_slices(*BATCH), to="varying")
     return Total(zero, grads, mark_varying(stats))
