@@ -12,7 +12,6 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -196,9 +195,10 @@ def print_plan(plan: dict, cfg: Config, target: str):
 # ---- search
 
 
-def candidates(cfg: Config, n_devices: int, slices: int) -> Iterator[tuple[Config | None, str]]:
-    """(config, "") for each mesh over `slices` slices of n_devices, each number of microbatches and
-    each remat policy; (None, reason) for each mesh that does not suit the config."""
+def candidates(cfg: Config, n_devices: int, slices: int) -> tuple[list[Config], Counter]:
+    """(a config for each mesh over `slices` slices of n_devices, each number of microbatches and
+    each remat policy; {reason: how many meshes do not suit the config})"""
+    found, ruled_out = [], Counter()
     policies = [x for x in get_args(get_type_hints(config.Train)["remat"]) if x != "auto"]
     for dp in checks.divisors(n_devices):
         for pp in checks.divisors(n_devices // dp):
@@ -208,14 +208,15 @@ def candidates(cfg: Config, n_devices: int, slices: int) -> Iterator[tuple[Confi
             try:
                 checks.check(replace(on_mesh, train=train))
             except UserError as e:
-                yield None, e.problems[0].what
+                ruled_out[re.sub(r" ?=[0-9x:*= ]+must", " must", e.problems[0].what)] += 1
                 continue
             n_rows = math.gcd(*checks.batch_sizes(cfg)) // (cfg.train.grad_accum * slices * dp)
             for microbatches in (n for n in checks.divisors(n_rows) if n % pp == 0):
                 for remat in (x for x in policies if x != "offload" or pp == 1):
                     chosen = dict(microbatches=microbatches, remat=remat)
                     train = replace(cfg.train, **chosen, unroll=max(1, cfg.train.unroll))
-                    yield replace(on_mesh, train=train), ""
+                    found.append(replace(on_mesh, train=train))
+    return found, ruled_out
 
 
 def search(cfg: Config, chip: Chip, n_devices: int, slices: int = 1) -> dict:
@@ -224,12 +225,8 @@ def search(cfg: Config, chip: Chip, n_devices: int, slices: int = 1) -> dict:
     Ranked by the step time without overlap, because XLA's TPU programs wait for most of a layer's
     collectives.
     """
-    plans, ruled_out, legal = [], Counter(), []
-    for candidate, reason in candidates(cfg, n_devices, slices):
-        if candidate is None:
-            ruled_out[re.sub(r" ?=[0-9x:*= ]+must", " must", reason)] += 1
-        else:
-            legal.append(candidate)
+    legal, ruled_out = candidates(cfg, n_devices, slices)
+    plans = []
     # disable=None hides the bar where stderr is not a terminal.
     for candidate in tqdm(legal, desc="search", unit="plan", leave=False, disable=None):
         name = overflowing_class(cost_model.state_bytes(candidate), chip)  # needs no trace
