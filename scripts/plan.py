@@ -292,17 +292,17 @@ def main(args: Args, cfg: Config):
     if args.compile:  # first, because the compiler may be missing
         devices = compiled_cost.target_devices(args.topology, chip, slice_size, args.slices)
     plan = make_plan(cfg, chip)
+    need, name = plan["memory_total"], overflowing_class(plan["memory"], chip)
     if args.compile:
         plan["xla"] = compiled_cost.compile_step(cfg, args.target, chip, devices)
-        is_tpu = chip.platform == "tpu"  # a step that XLA has compiled for a TPU fits
-        plan["fits"] = is_tpu or plan["xla"]["memory"] <= plan["memory_limit"]
+        need, name = plan["xla"]["memory"], "XLA's arrays"
+        # A step that XLA has compiled for a TPU fits.
+        plan["fits"] = chip.platform == "tpu" or need <= plan["memory_limit"]
     if args.json:
         print(json.dumps(plan))
     else:
         print_plan(plan, cfg, args.target)
     if not plan["fits"]:
-        need = plan["xla"]["memory"] if args.compile else plan["memory_total"]
-        name = "XLA's arrays" if args.compile else overflowing_class(plan["memory"], chip)
         what = f"{name} overflow: a device needs {gib(need)} and has {gib(plan['memory_limit'])}"
         raise UserError(USAGE, what, "see what fits with --search, or take more chips")
 
