@@ -9,7 +9,7 @@ The batch is computed again from the run's config.json and its data; nothing abo
 import html
 import json
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -41,15 +41,14 @@ class Args:
 
 def parse() -> tuple[Args, config.Config]:
     args = tyro.cli(Args, use_underscores=True, description=__doc__)
-    path = files.absolute_path(args.run) / "config.json"
-    cfg = cli.config_of_run(args.run, config.Mesh(1, 1, 1))
-    t = cli.parse(["--config", str(path)]).train  # config_of_run has replaced these
-    batch = dict(batch_size=t.batch_size, batch_ramp=t.batch_ramp)
-    parent = json.loads(path.read_text()).get("parent", {})
-    cfg = replace(cfg, train=replace(cfg.train, **batch))
-    cfg = replace(cfg, data=replace(cfg.data, epochs_max=0))
+    file = f"{args.run.rstrip('/')}/config.json"
+    t = cli.parse(["--config", file]).train
+    # Without these, config_of_run gives the batch another size.
+    batch = [f"--train.batch_size={t.batch_size}", f"--train.batch_ramp={t.batch_ramp}"]
+    cfg = cli.config_of_run(args.run, config.Mesh(1, 1, 1), *batch, "--data.epochs_max=0")
     cli.check_at_least(args, row=-1)
     # The parent has made the updates before, and with its own data.
+    parent = json.loads(files.absolute_path(file).read_text()).get("parent", {})
     first = parent["step"] + 1 if parent.get("start_with") == "state" else 1
     if not first <= args.step <= cfg.train.steps:
         what = f"step={args.step} must be between {first} and {cfg.train.steps} in this run"
