@@ -193,8 +193,8 @@ def draw(args: Args, table: dict):
         column[0].set(title=name, xlabel="width", ylabel="root mean square after 20 updates")
         for width, losses in found["losses"].items():
             (line,) = column[1].semilogx(args.rates, losses, "o-", base=2, label=f"width {width}")
-            best = int(np.argmin(losses))
-            column[1].plot(args.rates[best], losses[best], "*", ms=15, color=line.get_color())
+            best = found["best_rates"][width]
+            column[1].plot(best, min(losses), "*", ms=15, color=line.get_color())
         column[1].set(xlabel="learning rate", ylabel=f"loss after {args.steps} updates")
         for axes in column:
             axes.grid(alpha=0.3)
