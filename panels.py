@@ -2,7 +2,6 @@
 the console line, numbers for Weights & Biases, alarms and a picture."""
 
 import io
-import math
 
 import numpy as np
 from etils import epath
@@ -37,7 +36,8 @@ class ExpertsPanel(Panel):
     def __init__(self, cfg: Config):
         super().__init__(cfg)
         self.layers = moe_layers(cfg.model)
-        self.newest, self.busiest = None, {}  # the newest row; {step: largest load of each layer}
+        self.load = None  # [layer, expert]: that of the newest row; 1 is even
+        self.busiest = {}  # {step: the largest load of each layer}
         self.starved = {}  # {(layer, expert): how many rows without a break}
 
     def row(self, arrays: dict) -> dict:
@@ -57,10 +57,9 @@ class ExpertsPanel(Panel):
         )
 
     def track(self, row: dict):
-        n_experts = len(row["load"][0])
-        self.newest = row
-        self.busiest[row["step"]] = [max(load) * n_experts for load in row["load"]]
-        low = np.argwhere(np.array(row["load"]) * n_experts < self.STARVED).tolist()
+        self.load = np.array(row["load"]) * len(row["load"][0])
+        self.busiest[row["step"]] = self.load.max(-1)
+        low = np.argwhere(self.load < self.STARVED).tolist()
         self.starved = {(i, j): self.starved.get((i, j), 0) + 1 for i, j in low}
 
     def alarms(self) -> dict[str, str]:
@@ -86,15 +85,15 @@ class ExpertsPanel(Panel):
 
     def draw(self, run: epath.Path):
         """Draw the newest load of every expert, and that of each layer's busiest one over time."""
-        if self.newest is None:
+        if self.load is None:
             return
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(11, 4.5), layout="constrained")
         left, right = figure.subplots(1, 2)
-        load = np.array(self.newest["load"]) * len(self.newest["load"][0])
+        load, steps = self.load, [*self.busiest]
         image = left.imshow(load, aspect="auto", vmin=0, vmax=max(2, load.max()), cmap="magma")
-        title = f"load after update {self.newest['step']} (1 is even)"
+        title = f"load after update {steps[-1]} (1 is even)"
         left.set(xlabel="expert", ylabel="layer", title=title)
         ticks = range(0, len(load), 1 + len(load) // 16)
         left.set_yticks(ticks, [self.layers[i] for i in ticks])
@@ -103,7 +102,7 @@ class ExpertsPanel(Panel):
             color = f"{0.75 * (1 - i / len(load)):.2f}"  # later layers are darker
             label = layer if i in ticks else None
             y = [values[i] for values in self.busiest.values()]
-            right.plot(list(self.busiest), y, color=color, label=label)
+            right.plot(steps, y, color=color, label=label)
         right.set(xlabel="update", ylabel="load of the busiest expert", title=run.name)
         right.legend(title="layer", fontsize="small")
         right.grid(alpha=0.3)
@@ -138,7 +137,7 @@ class NormsPanel(Panel):
 
     def track(self, row: dict):
         for name in SIZES:
-            values = [math.nan if x is None else x for x in row[name]]
+            values = np.array(row[name], float)  # a null is NaN
             self.curves.setdefault(name, {})[row["step"]] = values
             first = self.first.setdefault(name, [])
             if len(first) < 10 and np.isfinite(values).all():
