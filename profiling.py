@@ -307,8 +307,8 @@ class Profile:
             self.stop()
         if self.state != "traced":
             return
-        traces = paths_in(self.local_path, "plugins/profile/*/*.xplane.pb")
-        newest = sorted(traces)[-1]  # their folders are named by time
+        # The names of their folders are times.
+        newest = max(paths_in(self.local_path, "plugins/profile/*/*.xplane.pb"))
         data = jax.profiler.ProfileData.from_file(os.fspath(newest))
         rows = ledger(data, self.hlo, tuple(self.cfg.mesh.shape.values()))
         if not rows:
