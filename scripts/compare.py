@@ -36,8 +36,8 @@ if __name__ == "__main__":  # before jax is imported, see train.py
 import numpy as np
 
 import model
-from metrics import write_png
-from rundir import record_facts
+from panels import write_png
+from rundir import read_record, record_facts
 from scripts.outputs import check_output
 from scripts.report import read_metrics
 
@@ -52,7 +52,7 @@ class Curves:
         self.label = (f"./{run}" if run.startswith("_") else run).replace("$", r"\$")
         train, evals = read_metrics(path)
         cfg = cli.parse(["--config", f"{run}/config.json"])  # raises UserError for a damaged one
-        self.facts = record_facts(json.loads((path / "config.json").read_text()))
+        self.facts = record_facts(read_record(path))
         step, tokens, seconds, rate, self.loss = (
             np.array([row[name] for row in train], float)  # a null is NaN
             for name in ("step", "tokens", "step_time", "tokens_per_sec", "loss")
