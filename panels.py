@@ -131,9 +131,9 @@ class NormsPanel(Panel):
         return dict(layer=self.names) | norms
 
     def summary(self, arrays: dict) -> str:
-        worst = int(np.argmax(arrays["update"] / np.maximum(arrays["weight"], 1e-30)))
-        share = arrays["update"][worst] / max(arrays["weight"][worst], 1e-30)
-        return f"largest change {share:.1%} in {self.names[worst]}"
+        change = arrays["update"] / np.maximum(arrays["weight"], 1e-30)
+        worst = int(np.argmax(change))
+        return f"largest change {change[worst]:.1%} in {self.names[worst]}"
 
     def track(self, row: dict):
         for name in SIZES:
