@@ -171,9 +171,9 @@ CUDNN_ATTENTION = "dot_product_attention_fwd_wrapper", "dot_product_attention_bw
 KERNELS = {"pallas_call", *CUDNN_ATTENTION}
 
 # In a ring of n devices, each device receives (n - 1) / n of the whole array in every round.
-ONE_ROUND = {"all_gather", "all_gather_invariant", "reduce_scatter", "all_to_all"}
-TWO_ROUNDS = {"psum", "psum_invariant", "pmax", "pmin"}
-COLLECTIVES = {*ONE_ROUND, *TWO_ROUNDS, "ppermute"}
+ROUNDS = dict(all_gather=1, all_gather_invariant=1, reduce_scatter=1, all_to_all=1)
+ROUNDS |= dict(psum=2, psum_invariant=2, pmax=2, pmin=2)
+COLLECTIVES = {*ROUNDS, "ppermute"}
 
 
 def count_flops(op: Op, cfg: Config) -> float:
@@ -200,8 +200,7 @@ def received_bytes(op: Op, n: int) -> float:
     whole = max(sum(n_bytes(x.aval) for x in side) for side in (op.eqn.invars, op.eqn.outvars))
     if op.name == "ppermute":
         return whole
-    rounds = 2 if op.name in TWO_ROUNDS else 1
-    return rounds * whole * (n - 1) / n
+    return ROUNDS[op.name] * whole * (n - 1) / n
 
 
 def count_cost(jaxpr: Jaxpr, cfg: Config, chip: Chip, busy_shares=()) -> Cost:
