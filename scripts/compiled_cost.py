@@ -19,7 +19,7 @@ import utils
 from config import Config
 from errors import USAGE, UserError
 from scripts.chips import H200_TARGET, Chip
-from scripts.cost_model import assume_hopper, scale, step_schedule, work_shares
+from scripts.cost_model import assume_hopper, scale, work_shares
 
 
 def is_installed(module: str) -> bool:
@@ -108,7 +108,7 @@ def sum_lines(hlo: str, cfg: Config, value: Callable) -> Counter:
     """
     pieces = re.split(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{$", hlo, flags=re.M)
     computations = dict(zip(pieces[1::2], map(str.splitlines, pieces[2::2]), strict=True))
-    entry, schedule = re.search(r"^ENTRY %?([\w.-]+)", hlo, re.M)[1], step_schedule(cfg)
+    entry = re.search(r"^ENTRY %?([\w.-]+)", hlo, re.M)[1]
 
     def count_trips(condition: str) -> int:
         lines = computations[condition]
@@ -116,21 +116,20 @@ def sum_lines(hlo: str, cfg: Config, value: Callable) -> Counter:
         called = [name for line in lines for name in re.findall(r"calls=%?([\w.-]+)", line)]
         return max([1, *constants, *map(count_trips, called)])
 
-    def sum_computation(name: str, is_pipeline: bool) -> Counter:
-        shares = iter(work_shares(schedule) if is_pipeline else ())
-        sums = Counter()
+    def sum_computation(name: str, busy_shares=()) -> Counter:
+        sums, shares = Counter(), iter(busy_shares)
         for line in computations[name]:
             sums.update(value(line))
             if found := re.search(r"while\(.*condition=%?([\w.-]+), body=%?([\w.-]+)", line):
                 n = count_trips(found[1])
-                sums.update(scale(sum_computation(found[2], n == schedule.ticks), n))
+                sums.update(scale(sum_computation(found[2], work_shares(n, cfg)), n))
             if " conditional(" in line:
                 form = r"(?:true|false)_computation=%?([\w.-]+)|branch_computations=\{(.*?)\}"
                 names = " ".join(one or many for one, many in re.findall(form, line))
-                branches = [sum_computation(x, False) for x in re.findall(r"[\w.-]+", names)]
+                branches = [sum_computation(x) for x in re.findall(r"[\w.-]+", names)]
                 sums.update(scale(max(branches, key=Counter.total), next(shares, 1)))
             if found := re.search(r" call\(.*to_apply=%?([\w.-]+)", line):
-                sums.update(sum_computation(found[1], is_pipeline))
+                sums.update(sum_computation(found[1], busy_shares))
         return sums
 
-    return sum_computation(entry, False)
+    return sum_computation(entry)

@@ -210,8 +210,7 @@ def count_cost(jaxpr: Jaxpr, cfg: Config, chip: Chip, busy_shares=()) -> Cost:
     A cond counts as its more expensive branch.  busy_shares: for each cond of `jaxpr`, in
     order, the share of runs in which that branch is taken; conds without a share count fully.
     """
-    total, sizes = Cost(), cfg.mesh.shape
-    schedule, shares = step_schedule(cfg), iter(busy_shares)
+    total, sizes, shares = Cost(), cfg.mesh.shape, iter(busy_shares)
     for op in flatten(jaxpr).ops:
         if op.name == "cond":
             branches = [count_cost(body, cfg, chip) for body, _ in bodies(op)]
@@ -219,9 +218,7 @@ def count_cost(jaxpr: Jaxpr, cfg: Config, chip: Chip, busy_shares=()) -> Cost:
             total.add(slowest, next(shares, 1))
             continue
         for body, n in bodies(op):
-            is_pipeline = op.name == "scan" and n == schedule.ticks
-            inner_shares = work_shares(schedule) if is_pipeline else ()
-            total.add(count_cost(body, cfg, chip, inner_shares), n)
+            total.add(count_cost(body, cfg, chip, work_shares(n, cfg)), n)
         if flops := count_flops(op, cfg):
             traffic = sum(n_bytes(x.aval) for x in [*op.eqn.invars, *op.eqn.outvars])
             seconds = max(flops / peak_flops(chip), traffic / chip.hbm)
@@ -243,9 +240,13 @@ def step_schedule(cfg: Config) -> pipeline.Schedule:
     return pipeline.make_schedule(cfg, slices * cfg.train.microbatches)
 
 
-def work_shares(schedule: pipeline.Schedule) -> tuple:
-    """The shares of the ticks in which a stage does each kind of work, in the order of
-    pipeline.run_schedule: begin, forward, score, backward, finish."""
+def work_shares(n: int, cfg: Config) -> tuple:
+    """Of a loop with n iterations, if they are the ticks of the pipeline, the shares of them in
+    which a stage does each kind of work, in the order of pipeline.run_schedule: begin, forward,
+    score, backward, finish.  Of any other loop ()."""
+    schedule = step_schedule(cfg)
+    if n != schedule.ticks:
+        return ()
     layers, ends = schedule.items / schedule.ticks, schedule.microbatches / schedule.ticks
     return ends, layers, ends, layers, ends
 

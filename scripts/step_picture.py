@@ -13,7 +13,6 @@ from scripts.cost_model import (
     bodies,
     count_cost,
     flatten,
-    step_schedule,
     trace_step,
     work_shares,
 )
@@ -41,17 +40,16 @@ class Box(NamedTuple):
 def boxes_in(jaxpr, cfg: Config, chip, times: float = 1, shares=()) -> tuple[Cost, list[Box]]:
     """(total cost, boxes) of the loops and branches in a jaxpr that an update runs `times` times,
     without those that have no matmuls and collectives.  shares: busy_shares of count_cost."""
-    total, boxes, shares, schedule = Cost(), [], iter(shares), step_schedule(cfg)
+    total, boxes, shares = Cost(), [], iter(shares)
     for op in flatten(jaxpr).ops:
         share = next(shares, 1) if op.name == "cond" else 1
         for body, n in bodies(op):
-            runs = times * n * share
-            of_tick = work_shares(schedule) if op.name == "scan" and n == schedule.ticks else ()
+            runs, inner_shares = times * n * share, work_shares(n, cfg)
             cost, own = Cost(), Cost()
-            cost.add(count_cost(body, cfg, chip, of_tick), runs)
+            cost.add(count_cost(body, cfg, chip, inner_shares), runs)
             if not cost.flops and not cost.calls:
                 continue
-            inner, inside = boxes_in(body, cfg, chip, runs, of_tick)
+            inner, inside = boxes_in(body, cfg, chip, runs, inner_shares)
             own.add(cost, 1)
             own.add(inner, -1)
             total.add(cost, 1)
