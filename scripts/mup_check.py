@@ -139,13 +139,14 @@ def sizes(params, tokens_AMBL, cfg: config.Config) -> dict:
     return per_device(params, tokens_AMBL)
 
 
-def train_for(cfg: config.Config, lr: float, steps: int, data: Dataset):
+def train_for(cfg: config.Config, lr: float, steps: int, data: Dataset, bar):
     """(state, mean loss of the last tenth of the updates, infinite if one is not finite)."""
     state, losses = train.init_state(cfg), []
     for step in range(steps):
         state, loss = update(state, *data.batch(step), np.float32(lr), cfg)
         losses.append(loss)
     mean = float(np.mean(losses[-max(1, steps // 10) :]))
+    bar.update()
     return state, mean if np.isfinite(mean) else np.inf
 
 
@@ -155,10 +156,9 @@ def coordinate_check(args: Args, cfg: config.Config, base: int, bar) -> dict:
     for width in args.coordinate_widths:
         cfg = with_width(cfg, width, base)
         data = Dataset(cfg, "train")
-        state, _ = train_for(cfg, args.coordinate_rate, 20, data)
+        state, _ = train_for(cfg, args.coordinate_rate, 20, data, bar)
         for name, x in sizes(state.params, data.batch(20)[0], cfg).items():
             found.setdefault(name, []).append(float(x))
-        bar.update()
     return found
 
 
@@ -170,10 +170,7 @@ def rate_transfer(args: Args, cfg: config.Config, base: int, bar) -> dict:
         for seed in args.seeds:
             cfg = with_width(cfg, width, base, seed)
             data = Dataset(cfg, "train")
-            curves.append([])
-            for lr in args.rates:
-                curves[-1].append(train_for(cfg, lr, args.steps, data)[1])
-                bar.update()
+            curves.append([train_for(cfg, lr, args.steps, data, bar)[1] for lr in args.rates])
         found[width] = np.mean(curves, 0).tolist()
     return found
 
