@@ -28,8 +28,8 @@ UPDATE, DATA_WAIT = "update", "data wait"  # the events with which the host mark
 IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"  # [2,4]T(1,0): 0, 1, 2 .. in shape [2, 4], transposed
 
 
-def parse_ints(text: str | None) -> list[int]:
-    return [int(x) for x in re.findall(r"\d+", text or "")]
+def parse_ints(text: str) -> list[int]:
+    return [int(x) for x in re.findall(r"\d+", text)]
 
 
 def parse_iota(shape: str, order: str | None):
@@ -142,7 +142,7 @@ def read_trace(data) -> tuple[dict, dict]:
                     marks[event.name].append(span)
     for ops in cpu.values():
         ops[:] = [(*op, start, max(stop, ends.get(key, 0))) for *op, start, stop, key in ops]
-    return accelerator if accelerator else cpu, marks
+    return accelerator or cpu, marks
 
 
 def op_spans(events: list, module: str, classes: dict[str, str]) -> dict[str, list]:
@@ -228,7 +228,7 @@ class Profile:
     updates traces none.  On object stores the trace is written locally, then copied.
     """
 
-    def __init__(self, run: epath.Path, program, cfg: Config, start: int = 0):
+    def __init__(self, run: epath.Path, program, cfg: Config, start: int):
         """program: the compiled update, or None if the run makes no update; start: the number of
         updates before the first."""
         self.run, self.cfg, self.path = run, cfg, run / "profile"
