@@ -99,9 +99,8 @@ def draw(box: Box, chip, most: float, x: int, y: int) -> tuple[list[str], int]:
     for text, axis, n in lines(box.own, chip):
         if axis:
             bar = max(2, round(0.6 * width * n / most))
-            colour = COLOURS.get(axis, "#888")
-            size = f'width="{bar}" height="{LINE - 4}"'
-            texts += [f'<rect x="{x + 8}" y="{y + 2}" {size} fill="{colour}" opacity="0.45"/>']
+            size, fill = f'width="{bar}" height="{LINE - 4}"', COLOURS[axis]
+            texts += [f'<rect x="{x + 8}" y="{y + 2}" {size} fill="{fill}" opacity="0.45"/>']
         y += LINE
         texts += [f'<text x="{x + 14}" y="{y - 5}">{escape(text)}</text>']
     for inner in box.inside:
@@ -117,8 +116,8 @@ def step_svg(cfg: Config, device_kind: str) -> str:
     chip = chip_of(device_kind)
     if device_kind == "cpu" and cfg.train.attention == "auto":  # the trace is for an accelerator
         cfg = replace(cfg, train=replace(cfg.train, attention="xla"))
-    other = CHIPS["h200" if device_kind.startswith("NVIDIA") else "v5p"]
-    _, boxes = boxes_in(trace_step(cfg, chip or other), cfg, chip or other)
+    traced_for = chip or CHIPS["h200" if device_kind.startswith("NVIDIA") else "v5p"]
+    _, boxes = boxes_in(trace_step(cfg, traced_for), cfg, traced_for)
 
     def received(box: Box) -> float:
         return max([1, *box.own.received.values(), *map(received, box.inside)])
