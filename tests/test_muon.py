@@ -48,7 +48,7 @@ def test_singular_values_that_are_alike_end_near_one():
 def test_the_update_of_a_matrix_of_rank_one_is_bounded(shape, dtype):
     """Its norm is its only singular value, and rounding may take that above one."""
     rng = np.random.default_rng(0)
-    for n in range(30):
+    for n in range(30 if max(shape) < 1000 else 6):
         u, v = rng.normal(size=shape[0]), rng.normal(size=shape[1])
         u, v = [(u, v), (np.sign(u), np.sign(v)), (u * (u == u.max()), v)][n % 3]
         x = np.outer(u, v).astype(np.float32)
