@@ -17,7 +17,7 @@ from errors import CHECKPOINT, DATA, USAGE, Problem, UserError
 from files import absolute_path, run_path, write_whole
 from metrics import read_lines
 from rundir import read_record
-from shards import are_different
+from shards import are_different, tokenizer_text
 from weights import init_weights
 
 MAY_DIFFER = re.compile("rope_|yarn_|max_positions$|window$")
@@ -35,7 +35,8 @@ class Parent:
         utils.together(self.check, cfg, tokenizer)
         self.store = Checkpoints(self.path, keep=0)
         # Process 0 decides: a parent that still trains may save before another process looks.
-        found = json.loads(utils.exchange(json.dumps(self.store.find_step(step)))[0])
+        found = utils.run_on_lead(self.store.find_step, step)
+        found = json.loads(utils.exchange(json.dumps(found))[0])
         if found is None:
             raise UserError(CHECKPOINT, f"{self.path} has no checkpoint", "train it first")
         self.step = found
@@ -67,7 +68,7 @@ class Parent:
         if problems:
             raise UserError(CHECKPOINT, problems=problems)
         theirs = self.path / "tokenizer.json"
-        both = [x.read_text() for x in (tokenizer, theirs) if x and x.exists()]
+        both = [tokenizer_text(x) for x in (tokenizer, theirs) if x and x.exists()]
         if are_different(both):
             what = f"{tokenizer} is another tokenizer than that of the parent, {theirs}"
             raise UserError(DATA, what, f"prepare the data with --tokenizer {theirs}")

@@ -27,7 +27,14 @@ from model import token_spec
 from order import Order, scramble
 from pages import DamagedPage, PageReader
 from processes import NOTICE
-from shards import check_is_part, data_error, find_shards, fingerprint, parse_tokenizer
+from shards import (
+    check_is_part,
+    data_error,
+    find_shards,
+    fingerprint,
+    parse_tokenizer,
+    tokenizer_text,
+)
 
 # ---- sources: from the number of a window to its tokens
 
@@ -70,7 +77,7 @@ class Source:
         return f"{self.n_tokens:,} tokens"
 
     def decode(self, ids: list[int]) -> str:
-        return parse_tokenizer(self.tokenizer.read_text()).decode(ids)
+        return parse_tokenizer(tokenizer_text(self.tokenizer)).decode(ids)
 
 
 class TokenFiles(Source):
@@ -290,7 +297,7 @@ def check_tokenizers(sources: dict[str, Source]):
     for name, source in sources.items():
         parts |= {f"{name} {part}".strip(): x for part, x in parts_of(source).items()}
     files = {name: x.tokenizer for name, x in parts.items() if x.tokenizer is not None}
-    texts = {name: file.read_text() for name, file in files.items()}
+    texts = {name: tokenizer_text(file) for name, file in files.items()}
     ends = {name: x.end_id for name, x in parts.items() if x.end_id >= 0}
     for seen in (texts, ends):
         if len(set(seen.values())) > 1:

@@ -97,7 +97,7 @@ class RowFile:
 
 def read_lines(path: epath.Path, step: int, track=None) -> list[str]:
     """The lines of a .jsonl file up to update `step`, without those that a crash left incomplete.
-    track: called with each row; it drops the row by a ValueError, TypeError or KeyError."""
+    track: called with each row; it drops the row by a ValueError, TypeError or LookupError."""
     lines = []
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
         try:
@@ -106,7 +106,7 @@ def read_lines(path: epath.Path, step: int, track=None) -> list[str]:
                 if track:
                     track(row)
                 lines.append(text)
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, TypeError, LookupError, RecursionError):
             warn(f"{path}: dropped a line that is not a row: {line[:60]!r}")
     return lines
 

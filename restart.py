@@ -84,7 +84,7 @@ def supervise(cfg: Config) -> int:
             words.remove("--fresh")
         last_end = f"exit code {code}, {TEMPORARY[code]}" if code in TEMPORARY else ""
         if code < 0:
-            last_end = f"signal {signal.Signals(-code).name}"
+            last_end = f"signal {signal_name(-code)}"
         # It may have ended before it had a handler.
         if child.told_to_stop and -code in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             return INTERRUPTED
@@ -103,6 +103,10 @@ def supervise(cfg: Config) -> int:
             time.sleep(0.1)
             if child.told_to_stop:
                 return INTERRUPTED
+
+
+def signal_name(number: int) -> str:
+    return next((x.name for x in signal.Signals if x == number), str(number))  # a real-time one
 
 
 def say(text: str):

@@ -34,6 +34,15 @@ def n_ids(tokenizer) -> int:
     return 1 + max(tokenizer.get_vocab().values(), default=-1)
 
 
+def tokenizer_text(path: epath.Path) -> str:
+    """The text of a tokenizer.json.  Raises UserError DATA if it is not UTF-8."""
+    try:
+        return path.read_bytes().decode()
+    except UnicodeDecodeError as e:
+        fix = "copy it again, or make the data set again"
+        raise UserError(DATA, f"{path} is damaged: {str(e)[:200]}", fix) from None
+
+
 def parse_tokenizer(text: str):
     """The tokenizer in the text of a tokenizer.json, without truncation and padding: files of
     published models may have the settings of a last use.  Raises ValueError."""

@@ -96,7 +96,7 @@ def write_record(run, out, steps: list[int]):
     record |= dict(run_id=uuid.uuid4().hex[:12], parent=dict(path=str(run), step=steps))
     out.mkdir(parents=True)
     if (run / "tokenizer.json").exists():
-        files.write_whole(out / "tokenizer.json", (run / "tokenizer.json").read_text())
+        files.write_whole(out / "tokenizer.json", (run / "tokenizer.json").read_bytes())
     files.write_whole(out / "config.json", json.dumps(record, indent=1) + "\n")
 
 

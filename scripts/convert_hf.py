@@ -96,6 +96,7 @@ from scripts import hf_arrays, hf_config, hf_families
 from scripts.hf_arrays import SavedWeights
 from scripts.hf_families import TensorMap
 from scripts.outputs import check_output
+from shards import tokenizer_text
 
 # ---- Hugging Face directories
 
@@ -411,7 +412,7 @@ def export_hf(run_dir, hf_dir, step=-1, dtype="float32", shard_size=5_000_000_00
     check_new(folder, "hf")
     cfg = cli.config_of_run(os.fspath(run), config.Mesh(1, 1, 1))
     path = run / "tokenizer.json"
-    tokenizer = path.read_text() if path.exists() else ""
+    tokenizer = tokenizer_text(path) if path.exists() else ""
     end, end_text = end_token(tokenizer, cfg.data.end_id)
     hf = hf_config.write_config(cfg, dtype, end)
     tensors = hf_families.tensor_maps(hf["model_type"], cfg)

@@ -59,7 +59,7 @@ import train
 import utils
 from dataset import Dataset
 from scripts.outputs import check_output
-from shards import are_different
+from shards import are_different, tokenizer_text
 from tasks import open_tasks
 
 NOT_SCORED = -1.0
@@ -83,7 +83,7 @@ def main(args: Args, cfg: config.Config):
 
 def check_tokenizer(ours, theirs):
     """Raise UserError DATA if the set was made with another tokenizer than the run's data."""
-    if are_different([x.read_text() for x in (ours, theirs) if x is not None and x.exists()]):
+    if are_different([tokenizer_text(x) for x in (ours, theirs) if x is not None and x.exists()]):
         what = f"{theirs} is another tokenizer than that of the run, {ours}"
         raise errors.UserError(errors.DATA, what, f"prepare the data with --tokenizer {ours}")
 

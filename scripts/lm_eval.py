@@ -50,7 +50,7 @@ def parse() -> tuple[Args, config.Config]:
     if find_spec("lm_eval") is None:
         what = "the harness is not installed: Python has no package lm_eval"
         raise errors.UserError(errors.USAGE, what, "pip install lm-eval==0.4.13")
-    cli.check_at_least(args, batch_size=1, num_fewshot=0)
+    cli.check_at_least(args, batch_size=1, num_fewshot=0, seq_len=0)
     if args.limit is not None and not args.limit > 0:
         what = f"limit={args.limit} must be above 0"
         raise errors.UserError(errors.USAGE, what, "set --limit 100, or leave it out")
@@ -161,7 +161,7 @@ class Run(TemplateLM):
         draw = {name: s.get(name, x) for name, x in dict(temperature=0, top_k=0, top_p=1).items()}
         ids = dict(vocab_size=shards.n_ids(self.tokenizer), stop_id=self.end_id, is_over=is_over)
         args = self.params, prompts, s["max_gen_toks"], self.cfg
-        *_, rows = generate.generate(*args, **ids, **draw)
+        *_, rows = [prompts, *generate.generate(*args, **ids, **draw)]  # max_gen_toks may be 0
         texts = [added(k, row) for k, row in enumerate(rows)]
         return [postprocess_generated_text(text, s["until"], None) for text in texts]
 

@@ -343,7 +343,11 @@ def read_dataset(piece: Piece, options: Options) -> Iterator[dict]:
 
 
 def parse_json(line: bytes):
-    return json.loads(line.decode("utf-8-sig")) if line.strip() else None
+    if not line.strip():
+        return None
+    if (row := json.loads(line.decode("utf-8-sig"))) is None:
+        raise ValueError("null in place of an object")
+    return row
 
 
 def parse_line(line: bytes) -> str | None:

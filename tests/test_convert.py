@@ -276,6 +276,9 @@ def test_an_imported_model_is_exported_bit_for_bit(family, tmp_path, capsys):
     about = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     end = {5: "<end>", -1: config.END}.get(configs[0].data.end_id)
     assert about == dict(tokenizer_class="PreTrainedTokenizerFast", eos_token=end)
+    (tmp_path / "runs" / "a" / "tokenizer.json").write_bytes(b"{}\xff")
+    with pytest.raises(UserError, match="tokenizer.json is damaged"):
+        convert_hf.export_hf(tmp_path / "runs" / "a", tmp_path / "damaged")
 
 
 def test_an_imported_run_resumes_on_any_mesh_and_with_any_data(tmp_path):

@@ -187,6 +187,15 @@ def test_an_answer_without_tokens_or_with_too_many_is_refused(n):
     assert error.value.code == errors.DATA
 
 
+@live
+def test_a_task_may_ask_for_no_tokens():
+    from scripts import lm_eval
+
+    cfg = on_mesh(PLAIN, train=dict(seq_len=LENGTH))
+    lm = lm_eval.Run(params_of(cfg), byte_tokenizer(), cfg)
+    assert lm.complete([("to", dict(max_gen_toks=0)), ("a", dict(max_gen_toks=0))]) == ["", ""]
+
+
 @pytest.mark.skipif(bool(find_spec("lm_eval")), reason="for an environment without the harness")
 def test_without_the_harness_it_says_how_to_install_it(tmp_path):
     done = run("scripts/lm_eval.py", "--run", tmp_path, "--tasks", "arc_easy")
@@ -201,6 +210,7 @@ def test_without_the_harness_it_says_how_to_install_it(tmp_path):
 @pytest.mark.parametrize("words, what", [
     (["--tasks", "endings,"], "the harness knows no task ''"),
     (["--tasks", "endings", "--num_fewshot", "-1"], "num_fewshot=-1 must be at least 0"),
+    (["--tasks", "endings", "--seq_len", "-1"], "seq_len=-1 must be at least 0"),
     (["--tasks", "endings", "--num_fewshot", "999"], "--num_fewshot 999 is more than the examples"),
     (["--tasks", "endings", "--include_path", "none"], "--include_path none is not a folder"),
 ])  # fmt: skip

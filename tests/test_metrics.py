@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import ALL_EXPERTS
 from conftest import on_mesh
 from etils import epath
 from runs import open_log
@@ -68,6 +69,13 @@ def test_a_row_without_one_of_its_fields_is_dropped(tmp_path, capsys, name):
     assert f"dropped a line that is not a row: {lines[1].encode()[:60]!r}" in warnings
     assert "lost 1 of the rows up to update 3, from that of update 2 on" in warnings
     assert (tmp_path / "metrics.jsonl").read_text() == lines[0] + lines[2]
+
+
+def test_a_row_of_experts_without_loads_is_dropped(tmp_path, capsys):
+    row = json.dumps(dict(kind="moe", step=1, layer=[], load=[])) + "\n"
+    (tmp_path / "metrics.jsonl").write_text(row)
+    open_log(epath.Path(tmp_path), on_mesh(ALL_EXPERTS, (1, 1, 1)), 1).close()
+    assert "dropped a line that is not a row" in capsys.readouterr().err
 
 
 def test_lost_rows_are_said(tmp_path, capsys):

@@ -174,6 +174,10 @@ def test_a_run_whose_output_nothing_reads_saves_and_ends(base, number):
     assert max(saved(run)) == len(rows(run)) >= 3
 
 
+def test_a_signal_without_a_name_has_its_number():
+    assert restart.signal_name(9) == "SIGKILL" and restart.signal_name(40) == "40"
+
+
 def test_a_run_ends_with_its_parent(base):
     cfg, run = new_run(base, "orphan", train=ENDLESS, run=dict(restarts=5), mesh=SINGLE)
     parent = start(cfg)

@@ -200,11 +200,16 @@ def test_rows_that_are_incomplete_damaged_or_not_finite_are_reported(trained, tm
     spike = whole.replace('"train", "step": 3,', '"train", "step": 3, "spike": 1.0,')
     rows.write_text(re.sub(r'("step": 5, "loss": )[0-9.]+', r"\1null", spike))
     assert " 2 skipped\n" in run("scripts/report.py", "--run", other).stdout
-    for text in (b"\xff\n" + whole.encode(), whole.encode() + b"{}\n"):
-        rows.write_bytes(text)
+    damages = {"\xff\n" + whole: "utf-8", whole + "{}\n": "has no step"}
+    damages[whole + '{"step": 1}\n'] = "has no kind"
+    # One flipped bit can change a field's name.
+    damages[whole.replace('"grad_norm"', '"grad_norl"', 1)] = "has no grad_norm"
+    for text, what in damages.items():
+        rows.write_bytes(text.encode("latin-1"))
         for command in (["report.py", "--run", other], ["compare.py", trained, other]):
             done = run(f"scripts/{command[0]}", *command[1:])
             assert done.returncode == DATA and done.stderr.count("\n") == 2, done.stderr
+            assert what in done.stderr
     rows.write_text(whole)
     (other / "config.json").write_text("{")
     done = run("scripts/compare.py", trained, other, "--out", tmp_path / "c.png")

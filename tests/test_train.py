@@ -382,6 +382,10 @@ def test_a_run_keeps_the_tokenizer_of_its_weights(reference, base, tmp_path):
         train.main(cfg)
     assert error.value.code == errors.DATA
     assert (run / "tokenizer.json").read_text() == "{}"
+    (run / "tokenizer.json").write_bytes(b"{}\xff")
+    with pytest.raises(UserError, match="tokenizer.json is damaged") as error:
+        train.main(cfg)
+    assert error.value.code == errors.DATA
     for name in ("metrics", "samples", "history"):
         (run / f"{name}.jsonl").unlink(missing_ok=True)
     shutil.rmtree(run / "checkpoints")  # now as a start that failed before the first one
