@@ -796,9 +796,10 @@ def seal_file(world: World) -> int:
 
 
 def read_all(world: World, folder: Path) -> tuple[bytes, str]:
-    """All tokens of a data set, and its fingerprint."""
+    """All tokens of a data set, and its fingerprint; its tokenizer is read as by a start."""
     data = replace(world.base.data, train=str(folder))
     data = dataset.Dataset(on_mesh(replace(world.base, data=data), (1, 1, 1)), "train")
+    dataset.check_tokenizers(dict(train=data.source))
     found = data.source.windows(np.arange(data.n_windows)).tobytes()
     data.workers.shutdown()
     return found, data.source.fingerprint
