@@ -24,6 +24,8 @@ import config
 import files
 from errors import USAGE, UserError
 
+D_HEAD = 16
+
 
 @dataclass(frozen=True)
 class Args:
@@ -52,10 +54,13 @@ class Args:
 def parse() -> tuple[Args, config.Config]:
     args = tyro.cli(Args, use_underscores=True, description=__doc__)
     cli.check_at_least(args, steps=1, depth=1, vocab_size=1)
-    for name, low in dict(coordinate_widths=16, widths=16, rates=1e-30, seeds=0).items():
+    for name, low in dict(coordinate_widths=D_HEAD, widths=D_HEAD, rates=1e-30, seeds=0).items():
         values, n = getattr(args, name), 2 if name == "coordinate_widths" else 1  # for a slope
-        if len(set(values)) < n or not all(x >= low for x in values):
-            what = f"{name}={values} must be {n} or more different numbers, each at least {low}"
+        is_width = "widths" in name
+        are_heads = not is_width or all(x % D_HEAD == 0 for x in values)
+        if len(set(values)) < n or not all(x >= low for x in values) or not are_heads:
+            rule = f"multiples of {D_HEAD}" if is_width else f"each at least {low}"
+            what = f"{name}={values} must be {n} or more different numbers, {rule}"
             raise UserError(USAGE, what, f"set --{name} to such numbers")
     cli.keep_freed_memory()
     cli.simulate_devices(config.Mesh(1, 1, 1))
@@ -76,8 +81,8 @@ def make_config(args: Args) -> config.Config:
 
 
 def with_width(cfg: config.Config, width: int, base: int, seed: int = 0) -> config.Config:
-    """The decoder of that width, with heads of 16.  base: mup_base_width, or 0 without muP."""
-    n = width // 16
+    """The decoder of that width, with heads of D_HEAD.  base: mup_base_width, or 0 without muP."""
+    n = width // D_HEAD
     sizes = dict(d_model=width, n_heads=n, n_kv_heads=n, d_ff=3 * width, mup_base_width=base)
     return replace(cfg, run=replace(cfg.run, seed=seed), model=replace(cfg.model, **sizes))
 
@@ -179,6 +184,11 @@ def slope(widths, values) -> float:
     return float(np.polyfit(np.log(widths), np.log(values), 1)[0])
 
 
+def best_rate(rates, losses) -> float:
+    """That of the lowest loss; NaN if all rates diverge."""
+    return rates[int(np.argmin(losses))] if np.isfinite(losses).any() else np.nan
+
+
 def draw(args: Args, table: dict):
     """Above, sizes over width; below, losses over learning rate.  Left standard, right muP."""
     from matplotlib.figure import Figure
@@ -208,7 +218,7 @@ def main(args: Args, cfg: config.Config):
             found = dict(sizes=coordinate_check(args, cfg, base, bar))
             slopes = {k: slope(args.coordinate_widths, x) for k, x in found["sizes"].items()}
             found["losses"] = rate_transfer(args, cfg, base, bar)
-            best = {w: args.rates[int(np.argmin(x))] for w, x in found["losses"].items()}
+            best = {w: best_rate(args.rates, x) for w, x in found["losses"].items()}
             table[name] = found | dict(slopes=slopes, best_rates=best)
     print(json.dumps(jax.tree.map(utils.finite_or_none, table)))
     for name, found in table.items():

@@ -14,7 +14,7 @@ import optim
 import train
 import utils
 from errors import DATA, USAGE, UserError
-from scripts import hf_config
+from scripts import hf_config, mup_check
 
 BASE = dict(mup_base_width=32, mup_base_depth=8, mup_base_head=4)  # the sizes of PLAIN
 
@@ -129,12 +129,18 @@ def test_the_script_prints_slopes_and_best_rates_and_draws_them(corpus, tmp_path
 
 
 @pytest.mark.parametrize("flags", [
-    ["--coordinate_widths", 64], ["--widths", 64, 8], ["--rates"], ["--seeds"], ["--depth", 0],
+    ["--coordinate_widths", 64], ["--widths", 64, 8], ["--widths", 64, 40],
+    ["--rates"], ["--seeds"], ["--depth", 0],
 ])  # fmt: skip
 def test_the_script_names_an_argument_that_it_cannot_use(flags):
     done = run("scripts/mup_check.py", *flags)
     assert done.returncode == USAGE and "Traceback" not in done.stderr
     assert done.stderr.startswith(f"error: {flags[0][2:]}=") and "\n  fix: set " in done.stderr
+
+
+def test_no_rate_is_the_best_where_all_diverge():
+    assert np.isnan(mup_check.best_rate([1.0, 2.0], [np.inf, np.inf]))
+    assert mup_check.best_rate([1.0, 2.0, 4.0], [np.inf, 3.0, 5.0]) == 2.0
 
 
 def test_a_ladder_predicts_its_largest_run(tmp_path):
