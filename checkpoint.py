@@ -229,6 +229,8 @@ class Checkpoints:
             what = f"no checkpoint can be written to {self.path}: a folder has [ ] in its name"
             raise UserError(errors.USAGE, what, "rename that folder, or choose another")
         self.several, self.n_saves = jax.process_count() > 1, 0
+        self.items = {}
+        """{item: how many arrays of it were saved last}."""
         self.warned_of = None
         """The step that was being written when a save was last skipped."""
         self.open_manager()
@@ -467,6 +469,7 @@ class Checkpoints:
         meta |= dict(checksum=meta_checksum(meta))
         items = {name: ocp.args.StandardSave(tree) for name, tree in state.items()}
         args = ocp.args.Composite(**items, meta=ocp.args.JsonSave(meta))
+        self.items = {item: len(jax.tree.leaves(tree)) for item, tree in state.items()}
         is_first, self.saved_at = self.newest is None, time.monotonic()
         self.newest = step
         if self.several:
@@ -502,8 +505,8 @@ class Checkpoints:
         """Note that saving `step` has failed, and when to try again, if not is_final.  Raises the
         error if storage cannot be its cause."""
         # Orbax raises many types for storage, and ValueErrors for a lost process too.
-        may_be = isinstance(error, ValueError | RuntimeError) or utils.is_storage_error(error)
-        if not may_be or re.search(LOST_IN_COLLECTIVE, str(error)):
+        is_usual = isinstance(error, ValueError | RuntimeError) or utils.is_storage_error(error)
+        if not is_usual or re.search(LOST_IN_COLLECTIVE, str(error)):
             raise error
         reason = re.sub(r"\s+", " ", str(error).replace(f"{self.path}/", ""))[:400]
         what = f"checkpoint {step} could not be written to {self.path}: {reason}"
@@ -581,9 +584,8 @@ class Checkpoints:
         if not utils.is_lead():
             return
         try:
-            meta = json.loads((self.path / str(step) / "meta" / "metadata").read_text())
-            expected = Counter(name.partition("/")[0] for name in meta["leaves"])
-            for item, n_arrays in expected.items():
+            (self.path / str(step) / "meta" / "metadata").read_bytes()
+            for item, n_arrays in self.items.items():
                 if (found := self.count_arrays(step, item)) < n_arrays:
                     raise FileNotFoundError(f"{item} has {found} of {n_arrays} arrays")
         except Exception as e:  # orbax and its storage raise many types

@@ -77,7 +77,11 @@ class Source:
         return f"{self.n_tokens:,} tokens"
 
     def decode(self, ids: list[int]) -> str:
-        return parse_tokenizer(tokenizer_text(self.tokenizer)).decode(ids)
+        try:
+            return parse_tokenizer(tokenizer_text(self.tokenizer)).decode(ids)
+        except ValueError as e:
+            fix = "copy it again, or make the data set again"
+            raise data_error(f"{self.tokenizer} is damaged: {e}", fix) from None
 
 
 class TokenFiles(Source):

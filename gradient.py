@@ -44,8 +44,8 @@ class Total(NamedTuple):
     grads: dict
     """Float32, in the form of `prepare_parts`."""
     stats: dict
-    """Sums of the layers' statistics, by group and kind like params; a model without a prefix has
-    none of it."""
+    """Sums of the layers' statistics, by group ("layers" or "prefix") and kind like params;
+    "prefix" is {} in a model without one."""
 
     def grads_of(self, names) -> dict:
         return {name: self.grads[name] for name in names}

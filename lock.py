@@ -40,20 +40,21 @@ class FileLock:
     owner.  Raises UserError BUSY."""
 
     def __init__(self, path: epath.Path):
-        # "a+" makes a missing file, leaves another run's as it is, and does not wait for a pipe.
-        self.file = open(path, "ab+", buffering=0)  # noqa: SIM115, until release
+        self.file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self.file.truncate(0)
-            os.write(self.file.fileno(), json.dumps(new_owner()).encode())
+            os.ftruncate(self.file, 0)
+            os.write(self.file, json.dumps(new_owner()).encode())
         except OSError as e:  # the disk may be full, and a lock left open would look like another's
-            self.file.close()
+            os.close(self.file)
             if isinstance(e, BlockingIOError):
                 raise busy_error(path, path.read_text()) from None
             raise
 
     def release(self):
-        self.file.close()
+        if self.file is not None:
+            os.close(self.file)
+            self.file = None
 
 
 class BucketFile:
@@ -95,7 +96,8 @@ class Lease:
         self.path, self.file, self.released = path, BucketFile(path), threading.Event()
         self.renew_every = float(os.environ.get("TRIFOLD_LEASE_BEAT", 15))  # shorter in tests
         self.owner = new_owner()
-        self.generation = self.write(0, self.wait_until_free())
+        free = self.wait_until_free()
+        self.generation = self.write(0, free)
         if self.generation is None:  # another run that started at the same time was faster
             raise busy_error(path, self.file.read()[1])
         self.thread = threading.Thread(target=self.renew_until_released, daemon=True)

@@ -137,7 +137,7 @@ class NormsPanel(Panel):
 
     def track(self, row: dict):
         for name in SIZES:
-            values = np.array(row[name], float)  # a null is NaN
+            values = np.array([*row[name]], float)  # a null is NaN
             self.curves.setdefault(name, {})[row["step"]] = values
             first = self.first.setdefault(name, [])
             if len(first) < 10 and np.isfinite(values).all():

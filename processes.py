@@ -63,8 +63,8 @@ def start_processes(cfg: Config):
 
 
 def meet(r: Run) -> str | None:
-    """Return once all processes have connected to process 0, which listens at run.coordinator; in
-    process 0, the address where it listens.
+    """Return once all processes have connected to process 0, which listens at run.coordinator:
+    the address where it listens, and None in the other processes.
 
     JAX then connects them at the same address.  Alone it would not say who is missing, and would
     abort the process instead of raising.  Raises UserError: DISTRIBUTED if a process has not
@@ -214,7 +214,7 @@ def compare_settings(cfg: Config):
     # --fresh is left out, because only process 0 acts on it.
     settings = config.settings(cfg) | dict(eval_only=cfg.eval_only)
     shared = {name: str(value) for name, value in settings.items() if name not in OWN_FLAGS}
-    refuse_differences(shared, "start all processes of a run with the same flags", verb="is")
+    refuse_differences(shared, "start all processes of a run with the same flags", between=" is ")
     ours = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
     versions = dict(python=platform.python_version(), jax=jax.__version__)
     versions |= dict(jaxlib=jaxlib.__version__, trifold=hashlib.sha256(ours).hexdigest()[:12])
@@ -222,11 +222,11 @@ def compare_settings(cfg: Config):
         warn(f"the processes run different versions: {name} is {values}")
 
 
-def refuse_differences(facts: dict[str, str], fix: str, verb: str = "differs:"):
-    """Raise UserError USAGE if a fact, {name: value}, differs in another process.  verb: what the
-    error has between the name and the values."""
+def refuse_differences(facts: dict[str, str], fix: str, between: str = " differs: "):
+    """Raise UserError USAGE if a fact, {name: value}, differs in another process.  between: what
+    the error has between the name and the values."""
     if differ := differences(facts):
-        problems = [Problem(f"{name} {verb} {values}", fix) for name, values in differ.items()]
+        problems = [Problem(f"{name}{between}{values}", fix) for name, values in differ.items()]
         raise UserError(errors.USAGE, problems=problems)
 
 

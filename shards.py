@@ -193,7 +193,7 @@ READERS = {".npy": npy_shard, ".bin": bin_shard}
 
 def read_shard(path: epath.Path) -> Shard:
     """The file as the reader of its suffix describes it; a file with another suffix is a .npy."""
-    return READERS.get(path.suffix, npy_shard)(path)
+    return next((READERS[x] for x in READERS if path.name.endswith(x)), npy_shard)(path)
 
 
 # ---- the files of a path

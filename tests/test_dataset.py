@@ -606,6 +606,15 @@ def test_a_tokenizer_of_gigabytes_is_not_read(cfg, corpus, tmp_path):
     assert error.value.code == DATA
 
 
+def test_a_tokenizer_that_is_cut_off_is_damaged(cfg, corpus, tmp_path):
+    folder = tmp_path / "data"
+    shutil.copytree(corpus / "train", folder)
+    os.truncate(folder / "tokenizer.json", 100)
+    with pytest.raises(UserError, match="tokenizer.json is damaged") as error:
+        open_set(cfg, folder).source.decode([1])
+    assert error.value.code == DATA
+
+
 def test_a_cache_that_others_can_write_to_is_refused(tmp_path):
     cache = tmp_path / "cache"
     pages.DiskCache(cache, 1000)

@@ -71,10 +71,14 @@ def test_a_row_without_one_of_its_fields_is_dropped(tmp_path, capsys, name):
     assert (tmp_path / "metrics.jsonl").read_text() == lines[0] + lines[2]
 
 
-def test_a_row_of_experts_without_loads_is_dropped(tmp_path, capsys):
-    row = json.dumps(dict(kind="moe", step=1, layer=[], load=[])) + "\n"
-    (tmp_path / "metrics.jsonl").write_text(row)
-    open_log(epath.Path(tmp_path), on_mesh(ALL_EXPERTS, (1, 1, 1)), 1).close()
+@pytest.mark.parametrize("row", [
+    dict(kind="moe", layer=[], load=[]),
+    dict(kind="norms", layer=["a"], gradient=None, update=[1.0], weight=[1.0], logit=[1.0]),
+], ids=["moe", "norms"])  # fmt: skip
+def test_a_row_of_a_panel_without_its_numbers_is_dropped(tmp_path, capsys, row):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(dict(step=1, **row)) + "\n")
+    cfg = on_mesh(ALL_EXPERTS, (1, 1, 1), log=dict(norms_every=1))
+    open_log(epath.Path(tmp_path), cfg, 1).close()
     assert "dropped a line that is not a row" in capsys.readouterr().err
 
 
