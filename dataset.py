@@ -91,7 +91,8 @@ class TokenFiles(Source):
         path = absolute_path(getattr(cfg.data, split))
         found = find_shards(path, split)
         self.shards, self.masks, manifest = found.shards, found.masks, found.manifest
-        self.cfg, self.fingerprint, self.pages = cfg, fingerprint(found), PageReader(path, cfg)
+        self.cfg, self.fingerprint = cfg, fingerprint(found)
+        self.pages = PageReader(self.shards, cfg)
         self.ends = np.cumsum([shard.n_tokens for shard in self.shards])
         self.n_tokens = int(self.ends[-1])
         self.vocab_size = manifest.get("vocab_size", 0)

@@ -120,17 +120,17 @@ class DamagedPage(UserError):
 
 
 class PageReader:
-    """Reads tokens of the shards of one folder, for several threads at once."""
+    """Reads tokens of the shards of a set, for several threads at once."""
 
     MEMORY = 64 * 2**20
     """Bytes of pages that are kept in memory."""
 
-    def __init__(self, folder: epath.Path, cfg: Config):
+    def __init__(self, of_set: list[Shard], cfg: Config):
         self.lock = threading.Lock()
         self.memory, self.size = OrderedDict(), 0  # {digest: page}, those used last at the end
         self.states = {}  # {path: its state when it was first read}
         self.disk = None
-        if is_remote(folder) and cfg.data.cache_gb:
+        if cfg.data.cache_gb and any(x.pages and is_remote(x.path) for x in of_set):
             cache = os.path.join(tempfile.gettempdir(), f"trifold-pages-{os.getuid()}")
             if cfg.data.cache:
                 cache = os.path.join(cfg.data.cache, "trifold-pages")

@@ -37,9 +37,9 @@ def n_ids(tokenizer) -> int:
 def tokenizer_text(path: epath.Path) -> str:
     """The text of a tokenizer.json.  Raises UserError DATA if it is not UTF-8."""
     try:
-        return path.read_bytes().decode()
+        return path.read_text()
     except UnicodeDecodeError as e:
-        fix = "copy it again, or make the data set again"
+        fix = "copy it again"
         raise UserError(DATA, f"{path} is damaged: {str(e)[:200]}", fix) from None
 
 

@@ -310,7 +310,7 @@ def kept_files(path):
     of orbax write for a while after their error, even after the folder was removed.  The checkpoint
     of an import that still runs looks the same."""
     for entry in path.iterdir():
-        is_searched = entry.name == "checkpoints" and entry.is_dir()
+        is_searched = entry.name == "checkpoints" and entry.is_dir() and not os.path.islink(entry)
         found = entry.iterdir() if is_searched else [entry]
         if not all(x.name.endswith(".orbax-checkpoint-tmp") for x in found):
             yield entry
@@ -387,8 +387,8 @@ def write_checkpoint(found: dict[str, StoredTensor], tensors: list[TensorMap], r
     with progress_bar("write", tensors) as bar, hf_arrays.streaming():
 
         def leaf(path, x):
-            found = blocks.get(utils.path_name(path), [])
-            parts = [(index, partial(read, bar)) for index, read in found]
+            readers = blocks.get(utils.path_name(path), [])
+            parts = [(index, partial(read, bar)) for index, read in readers]
             return hf_arrays.streamed_array(x.shape, x.dtype, parts)
 
         store.write(0, jax.tree_util.tree_map_with_path(leaf, state), digests)
@@ -416,7 +416,9 @@ def export_hf(run_dir, hf_dir, step=-1, dtype="float32", shard_size=5_000_000_00
     end, end_text = end_token(tokenizer, cfg.data.end_id)
     hf = hf_config.write_config(cfg, dtype, end)
     tensors = hf_families.tensor_maps(hf["model_type"], cfg)
-    step, saved = open_weights(run, cfg, step, train.weights_item(cfg, weights), tensors)
+    with progress_bar("read and verify", tensors) as bar:
+        step, saved = open_weights(run, cfg, step, train.weights_item(cfg, weights), bar)
+    tensors.sort(key=partial(slab_order, saved))  # so that each slab is read once
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with progress_bar("write", tensors) as bar:
@@ -446,11 +448,9 @@ def end_token(tokenizer: str, end_id: int) -> tuple[int | None, str | None]:
     return end_id, texts.get(end_id)
 
 
-def open_weights(
-    run, cfg: Config, step: int, item: str, tensors: list[TensorMap]
-) -> tuple[int, SavedWeights]:
-    """(step, weights) of checkpoint `step`, or of the newest for -1, verified.  Sorts the tensors
-    as they are then best read.  Raises UserError CHECKPOINT and STORAGE."""
+def open_weights(run, cfg: Config, step: int, item: str, bar: tqdm) -> tuple[int, SavedWeights]:
+    """(step, weights) of checkpoint `step`, or of the newest for -1, verified.  Raises UserError
+    CHECKPOINT and STORAGE."""
     store = checkpoint.Checkpoints(run, keep=0)
     step = store.find_step(step)
     if step is None:
@@ -459,8 +459,7 @@ def open_weights(
     try:
         meta = store.read_meta(step, {item: model.param_shapes(cfg)})
         saved = SavedWeights(path / item, utils.leaf_table(model.param_table(cfg)))
-        tensors.sort(key=partial(slab_order, saved))
-        verify(saved, tensors, {name: leaf[2] for name, leaf in meta["leaves"].items()}, item)
+        verify(saved, {name: leaf[2] for name, leaf in meta["leaves"].items()}, item, bar)
     except ValueError as e:  # a checkpoint.Damaged, or of tensorstore
         what = f"checkpoint {path} is damaged: {str(e)[:200]}"
         fix = "give --step another one, or restore it from a copy"
@@ -476,13 +475,12 @@ def slab_order(weights: SavedWeights, tensor: TensorMap):
     return part.weight, starts, numbers
 
 
-def verify(weights: SavedWeights, tensors: list[TensorMap], digests: dict, item: str):
+def verify(weights: SavedWeights, digests: dict, item: str, bar: tqdm):
     """Raise checkpoint.Damaged unless every weight is as it was saved."""
-    with progress_bar("read and verify", tensors) as bar:
-        for name, array in weights.arrays.items():
-            digest, _ = hf_arrays.digest_blocks(hf_arrays.read_chunks(array, bar), array.shape)
-            if digest != digests[f"{item}/{name}"]:
-                raise checkpoint.Damaged(f"{name} is not as saved")
+    for name, array in weights.arrays.items():
+        digest, _ = hf_arrays.digest_blocks(hf_arrays.read_chunks(array, bar), array.shape)
+        if digest != digests[f"{item}/{name}"]:
+            raise checkpoint.Damaged(f"{name} is not as saved")
 
 
 def file_dtype(tensor: TensorMap, dtype: str) -> str:

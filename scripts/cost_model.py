@@ -241,9 +241,9 @@ def step_schedule(cfg: Config) -> pipeline.Schedule:
 
 
 def work_shares(n: int, cfg: Config) -> tuple:
-    """Of a loop with n iterations, if they are the ticks of the pipeline, the shares of them in
-    which a stage does each kind of work, in the order of pipeline.run_schedule: begin, forward,
-    score, backward, finish.  Of any other loop ()."""
+    """The shares of the pipeline's ticks in which a stage does each kind of work, in the order of
+    pipeline.run_schedule: begin, forward, score, backward, finish.  () unless a loop of n
+    iterations is the pipeline's."""
     schedule = step_schedule(cfg)
     if n != schedule.ticks:
         return ()

@@ -145,7 +145,8 @@ def sizes(params, tokens_AMBL, cfg: config.Config) -> dict:
 
 
 def train_for(cfg: config.Config, lr: float, steps: int, data: Dataset, bar):
-    """(state, mean loss of the last tenth of the updates, infinite if one is not finite)."""
+    """(state, mean loss of the last tenth of the updates, infinite if one is not finite); advances
+    the bar by a run."""
     state, losses = train.init_state(cfg), []
     for step in range(steps):
         state, loss = update(state, *data.batch(step), np.float32(lr), cfg)

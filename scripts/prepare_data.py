@@ -270,7 +270,7 @@ NOT_RECIPE = ("out", "input", "strict", "workers", "ray")
 
 def make_recipe(args: Args, files: list[File]) -> tuple[dict, str]:
     """(recipe, times): what decides the content of the data set, and a hash of when the files were
-    modified."""
+    modified, of those whose time is known."""
 
     def digest(values: list) -> str:
         return hashlib.sha256(json.dumps(values).encode()).hexdigest()
@@ -278,7 +278,7 @@ def make_recipe(args: Args, files: list[File]) -> tuple[dict, str]:
     files = [file for file in files if file.size]
     recipe = {name: x for name, x in asdict(args).items() if name not in NOT_RECIPE}
     recipe["documents"] = digest([(file.name, file.size) for file in files])
-    return recipe, digest([(file.name, file.modified) for file in files])
+    return recipe, digest([(file.name, file.modified) for file in files if file.modified])
 
 
 def changed_fields(path: epath.Path, recipe: dict) -> list[str]:
@@ -362,12 +362,13 @@ def skipped_rows(tasks: list[Task], all_facts: Iterable[dict]) -> Iterator[dict]
     """The rows that were skipped and listed, numbered from the start of their files."""
     file, n_before = None, 0  # rows of the file in the pieces before this one
     for task, facts in zip(tasks, all_facts, strict=True):
-        for piece, (n_rows, skipped) in zip(task.pieces, facts["pieces"], strict=True):
+        for number, piece in enumerate(task.pieces):
             if piece.source != file:
                 file, n_before = piece.source, 0
-            for row, why in skipped:
-                yield dict(file=file, row=n_before + row, why=why)
-            n_before += n_rows
+            for piece_number, row, why in facts["skipped"]:
+                if piece_number == number:
+                    yield dict(file=file, row=n_before + row, why=why)
+            n_before += facts["rows"][number]
 
 
 def run_all(tasks: list[Task], args: Args, n_workers: int) -> list[dict]:

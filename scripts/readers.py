@@ -168,13 +168,13 @@ def read_text(piece: Piece, options: Options) -> Iterator[bytes]:
 # ---- lines
 
 
-def read_lines(f) -> Iterator[bytes]:
-    """The lines of a file.  One of more than LIMIT bytes is cut to a bit more than LIMIT, so that
-    read_documents skips it."""
-    while line := f.readline(LIMIT + 3):
-        yield line
-        while line[-1:] != b"\n" and (line := f.readline(PIECE)):
-            pass
+def read_line(f) -> bytes:
+    """The next line, b"" at the end.  One of more than LIMIT bytes is cut to a bit more than LIMIT,
+    so that read_documents skips it."""
+    line = rest = f.readline(LIMIT + 3)
+    while rest and rest[-1:] != b"\n":
+        rest = f.readline(PIECE)
+    return line
 
 
 def cut_lines(file: File, options: Options) -> list[Piece]:
@@ -193,8 +193,7 @@ def read_range(piece: Piece, options: Options) -> Iterator[bytes]:
                 pass
         else:
             skip_mark(f)
-        lines = read_lines(f)
-        while f.tell() < piece.stop and (line := next(lines, None)) is not None:
+        while f.tell() < piece.stop and (line := read_line(f)):
             yield line.rstrip(b"\r\n")
 
 
@@ -234,10 +233,10 @@ class ZstdText(io.RawIOBase):
 
 def read_compressed(piece: Piece, options: Options) -> Iterator[bytes]:
     with open_source(piece.source) as f:
-        if piece.kind.endswith(".gz"):
-            yield from read_lines(gzip.GzipFile(fileobj=f))
-        else:
-            yield from read_lines(io.BufferedReader(ZstdText(f), PIECE))
+        is_gzip = piece.kind.endswith(".gz")
+        text = gzip.GzipFile(fileobj=f) if is_gzip else io.BufferedReader(ZstdText(f), PIECE)
+        while line := read_line(text):
+            yield line
 
 
 # ---- tables
@@ -383,8 +382,6 @@ DAMAGE += (zlib.error, zstandard.ZstdError)
 def damage(e: Exception, source: str | bytes) -> str:
     """What is wrong with a file, in one line.  An error of the storage rather than of the file (it
     has an errno, or the file is in a bucket) is raised again."""
-    if isinstance(e, UnicodeError):
-        return "not UTF-8"
     is_storage = isinstance(e, OSError) and not isinstance(e, gzip.BadGzipFile)
     if is_storage and (e.errno or is_remote(source)):
         raise e
@@ -406,7 +403,8 @@ def cut_file(file: File, options: Options) -> list[Piece]:
     try:
         return FORMATS[kind].cut(file, options)
     except DAMAGE as e:
-        return [Piece(kind, file.source, 0, 0, 0, why=damage(e, file.source))]
+        why = "not UTF-8" if isinstance(e, UnicodeError) else damage(e, file.source)
+        return [Piece(kind, file.source, 0, 0, 0, why=why)]
 
 
 # ---- documents

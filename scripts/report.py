@@ -31,31 +31,31 @@ def parse() -> Args:
 
 # Of the rows of metrics.jsonl: {kind: the fields that are read here and in compare.py}.
 FIELDS = dict(
-    train="loss grad_norm tokens step_time tokens_per_sec",
-    eval="loss tokens bits_per_byte",
+    train=("loss", "grad_norm", "tokens", "step_time", "tokens_per_sec"),
+    eval=("loss", "tokens", "bits_per_byte"),
 )
 
 
-def read_rows(path: epath.Path, fields: str) -> list[dict]:
+def read_rows(path: epath.Path, *fields: str) -> list[dict]:
     """The rows of a .jsonl file, without one at its end that is still being written, or that a kill
-    left incomplete.  Raises UserError DATA if a row lacks one of these fields, or of its kind's."""
+    left incomplete.  Raises UserError DATA for a row that lacks one of `fields`, or of FIELDS."""
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     try:
         rows = [dict(json.loads(line)) for line in lines]
         for row in rows:
-            needed = f"{fields} {FIELDS.get(row.get('kind'), '')}".split()
+            needed = *fields, *FIELDS.get(row.get("kind"), ())
             if missing := [name for name in needed if name not in row]:
                 raise ValueError(f"{str(row)[:60]} has no {missing[0]}")
         return rows
     except (ValueError, TypeError, RecursionError) as e:
         what = f"{path} has a line that is not a row: {str(e)[:200]}"
-        raise UserError(DATA, what, "start the run again, which drops such lines") from None
+        raise UserError(DATA, what, "delete that line") from None
 
 
 def read_metrics(run: epath.Path) -> tuple[list[dict], list[dict]]:
     """The rows of a run's updates, of which there is at least one, and those of its evaluations.
     Raises UserError DATA."""
-    rows = read_rows(run / "metrics.jsonl", "step kind")
+    rows = read_rows(run / "metrics.jsonl", "step", "kind")
     train, evals = ([row for row in rows if row["kind"] == kind] for kind in FIELDS)
     if not train:
         what = f"{run} has no training rows in metrics.jsonl"
@@ -66,7 +66,7 @@ def read_metrics(run: epath.Path) -> tuple[list[dict], list[dict]]:
 def main(args: Args):
     """Print where the run is, how long and how fast it trained, its last evaluation and sample."""
     run = absolute_path(args.run)
-    (train, evals), samples = read_metrics(run), read_rows(run / "samples.jsonl", "step text")
+    (train, evals), samples = read_metrics(run), read_rows(run / "samples.jsonl", "step", "text")
     skipped = [None in (x["loss"], x["grad_norm"]) or x.get("spike", 0) > 0 for x in train]
     last, n_skipped = train[-1], sum(skipped)
     rate = statistics.median(row["tokens_per_sec"] for row in train)

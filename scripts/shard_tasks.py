@@ -107,12 +107,12 @@ def encode_texts(tokenizer: Tokenizer, texts: list[str]) -> list[Encoding]:
 
 
 def documents_of(task: Task, facts: dict) -> Iterator[Document]:
-    """The documents of a task.  It adds to `facts` how many rows each piece has, and which of them
-    are skipped and why."""
-    facts |= dict(pieces=[], n_skipped=0)
+    """The documents of a task.  It adds to `facts` how many rows each piece has, and the rows that
+    it skips."""
+    facts |= dict(rows=[], skipped=[], n_skipped=0)
     n = 0
-    for piece in task.pieces:
-        row, skipped = 0, []
+    for number, piece in enumerate(task.pieces):
+        row = 0
         for found in read_documents(piece, task.options):
             row = found.row
             if isinstance(found, Document):
@@ -122,8 +122,8 @@ def documents_of(task: Task, facts: dict) -> Iterator[Document]:
             elif found.why:
                 facts["n_skipped"] += 1
                 if facts["n_skipped"] <= LISTED:
-                    skipped.append((row, found.why))
-        facts["pieces"].append((row, skipped))
+                    facts["skipped"].append([number, row, found.why])
+        facts["rows"].append(row)
 
 
 def batches(documents: Iterator[Document]) -> Iterator[list[Document]]:

@@ -57,7 +57,7 @@ def read_tokenizer(path: str, end: str) -> Tokenizer:
     DATA, and USAGE if another one is not there."""
     try:
         tokenizer = parse_tokenizer(read_limited(path))
-    except (OSError, ValueError) as e:
+    except Exception as e:  # libraries of buckets have errors of their own
         what = f"--tokenizer {path} cannot be read: {str(e)[:200]}"
         raise UserError(DATA, what, "give a tokenizer.json of the tokenizers library") from None
     if end == END:

@@ -78,7 +78,7 @@ def flip(path: Path, at: int):
 def test_random_pieces_are_what_was_written(cfg, folder):
     tokens = write_set(folder, [100_000, 7, 32_704, 32_705, 70_001])
     found = find_shards(epath.Path(folder), "train").shards
-    reader, random = PageReader(epath.Path(folder), cfg), np.random.default_rng(1)
+    reader, random = PageReader(found, cfg), np.random.default_rng(1)
     first = np.cumsum([0, *(shard.n_tokens for shard in found)])
     pieces, want = [], []
     for _ in range(300):
@@ -134,7 +134,7 @@ def test_an_undamaged_answer_after_a_damaged_one_is_taken(remote, folder, monkey
 
     monkeypatch.setattr(pages, "fetch", cut)
     (shard,) = find_shards(epath.Path(folder), "train").shards
-    (got,) = PageReader(epath.Path(folder), remote).read([(shard, 0, 50_000)])
+    (got,) = PageReader([shard], remote).read([(shard, 0, 50_000)])
     np.testing.assert_array_equal(got, tokens)
 
 
@@ -147,7 +147,7 @@ def test_pages_from_a_bucket_are_kept_on_disk_and_damage_there_is_noticed(remote
 
     def read():
         del fetched[:]
-        (got,) = PageReader(epath.Path(folder), remote).read([(shard, 0, 50_000)])
+        (got,) = PageReader([shard], remote).read([(shard, 0, 50_000)])
         np.testing.assert_array_equal(got, tokens)
         return len(fetched)
 
@@ -158,7 +158,7 @@ def test_pages_from_a_bucket_are_kept_on_disk_and_damage_there_is_noticed(remote
         flip(path, 5)
     assert read() == 3 and read() == 0
     remote = replace(remote, data=replace(remote.data, cache_gb=0.0))
-    (got,) = PageReader(epath.Path(folder), remote).read([(shard, 0, 10)])
+    (got,) = PageReader([shard], remote).read([(shard, 0, 10)])
     np.testing.assert_array_equal(got, tokens[:10])
 
 
@@ -185,7 +185,7 @@ def test_memory_keeps_its_size(cfg, folder, monkeypatch):
     monkeypatch.setattr(PageReader, "MEMORY", 3 * PAGE)
     write_set(folder, [400_000])
     (shard,) = find_shards(epath.Path(folder), "train").shards
-    reader = PageReader(epath.Path(folder), cfg)
+    reader = PageReader([shard], cfg)
     for start in range(0, 400_000, 1000):
         reader.read([(shard, start, start + 10)])
         assert sum(map(len, reader.memory.values())) == reader.size <= 3 * PAGE
@@ -195,7 +195,7 @@ def test_threads_read_the_same(remote, folder, monkeypatch):
     monkeypatch.setattr(PageReader, "MEMORY", 5 * PAGE)
     tokens = write_set(folder, [400_000])
     (shard,) = find_shards(epath.Path(folder), "train").shards
-    reader, random = PageReader(epath.Path(folder), remote), np.random.default_rng(0)
+    reader, random = PageReader([shard], remote), np.random.default_rng(0)
     starts = random.integers(0, 399_000, 400).tolist()
     with ThreadPoolExecutor(8) as pool:
         found = pool.map(lambda start: reader.read([(shard, start, start + 1000)])[0], starts)

@@ -111,6 +111,20 @@ def test_a_large_file_is_read_in_pieces_of_whole_lines(tmp_path):
     assert "".join(documents_of(out / "train") + documents_of(out / "val")) == "".join(lines)
 
 
+@pytest.mark.parametrize("step", [1, 3, 8, 25, 100])
+def test_each_line_is_in_one_range_even_beside_a_line_that_is_too_long(tmp_path, monkeypatch, step):
+    monkeypatch.setattr(readers, "LIMIT", 20)
+    monkeypatch.setattr(readers, "PIECE", 8)
+    lines = [b"a" * 50, b"b", b"", b"c" * 70, b"d", b"e" * 21, b"f" * 30]
+    path, options = tmp_path / "long.txt", readers.Options(document_per_line=True, piece=step)
+    path.write_bytes(b"\n".join(lines))
+    file = readers.File("long.txt", str(path), path.stat().st_size)
+    found = [
+        x for piece in readers.cut_lines(file, options) for x in readers.read_range(piece, options)
+    ]
+    assert [line[:20] for line in found] == [line[:20] for line in lines]
+
+
 def test_a_second_run_does_nothing_and_another_request_is_refused(texts, tmp_path):
     out = tmp_path / "out"
     request = ["--input", texts, "--tokenizer", "byte", "--out", out]
