@@ -416,8 +416,7 @@ def export_hf(run_dir, hf_dir, step=-1, dtype="float32", shard_size=5_000_000_00
     end, end_text = end_token(tokenizer, cfg.data.end_id)
     hf = hf_config.write_config(cfg, dtype, end)
     tensors = hf_families.tensor_maps(hf["model_type"], cfg)
-    with progress_bar("read and verify", tensors) as bar:
-        step, saved = open_weights(run, cfg, step, train.weights_item(cfg, weights), bar)
+    step, saved = open_weights(run, cfg, step, train.weights_item(cfg, weights), tensors)
     tensors.sort(key=partial(slab_order, saved))  # so that each slab is read once
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -448,7 +447,7 @@ def end_token(tokenizer: str, end_id: int) -> tuple[int | None, str | None]:
     return end_id, texts.get(end_id)
 
 
-def open_weights(run, cfg: Config, step: int, item: str, bar: tqdm) -> tuple[int, SavedWeights]:
+def open_weights(run, cfg: Config, step: int, item: str, tensors) -> tuple[int, SavedWeights]:
     """(step, weights) of checkpoint `step`, or of the newest for -1, verified.  Raises UserError
     CHECKPOINT and STORAGE."""
     store = checkpoint.Checkpoints(run, keep=0)
@@ -459,7 +458,8 @@ def open_weights(run, cfg: Config, step: int, item: str, bar: tqdm) -> tuple[int
     try:
         meta = store.read_meta(step, {item: model.param_shapes(cfg)})
         saved = SavedWeights(path / item, utils.leaf_table(model.param_table(cfg)))
-        verify(saved, {name: leaf[2] for name, leaf in meta["leaves"].items()}, item, bar)
+        with progress_bar("read and verify", tensors) as bar:
+            verify(saved, {name: leaf[2] for name, leaf in meta["leaves"].items()}, item, bar)
     except ValueError as e:  # a checkpoint.Damaged, or of tensorstore
         what = f"checkpoint {path} is damaged: {str(e)[:200]}"
         fix = "give --step another one, or restore it from a copy"
