@@ -310,6 +310,13 @@ LAYER_INPUT = "layer input"
 """The name by which train.remat=offload finds the inputs of layers."""
 
 
+def keep_products(primitive, *_, **params):
+    """A policy of jax.checkpoint: keeps products with weights, and what kernels return."""
+    kernels = "dot_product_attention_fwd_wrapper", "pallas_call"  # cuDNN's, splash and experts
+    dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    return primitive.name in kernels or dots(primitive, *_, **params)
+
+
 def rematerialize(layer: Callable, cfg: Config) -> Callable:
     """The layer, with a backward pass that recomputes what train.remat says.
 
@@ -332,7 +339,7 @@ def rematerialize(layer: Callable, cfg: Config) -> Callable:
             offload_dst="pinned_host",
         )
     else:
-        policy = policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
+        policy = keep_products if remat == "dots" else None
     return jax.checkpoint(layer, policy=policy, prevent_cse=False)
 
 
