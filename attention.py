@@ -30,6 +30,7 @@ from blockwise import block_attention
 from config import Config
 from errors import USAGE, UserError, look_up
 from layers import (
+    GPUS,
     add_bias,
     einsum,
     gather_over_tp,
@@ -292,7 +293,7 @@ def why_unsupported(kernel: str, q_BLHK, v_BSGW, at: Span, cfg: Config) -> str:
     if kernel == "xla":
         return ""
     L, K = q_BLHK.shape[1], q_BLHK.shape[3]
-    platforms = dict(cudnn=("gpu", "cuda"), splash=("tpu",))[kernel]
+    platforms = dict(cudnn=GPUS, splash=("tpu",))[kernel]
     limits = {f"runs on {platforms[0]}, and this is {platform()}": platform() not in platforms}
     limits |= {"has no attention sinks (model.attn_sinks)": cfg.model.attn_sinks}
     if kernel == "cudnn":
@@ -326,7 +327,7 @@ def attend(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int, sink_H=None):
     """
     if at.decoding:
         return decoding_attention(q_BLHK, k_BSGK, v_BSGW, at, cfg, width, sink_H)
-    best = dict(gpu="cudnn", cuda="cudnn", tpu="splash").get(platform(), "xla")
+    best = dict(tpu="splash", **dict.fromkeys(GPUS, "cudnn")).get(platform(), "xla")
     kernel = best if cfg.train.attention == "auto" else cfg.train.attention
     why = why_unsupported(kernel, q_BLHK, v_BSGW, at, cfg)
     if why:

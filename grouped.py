@@ -20,7 +20,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from layers import add_to_row, multiply, platform, typed_kernel_outputs
+from layers import (
+    GPUS,
+    add_to_row,
+    is_hopper,
+    multiply,
+    platform,
+    typed_kernel_outputs,
+    vary_like,
+)
 
 # ---- tiles
 
@@ -113,7 +121,30 @@ def outer_on_tpu(x_OD, y_OF, size_E, interpret=False):
         return module.tgmm(x_OD.T, y_OF, size_E, x_OD.dtype, blocks, interpret=interpret)
 
 
-KERNELS = dict(tpu=(grouped_on_tpu, outer_on_tpu))
+def grouped_on_gpu(x_OD, w_EDF, size_E, transposed: bool):
+    """`grouped`, on a Hopper GPU: 490 to 550 TFLOP/s on an H100 for 16 experts of 768 x 3,072."""
+    from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
+
+    blocks = dict(block_m=192, block_n=128, block_k=64, max_concurrent_steps=4, grid_block_n=4)
+    sizes = dict(group_sizes=size_E.astype(jnp.int32))
+    y_OF = ragged_dot(x_OD, w_EDF, transpose_rhs=transposed, **sizes, **blocks)
+    return vary_like(y_OF, x_OD)
+
+
+def outer_on_gpu(x_OD, y_OF, size_E):
+    """`outer`, on a Hopper GPU."""
+    from jax.experimental.pallas.ops.gpu.transposed_ragged_dot_mgpu import transposed_ragged_dot
+
+    # The kernel multiplies rows of no expert by zero, and they may be NaN.
+    has_expert_O1 = jnp.arange(len(x_OD))[:, None] < size_E.sum()
+    x_OD, y_OF = jnp.where(has_expert_O1, x_OD, 0), jnp.where(has_expert_O1, y_OF, 0)
+    blocks = dict(block_m=128, block_n=128, block_k=64, max_concurrent_steps=4, grid_block_n=4)
+    w_EDF = transposed_ragged_dot(x_OD, y_OF, group_sizes=size_E, **blocks)
+    return vary_like(w_EDF, x_OD)
+
+
+GPU_KERNELS = grouped_on_gpu, outer_on_gpu
+KERNELS = dict(tpu=(grouped_on_tpu, outer_on_tpu), gpu=GPU_KERNELS, cuda=GPU_KERNELS)
 """Kernels for `grouped` and `outer` by platform."""
 
 
@@ -122,9 +153,14 @@ KERNELS = dict(tpu=(grouped_on_tpu, outer_on_tpu))
 
 def padded_rows(U: int, w_EFD) -> tuple[int, int]:
     """(O, Z): how many rows U pairs need, and the number of which each expert's size has to be a
-    multiple.  Kernels take whole blocks of 128 rows, and widths from 128 on."""
+    multiple.  A TPU's kernels take whole blocks of 128 rows and widths from 128 on, those of Hopper
+    GPUs bfloat16 and multiples of 128."""
     E, F, D = w_EFD.shape
-    if platform() in KERNELS and U % 128 == 0 and min(D, F) >= 128:
+    if platform() in GPUS:
+        has_kernels = is_hopper() and w_EFD.dtype == jnp.bfloat16 and D % 128 == F % 128 == 0
+    else:
+        has_kernels = platform() in KERNELS and U % 128 == 0 and min(D, F) >= 128
+    if has_kernels:
         return U, 1
     Y, Z = tile_shape(U, E)
     return Y * Z, Z

@@ -92,6 +92,13 @@ def mark_varying(tree):
     return jax.tree.map(mark, tree)
 
 
+def vary_like(x, example):
+    """x, typed as varying over the mesh axes that `example` varies over."""
+    varying = jax.typeof(example).manual_axis_type.varying
+    missing = tuple(varying - jax.typeof(x).manual_axis_type.varying)
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
 @contextmanager
 def typed_kernel_outputs(module, axis_type):
     """Inside this context, the kernels of a Pallas module declare outputs that vary over the mesh
@@ -178,9 +185,19 @@ def rows_to_sequences(x_BL):
 # ---- arithmetic
 
 
+GPUS = "gpu", "cuda"
+"""The platforms that `platform` may return for an NVIDIA GPU."""
+
+
 def platform() -> str:
     """The platform of the ambient mesh's devices, which may be present or only planned for."""
     return jax.sharding.get_abstract_mesh().abstract_device.platform
+
+
+def is_hopper() -> bool:
+    """Whether the ambient mesh's devices are Hopper GPUs; those that are only planned for are."""
+    capability = getattr(jax.devices()[0], "compute_capability", "9.0")
+    return platform() in GPUS and capability == "9.0"
 
 
 def multiply(dims: str, x, w, dtype=None):
@@ -240,7 +257,30 @@ def add_bias(x, bias):
     The gradient of the bias is a float32 sum.  In bfloat16 XLA on a CPU rounds after each addition:
     with 4,096 tokens, that of the values' bias was 12 % too small.
     """
-    return x if bias is None else (x.astype(jnp.float32) + bias).astype(x.dtype)
+    if bias is None:
+        return x
+    if platform() in GPUS and x.shape[x.ndim - bias.ndim :] == bias.shape != x.shape:
+        return add_bias_on_gpu(x, bias)
+    return (x.astype(jnp.float32) + bias).astype(x.dtype)
+
+
+@jax.custom_vjp
+def add_bias_on_gpu(x, bias):
+    """`add_bias`, whose gradient is summed by a product with ones.
+
+    XLA would sum in the kernel that computes the gradient of x, such as GELU's, which takes 0.62 ms
+    instead of 0.37 for 32,768 tokens and 3,072 units on an H100.
+    """
+    return (x.astype(jnp.float32) + bias).astype(x.dtype)
+
+
+def add_bias_backward(bias, grad):
+    ones = jnp.ones(grad.size // bias.size, grad.dtype)
+    total = jnp.dot(ones, grad.reshape(len(ones), -1), preferred_element_type=jnp.float32)
+    return grad, vary_like(total.reshape(bias.shape).astype(bias.dtype), bias)
+
+
+add_bias_on_gpu.defvjp(lambda x, bias: (add_bias_on_gpu(x, bias), bias), add_bias_backward)
 
 
 def add_to_row(total, new, row):

@@ -7,9 +7,10 @@ The figures of XLA's compiler are in compiled_cost.py; plan.py turns these costs
 import math
 import sys
 from collections import Counter
-from contextlib import nullcontext, redirect_stdout
+from contextlib import ExitStack, nullcontext, redirect_stdout
 from dataclasses import dataclass, field
 from functools import partial
+from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
 
@@ -30,15 +31,23 @@ from scripts.chips import Chip
 
 
 def assume_hopper(chip: Chip):
-    """A context in which JAX uses cuDNN's attention kernels if `chip` is an H200.
+    """A context in which JAX uses the kernels of a Hopper GPU if `chip` is one.
 
-    Otherwise JAX would ask a local GPU for its compute capability and its cuDNN version.  This
-    replaces the two private functions that ask; tested with jax 0.10.2 and 0.12.0.1.
+    Otherwise JAX would ask a local GPU for its compute capability, its cuDNN version and its cores.
+    This replaces two private functions that ask, and the module `jax` as a kernel's module sees it;
+    tested with jax 0.10.2 and 0.12.0.1.
     """
     if chip.platform == "tpu":
         return nullcontext()
+    contexts = ExitStack()
     answers = dict(check_cudnn_version=lambda: 91500, check_compute_capability=lambda _: True)
-    return mock.patch.multiple("jax._src.cudnn.fused_attention_stablehlo", **answers)
+    module = "jax._src.cudnn.fused_attention_stablehlo"
+    contexts.enter_context(mock.patch.multiple(module, **answers))
+    hopper = ModuleType("jax")
+    vars(hopper).update(vars(jax), devices=lambda: [SimpleNamespace(core_count=132)])
+    module = "jax.experimental.pallas.ops.gpu.transposed_ragged_dot_mgpu"
+    contexts.enter_context(mock.patch(f"{module}.jax", hopper))
+    return contexts
 
 
 def drop_unused(jaxpr: Jaxpr) -> Jaxpr:
@@ -84,7 +93,11 @@ class FlatJaxpr(NamedTuple):
 
 
 # These are not inlined: their bodies may run many times or never, or on a device's part of arrays.
-HAVE_BODIES = {"scan", "cond", "while", "shard_map", "pallas_call"}
+HAVE_BODIES = {"scan", "cond", "while", "shard_map", "pallas_call", "mpmd_map"}
+
+
+# The parameters in which operations have what they call; "call" is custom_vmap's.
+CALLED = "jaxpr", "call_jaxpr", "call"
 
 
 def flatten(jaxpr: Jaxpr) -> FlatJaxpr:
@@ -102,7 +115,7 @@ def flatten(jaxpr: Jaxpr) -> FlatJaxpr:
             return [None if isinstance(x, Literal) else values[x] for x in variables]
 
         for eqn in called.eqns:
-            body = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
+            body = next((eqn.params[x] for x in CALLED if eqn.params.get(x)), None)
             if body is None or eqn.primitive.name in HAVE_BODIES:
                 outputs = [add_value(x) for x in eqn.outvars]
                 ops.append(Op(eqn, read(eqn.invars), outputs))
@@ -168,7 +181,7 @@ def scale(counter: Counter, times: float) -> Counter:
 
 
 CUDNN_ATTENTION = "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"
-KERNELS = {"pallas_call", *CUDNN_ATTENTION}
+KERNELS = {"pallas_call", "mpmd_map", *CUDNN_ATTENTION}
 
 # In a ring of n devices, each device receives (n - 1) / n of the whole array in every round.
 ROUNDS = dict(all_gather=1, all_gather_invariant=1, reduce_scatter=1, all_to_all=1)
@@ -184,6 +197,9 @@ def count_flops(op: Op, cfg: Config) -> float:
         return 2 * math.prod(shapes[-1]) * math.prod(shapes[0][i] for i in contracted)
     if estimate := op.eqn.params.get("cost_estimate"):  # of a Pallas kernel; splash has none
         return estimate.flops
+    if op.name == "mpmd_map":  # a Pallas kernel for GPUs; ours multiply experts, see grouped.py
+        inputs = [x.aval for x in op.eqn.invars if jnp.issubdtype(x.aval.dtype, jnp.floating)]
+        return 2 * inputs[0].size * shapes[-1][-1]
     if op.name in KERNELS:
         # Attention: two matmuls forward and five backward, with as many keys as a query sees in the
         # mean over the layers.  Three of the seven have the width of a value head.

@@ -102,3 +102,18 @@ def test_dropout_drops_and_differs_between_steps():
     f = jax.jit(train.loss_and_grads, static_argnames="cfg")
     losses = [float(f(params_of(cfg), *batch(cfg), jax.random.key(n), cfg)[0]) for n in (1, 1, 2)]
     assert losses[0] == losses[1] != losses[2]
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_the_gradient_of_a_bias_is_a_float32_sum(on_gpu, monkeypatch):
+    """Also as it is computed on GPUs."""
+    on_mesh(RICH)
+    monkeypatch.setattr(layers, "GPUS", ("cpu",) if on_gpu else ())
+    rng, shape = np.random.default_rng(0), (4, 1024, 2, 8)
+    x, grad = (jnp.asarray(rng.normal(size=shape) + 1, jnp.bfloat16) for _ in range(2))
+    bias = jnp.asarray(rng.normal(size=shape[2:]), jnp.float32)
+    y, backward = jax.vjp(layers.add_bias, x, bias)
+    x_grad, bias_grad = backward(grad)
+    np.testing.assert_array_equal(y, (x.astype(jnp.float32) + bias).astype(jnp.bfloat16))
+    np.testing.assert_array_equal(x_grad, grad)
+    np.testing.assert_allclose(bias_grad, np.float64(grad).sum((0, 1)), rtol=1e-6)

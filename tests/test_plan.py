@@ -312,6 +312,41 @@ def test_kernels_of_attention_multiply_what_local_layers_see_and_values_have_the
     assert flops[0] - flops[1] == pytest.approx(2 * width * n * (pairs[0] - pairs[1]))
 
 
+@pytest.mark.parametrize("chip", ["v5e", "h200"])
+def test_kernels_multiply_only_the_rows_of_their_experts(chip):
+    """Another active expert adds its six products of gate, up and down, and two recomputed ones."""
+    flops = []
+    for n_active in (1, 2):
+        sizes = dict(d_model=128, d_expert=128, n_active=n_active)
+        cfg = configure((1, 1, 1), replace(MOE, model=replace(MOE.model, **sizes)), remat="none")
+        args = cfg, CHIPS[chip]
+        flops.append(cost_model.count_cost(cost_model.trace_step(*args), *args).flops)
+    tokens, m = cfg.train.batch_size * cfg.train.seq_len, cfg.model
+    want = tokens * m.n_layers * (6 * 3 + 2 * 2) * m.d_model * m.d_expert
+    assert flops[1] - flops[0] == pytest.approx(want, rel=1e-6)
+
+
+def kernel_flops(jaxpr, cfg) -> float:
+    """The FLOPs of kernels in a jaxpr."""
+    total = 0
+    for op in cost_model.flatten(jaxpr).ops:
+        if op.name in cost_model.KERNELS:
+            total += cost_model.count_flops(op, cfg)
+        total += sum(times * kernel_flops(body, cfg) for body, times in cost_model.bodies(op))
+    return total
+
+
+@pytest.mark.parametrize("chip", ["v5e", "h200"])
+def test_remat_dots_keeps_what_the_kernels_of_attention_return(chip):
+    """Of seven products remat=layer does two once more."""
+    flops, wide = {}, replace(TINY, model=replace(TINY.model, d_head=16))
+    for remat in ("none", "dots", "layer"):
+        cfg = configure((1, 1, 1), wide, seq_len=256, remat=remat)
+        flops[remat] = kernel_flops(cost_model.trace_step(cfg, CHIPS[chip]), cfg)
+    assert flops["dots"] == flops["none"] > 0
+    assert flops["layer"] == pytest.approx(9 / 7 * flops["none"])
+
+
 # ---- memory
 
 
