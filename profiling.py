@@ -117,8 +117,8 @@ def read_trace(data) -> tuple[dict, dict]:
 
     data: a jax.profiler.ProfileData.  On a CPU, ops are events of host threads: several threads
     work for one device, and some ops last beyond their event, until another named "end: ...".  A
-    GPU's plane has a line for each stream, and a TPU's has one called XLA Ops.  Those two are read
-    as they are documented; no trace of such a device has been tried.
+    GPU's plane has a line for each stream, as an H100's had.  A TPU's has one called XLA Ops; it is
+    read as it is documented, and no trace of a TPU has been tried.
     """
     cpu, accelerator, ends, marks = {}, {}, {}, {UPDATE: [], DATA_WAIT: []}
     for plane in data.planes:
