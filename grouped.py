@@ -154,10 +154,11 @@ KERNELS = dict(tpu=(grouped_on_tpu, outer_on_tpu), gpu=GPU_KERNELS, cuda=GPU_KER
 def padded_rows(U: int, w_EFD) -> tuple[int, int]:
     """(O, Z): how many rows U pairs need, and the number of which each expert's size has to be a
     multiple.  A TPU's kernels take whole blocks of 128 rows and widths from 128 on, those of Hopper
-    GPUs bfloat16 and multiples of 128."""
+    GPUs bfloat16, widths of a multiple of 128, and rows for more than one block."""
     E, F, D = w_EFD.shape
     if platform() in GPUS:
-        has_kernels = is_hopper() and w_EFD.dtype == jnp.bfloat16 and D % 128 == F % 128 == 0
+        fits = D % 128 == F % 128 == 0 and U >= 256
+        has_kernels = fits and is_hopper() and w_EFD.dtype == jnp.bfloat16
     else:
         has_kernels = platform() in KERNELS and U % 128 == 0 and min(D, F) >= 128
     if has_kernels:

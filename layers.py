@@ -259,7 +259,8 @@ def add_bias(x, bias):
     """
     if bias is None:
         return x
-    if platform() in GPUS and x.shape[x.ndim - bias.ndim :] == bias.shape != x.shape:
+    is_one_for_all_rows = x.shape[x.ndim - bias.ndim :] == bias.shape != x.shape
+    if platform() in GPUS and x.dtype == jnp.bfloat16 and is_one_for_all_rows:
         return add_bias_on_gpu(x, bias)
     return (x.astype(jnp.float32) + bias).astype(x.dtype)
 
