@@ -211,7 +211,7 @@ class Train:
     """What the backward pass recomputes, to save memory.
     auto: layer; on a CPU none, if mesh.pp is 1 and that takes less than 1 GiB.
     none: nothing.  layer: whole layers.
-    dots: everything except matmuls with dense weights, and on GPUs cuDNN's attention.
+    dots: everything except matmuls with dense weights and cuDNN's attention.
     attention: only attention.
     offload: whole layers, from inputs in host memory; needs mesh.pp 1.
     Every choice recomputes routed experts' hidden units, unless train.capacity_factor is set."""
