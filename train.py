@@ -102,7 +102,7 @@ class State(NamedTuple):
 def make_state(params, cfg: Config) -> State:
     """The State before the first update, with these weights."""
     ema = params if cfg.optim.ema else None
-    norms = jnp.full(optim.SPIKE_WINDOW, -1.0) if cfg.train.spike_sigma else None
+    norms = jnp.full(optim.SPIKE_WINDOW, -1.0, jnp.float32) if cfg.train.spike_sigma else None
     return State(np.int32(0), params, optim.optimizer(cfg).init(params), ema, norms)
 
 

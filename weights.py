@@ -71,7 +71,7 @@ def normal(fan_in) -> Normal:
 def norm_gain(*shape, adds_one: bool, spec=None, initial: float = 1.0) -> Param:
     """The gain of a norm, by default the same on every device."""
     spec, stored = spec or P(*[None] * len(shape)), initial - adds_one
-    init = lambda key, shape: jnp.full(shape, stored)  # noqa: E731
+    init = lambda key, shape: jnp.full(shape, stored, jnp.float32)  # noqa: E731
     return Param(shape, spec, init, is_matrix=False, adds_one=adds_one)
 
 

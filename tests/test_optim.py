@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import PLAIN, batch
+from cases import GPT2, MOE, PLAIN, batch
 from conftest import on_mesh
 
 import cli
@@ -127,6 +127,16 @@ def test_a_new_optimizer_is_one_entry_of_the_table(new, n_moments, monkeypatch):
 def test_moments_are_sharded_like_their_weights():
     cfg = on_mesh(PLAIN, (2, 2, 2), optim=dict(name="lion"))
     assert train.state_specs(cfg).opt[1].mu == model.param_specs(cfg)
+
+
+@pytest.mark.parametrize("case", [GPT2, MOE], ids=["gpt2", "moe"])
+def test_an_update_keeps_the_types_of_the_state(case):
+    """Otherwise the second update would be compiled anew."""
+    cfg = on_mesh(case, optim=dict(ema=0.9), train=dict(spike_sigma=6.0))
+    before = jax.eval_shape(lambda: train.new_state(cfg))
+    after, _ = jax.eval_shape(train.train_step, before, *train.step_shapes(cfg)[1:], cfg)
+    types = [jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type), s) for s in (before, after)]
+    assert types[0] == types[1]
 
 
 def test_updates_are_those_of_the_state_where_the_optimizer_does_not_count():
