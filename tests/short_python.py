@@ -42,8 +42,9 @@ def shorten(words: list[str]) -> list[str]:
         return [*words, *model_flags(words), *SEQUENCE, *batch, *updates, *RUN]
     if script == "benchmark.py":
         return [*words, "--repeats", "1", "--steps", "1", *model_flags(words), *SEQUENCE]
-    if script == "plan.py" and "--search" in words:  # fewer rows have fewer divisors
-        return [*words, "--train.batch_size", "16", "--train.grad_accum", "1"]
+    if script == "plan.py" and "--search" in words:  # fewer rows and devices have fewer divisors
+        devices = value_of("--topology", words).replace(":8", ":2")
+        return [*words, "--topology", devices, "--train.batch_size", "4", "--train.grad_accum", "1"]
     if script == "prepare_data.py" and value_of("--tokenizer", words) in (None, "bpe"):
         return [*words, "--vocab_size", "512"]
     if script == "sample.py":
