@@ -126,8 +126,7 @@ def grouped_on_gpu(x_OD, w_EDF, size_E, transposed: bool):
     from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
 
     blocks = dict(block_m=192, block_n=128, block_k=64, max_concurrent_steps=4, grid_block_n=4)
-    sizes = dict(group_sizes=size_E.astype(jnp.int32))
-    y_OF = ragged_dot(x_OD, w_EDF, transpose_rhs=transposed, **sizes, **blocks)
+    y_OF = ragged_dot(x_OD, w_EDF, group_sizes=size_E, transpose_rhs=transposed, **blocks)
     return vary_like(y_OF, x_OD)
 
 
@@ -153,8 +152,8 @@ KERNELS = dict(tpu=(grouped_on_tpu, outer_on_tpu), gpu=GPU_KERNELS, cuda=GPU_KER
 
 def padded_rows(U: int, w_EFD) -> tuple[int, int]:
     """(O, Z): how many rows U pairs need, and the number of which each expert's size has to be a
-    multiple.  A TPU's kernels take whole blocks of 128 rows and widths from 128 on, those of Hopper
-    GPUs bfloat16, widths of a multiple of 128, and rows for more than one block."""
+    multiple.  A TPU's kernels take whole blocks of 128 rows, and widths from 128 on.  Those of
+    Hopper GPUs take bfloat16, widths of a multiple of 128, and more rows than one block has."""
     E, F, D = w_EFD.shape
     if platform() in GPUS:
         fits = D % 128 == F % 128 == 0 and U >= 256

@@ -195,7 +195,8 @@ def platform() -> str:
 
 
 def is_hopper() -> bool:
-    """Whether the ambient mesh's devices are Hopper GPUs; those that are only planned for are."""
+    """Whether the ambient mesh's devices are Hopper GPUs, to judge by the first local device.  GPUs
+    that are planned for without one are."""
     capability = getattr(jax.devices()[0], "compute_capability", "9.0")
     return platform() in GPUS and capability == "9.0"
 
@@ -262,26 +263,26 @@ def add_bias(x, bias):
     is_one_for_all_rows = x.shape[x.ndim - bias.ndim :] == bias.shape != x.shape
     if platform() in GPUS and x.dtype == jnp.bfloat16 and is_one_for_all_rows:
         return add_bias_on_gpu(x, bias)
-    return (x.astype(jnp.float32) + bias).astype(x.dtype)
+    return add_in_float32(x, bias)
 
 
-@jax.custom_vjp
-def add_bias_on_gpu(x, bias):
-    """`add_bias`, whose gradient is summed by a product with ones.
-
-    XLA would sum in the kernel that computes the gradient of x, such as GELU's, which takes 0.62 ms
-    instead of 0.37 for 32,768 tokens and 3,072 units on an H100.
-    """
+def add_in_float32(x, bias):
     return (x.astype(jnp.float32) + bias).astype(x.dtype)
 
 
 def add_bias_backward(bias, grad):
+    """The gradients of x and of the bias, which is summed by a product with ones.
+
+    XLA would sum it in the kernel that computes the gradient of x, such as GELU's: 0.62 ms for both
+    instead of 0.37, for 32,768 tokens and 3,072 units on an H100.
+    """
     ones = jnp.ones(grad.size // bias.size, grad.dtype)
     total = jnp.dot(ones, grad.reshape(len(ones), -1), preferred_element_type=jnp.float32)
     return grad, vary_like(total.reshape(bias.shape).astype(bias.dtype), bias)
 
 
-add_bias_on_gpu.defvjp(lambda x, bias: (add_bias_on_gpu(x, bias), bias), add_bias_backward)
+add_bias_on_gpu = jax.custom_vjp(add_in_float32)
+add_bias_on_gpu.defvjp(lambda x, bias: (add_in_float32(x, bias), bias), add_bias_backward)
 
 
 def add_to_row(total, new, row):

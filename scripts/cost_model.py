@@ -34,8 +34,8 @@ def assume_hopper(chip: Chip):
     """A context in which JAX uses the kernels of a Hopper GPU if `chip` is one.
 
     Otherwise JAX would ask a local GPU for its compute capability, its cuDNN version and its cores.
-    This replaces two private functions that ask, and the module `jax` as a kernel's module sees it;
-    tested with jax 0.10.2 and 0.12.0.1.
+    This replaces the two private functions that ask for the first two, and for the cores the name
+    `jax` in the module of the kernel that asks; tested with jax 0.10.2 and 0.12.0.1.
     """
     if chip.platform == "tpu":
         return nullcontext()
@@ -95,8 +95,7 @@ class FlatJaxpr(NamedTuple):
 # These are not inlined: their bodies may run many times or never, or on a device's part of arrays.
 HAVE_BODIES = {"scan", "cond", "while", "shard_map", "pallas_call", "mpmd_map"}
 
-
-# The parameters in which operations have what they call; "call" is custom_vmap's.
+# The parameters in which operations keep the jaxpr that they call; "call" is custom_vmap's.
 CALLED = "jaxpr", "call_jaxpr", "call"
 
 
