@@ -314,7 +314,8 @@ def test_kernels_of_attention_multiply_what_local_layers_see_and_values_have_the
 
 @pytest.mark.parametrize("chip", ["v5e", "h200"])
 def test_kernels_multiply_only_the_rows_of_their_experts(chip):
-    """Another active expert adds its six products of gate, up and down, and two recomputed ones."""
+    """Another active expert of a token adds nine products with gate, up and down, three with each,
+    and gate's and up's once more, which are recomputed."""
     flops = []
     for n_active in (1, 2):
         sizes = dict(d_model=128, d_expert=128, n_active=n_active)
@@ -324,6 +325,18 @@ def test_kernels_multiply_only_the_rows_of_their_experts(chip):
     tokens, m = cfg.train.batch_size * cfg.train.seq_len, cfg.model
     want = tokens * m.n_layers * (6 * 3 + 2 * 2) * m.d_model * m.d_expert
     assert flops[1] - flops[0] == pytest.approx(want, rel=1e-6)
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)])
+def test_gpus_sum_the_gradients_of_biases_by_products(mesh):
+    """JAX refuses to trace them if their types do not vary over the mesh as the biases' do."""
+    flops = []
+    for has_bias in (False, True):
+        fields = dict(attn_bias=has_bias, mlp_bias=has_bias)
+        cfg = configure(mesh, replace(TINY, model=replace(TINY.model, **fields)))
+        args = cfg, CHIPS["h200"]
+        flops.append(cost_model.count_cost(cost_model.trace_step(*args), *args).flops)
+    assert flops[1] > flops[0]
 
 
 def kernel_flops(jaxpr, cfg) -> float:
