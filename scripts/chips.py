@@ -44,18 +44,22 @@ class Chip(NamedTuple):
         return ("ICI", "DCN") if self.platform == "tpu" else ("NVLink", "InfiniBand")
 
 
-# Memory: for TPUs, what XLA's out-of-memory message calls usable; for the H200, 75 % of what its
-# driver reports, because JAX takes no more unless XLA_CLIENT_MEM_FRACTION is set.  Rates: Google
-# Cloud's TPU pages, the "TPU specs" table of the JAX scaling book (Austin et al. 2025, chapter 2),
-# and NVIDIA's H200 data sheet.  Between slices: the NICs of a host on the TPU pages, divided by its
-# chips; those pages have no NICs of a v4 host, so there the 81 Tbit/s that PaLM's 6,144 chips
-# reached (Chowdhery et al. 2022, section 4); for the H200, the 400 Gbit/s per GPU of a DGX.
+JAX_SHARE = 0.75
+"""The part of a GPU's memory that JAX takes unless XLA_CLIENT_MEM_FRACTION is set."""
+
+# Memory: for TPUs, what XLA's out-of-memory message calls usable; for GPUs, JAX's share of what the
+# driver reports.  Rates: Google Cloud's TPU pages, the "TPU specs" table of the JAX scaling book
+# (Austin et al. 2025, chapter 2), and NVIDIA's data sheets of the H100 SXM and the H200.  Between
+# slices: the NICs of a host on the TPU pages, divided by its chips; those pages have no NICs of a
+# v4 host, so there the 81 Tbit/s that PaLM's 6,144 chips reached (Chowdhery et al. 2022, section
+# 4); for GPUs, the 400 Gbit/s per GPU of a DGX.
 CHIPS = {
     "v4": Chip("TPU v4", 30.75 * GIB, 1.23e12, 0.9e11, 1.6e9, 1.05e9),
     "v5e": Chip("TPU v5e", 15.75 * GIB, 0.81e12, 0.9e11, 3.1e9, 1.5e9),
     "v5p": Chip("TPU v5p", 95.74 * GIB, 2.77e12, 1.8e11, 6.25e9, 1.75e9),
     "v6e": Chip("TPU v6e", 31.25 * GIB, 1.64e12, 1.8e11, 1.25e10, 1.75e9),
-    "h200": Chip("NVIDIA H200", 0.75 * 140.4 * GIB, 4.8e12, 4.5e11, 5e10, 1.98e9),
+    "h100": Chip("NVIDIA H100 80GB HBM3", JAX_SHARE * 79.2 * GIB, 3.35e12, 4.5e11, 5e10, 1.98e9),
+    "h200": Chip("NVIDIA H200", JAX_SHARE * 140.4 * GIB, 4.8e12, 4.5e11, 5e10, 1.98e9),
 }
 
 # {another name that JAX has for a kind of device: its name in CHIPS}.
@@ -68,21 +72,23 @@ def chip_of(device_kind: str) -> Chip | None:
     return next((chip for chip in CHIPS.values() if chip.kind == kind), None)
 
 
-# The H200 in the form in which XLA takes a GPU to compile for: from NVIDIA's data sheet and CUDA's
-# device properties of compute capability 9.0.
-H200_TARGET = """
-platform_name: "CUDA" device_description_str: "NVIDIA H200"
-runtime_version { major: 13 } dnn_version_info { major: 9 minor: 15 }
-gpu_device_info {
-  cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }
-  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
-  memory_bandwidth: 4800000000000 device_memory_size: 150754820096 l2_cache_size: 62914560
+def gpu_target(chip: Chip) -> str:
+    """A Hopper GPU in the form in which XLA takes a GPU to compile for: from NVIDIA's data sheets
+    and CUDA's device properties of compute capability 9.0."""
+    return f"""
+platform_name: "CUDA" device_description_str: "{chip.kind}"
+runtime_version {{ major: 13 }} dnn_version_info {{ major: 9 minor: 15 }}
+gpu_device_info {{
+  cuda_compute_capability {{ major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }}
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: {chip.clock / 1e9}
+  memory_bandwidth: {chip.hbm:.0f} device_memory_size: {chip.memory / JAX_SHARE:.0f}
+  l2_cache_size: 52428800
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
   shared_memory_per_block: 49152 shared_memory_per_core: 233472
   shared_memory_per_block_optin: 232448 registers_per_core_limit: 65536
   registers_per_block_limit: 65536 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
   block_dim_limit_z: 65535
-}
+}}
 """
 
 

@@ -18,7 +18,7 @@ import train
 import utils
 from config import Config
 from errors import USAGE, UserError
-from scripts.chips import H200_TARGET, Chip
+from scripts.chips import Chip, gpu_target
 from scripts.cost_model import assume_hopper, scale, work_shares
 
 
@@ -43,7 +43,7 @@ def target_devices(topology: str, chip: Chip, n: int, slices: int) -> list:
     try:
         if on_gpu:
             nodes = f"{slices}x{n}x1"
-            options = dict(platform="cuda", target_config=H200_TARGET, topology=nodes)
+            options = dict(platform="cuda", target_config=gpu_target(chip), topology=nodes)
             return topologies.get_topology_desc(**options).devices
         # The two cores of a v4 chip are one device, as they are on a host with such chips.
         options = dict(chip_config_name="megacore") if chip.kind == "TPU v4" else {}

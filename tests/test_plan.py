@@ -29,7 +29,7 @@ import train
 import utils
 from errors import USAGE, UserError
 from scripts import compiled_cost, cost_model, plan, step_picture
-from scripts.chips import CHIPS, GIB, H200_TARGET, parse_topology
+from scripts.chips import CHIPS, GIB, chip_of, gpu_target, parse_topology
 
 CHIP = CHIPS["v5e"]
 TINY = replace(config.tiny(), train=replace(config.tiny().train, dtype="bfloat16"))
@@ -556,9 +556,16 @@ def test_an_impossible_plan_is_two_lines_and_exit_2(args, why):
     assert fix.startswith("  fix: ")
 
 
-def test_the_limit_of_a_gpu_is_the_share_of_its_memory_that_jax_takes():
-    whole = int(re.search(r"device_memory_size: (\d+)", H200_TARGET)[1])
-    assert CHIPS["h200"].memory == pytest.approx(0.75 * whole, rel=1e-3)
+@pytest.mark.parametrize("name, memory", [("h100", 79.2), ("h200", 140.4)])
+def test_xla_compiles_for_all_memory_of_a_gpu_and_a_plan_has_what_jax_takes(name, memory):
+    found = re.search(r"device_memory_size: (\d+)\n", gpu_target(CHIPS[name]))[1]
+    assert int(found) == pytest.approx(memory * GIB)
+    assert CHIPS[name].memory == pytest.approx(0.75 * memory * GIB)
+
+
+@pytest.mark.parametrize("chip", CHIPS.values(), ids=CHIPS)
+def test_the_kind_of_a_chip_has_a_peak(chip):
+    assert chip.kind in utils.PEAK_TFLOPS and chip_of(chip.kind) == chip
 
 
 def test_only_slices_that_can_exist_are_planned_for():
@@ -636,7 +643,7 @@ needs_libtpu = pytest.mark.skipif(
 )
 COMPILERS = [
     ("v5e:1", "libtpu", "pip install 'jax[tpu]=="),
-    ("h200:1", "jax_plugins.xla_cuda13", "pip install 'jax[cuda13]=="),
+    ("h100:1", "jax_plugins.xla_cuda13", "pip install 'jax[cuda13]=="),
 ]
 
 
