@@ -195,8 +195,8 @@ def platform() -> str:
 
 
 def is_hopper() -> bool:
-    """Whether the ambient mesh's devices are Hopper GPUs, to judge by the first local device.  GPUs
-    that are planned for without one are."""
+    """Whether the ambient mesh's devices are Hopper GPUs, judged by the first of JAX's devices.  If
+    that is no GPU, the mesh is only planned for, and its GPUs count as Hopper."""
     capability = getattr(jax.devices()[0], "compute_capability", "9.0")
     return platform() in GPUS and capability == "9.0"
 

@@ -47,8 +47,8 @@ class Chip(NamedTuple):
 JAX_SHARE = 0.75
 """The part of a GPU's memory that JAX takes unless XLA_CLIENT_MEM_FRACTION is set."""
 
-# Memory: for TPUs, what XLA's out-of-memory message calls usable; for GPUs, JAX's share of what the
-# driver reports.  Rates: Google Cloud's TPU pages, the "TPU specs" table of the JAX scaling book
+# Memory: for TPUs, what XLA's out-of-memory message calls usable; for GPUs, JAX's share of what
+# CUDA reports.  Rates: Google Cloud's TPU pages, the "TPU specs" table of the JAX scaling book
 # (Austin et al. 2025, chapter 2), and NVIDIA's data sheets of the H100 SXM and the H200.  Between
 # slices: the NICs of a host on the TPU pages, divided by its chips; those pages have no NICs of a
 # v4 host, so there the 81 Tbit/s that PaLM's 6,144 chips reached (Chowdhery et al. 2022, section
@@ -59,7 +59,7 @@ CHIPS = {
     "v5p": Chip("TPU v5p", 95.74 * GIB, 2.77e12, 1.8e11, 6.25e9, 1.75e9),
     "v6e": Chip("TPU v6e", 31.25 * GIB, 1.64e12, 1.8e11, 1.25e10, 1.75e9),
     "h100": Chip("NVIDIA H100 80GB HBM3", JAX_SHARE * 79.2 * GIB, 3.35e12, 4.5e11, 5e10, 1.98e9),
-    "h200": Chip("NVIDIA H200", JAX_SHARE * 140.4 * GIB, 4.8e12, 4.5e11, 5e10, 1.98e9),
+    "h200": Chip("NVIDIA H200", JAX_SHARE * 139.8 * GIB, 4.8e12, 4.5e11, 5e10, 1.98e9),
 }
 
 # {another name that JAX has for a kind of device: its name in CHIPS}.
@@ -72,9 +72,13 @@ def chip_of(device_kind: str) -> Chip | None:
     return next((chip for chip in CHIPS.values() if chip.kind == kind), None)
 
 
+CACHE = {"NVIDIA H100 80GB HBM3": 50 * 2**20, "NVIDIA H200": 60 * 2**20}
+"""Bytes of a GPU's second-level cache."""
+
+
 def gpu_target(chip: Chip) -> str:
-    """A Hopper GPU in the form in which XLA takes a GPU to compile for: from NVIDIA's data sheets
-    and CUDA's device properties of compute capability 9.0."""
+    """XLA's description of a Hopper GPU to compile for, from NVIDIA's data sheets and CUDA's device
+    properties."""
     return f"""
 platform_name: "CUDA" device_description_str: "{chip.kind}"
 runtime_version {{ major: 13 }} dnn_version_info {{ major: 9 minor: 15 }}
@@ -82,7 +86,7 @@ gpu_device_info {{
   cuda_compute_capability {{ major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }}
   core_count: 132 fpus_per_core: 128 clock_rate_ghz: {chip.clock / 1e9}
   memory_bandwidth: {chip.hbm:.0f} device_memory_size: {chip.memory / JAX_SHARE:.0f}
-  l2_cache_size: 52428800
+  l2_cache_size: {CACHE[chip.kind]}
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
   shared_memory_per_block: 49152 shared_memory_per_core: 233472
   shared_memory_per_block_optin: 232448 registers_per_core_limit: 65536

@@ -34,8 +34,9 @@ def assume_hopper(chip: Chip):
     """A context in which JAX uses the kernels of a Hopper GPU if `chip` is one.
 
     Otherwise JAX would ask a local GPU for its compute capability, its cuDNN version and its cores.
-    This replaces the two private functions that ask for the first two, and for the cores the name
-    `jax` in the module of the kernel that asks; tested with jax 0.10.2 and 0.12.0.1.
+    This replaces the two private functions that ask for the capability and the version.  For the
+    cores it replaces `jax` in the module of the kernel that asks.  Tested with jax 0.10.2 and
+    0.12.0.1.
     """
     if chip.platform == "tpu":
         return nullcontext()

@@ -1,8 +1,8 @@
 """What `python` is while the commands of the docs are tested: the same command on a small model.
 
-As written, the commands would take hours.  `shorten` changes sizes and numbers of updates only, so
-that everything else about a command is what a reader types: the script, its flags, the files that
-it expects and leaves.
+As written, the commands would take hours.  `shorten` changes only sizes and the numbers of updates
+and, for a search, of devices.  Everything else about a command is what a reader types: the script,
+its flags, the files that it expects and leaves.
 """
 
 import os
@@ -43,7 +43,7 @@ def shorten(words: list[str]) -> list[str]:
     if script == "benchmark.py":
         return [*words, "--repeats", "1", "--steps", "1", *model_flags(words), *SEQUENCE]
     if script == "plan.py" and "--search" in words:  # fewer rows and devices have fewer divisors
-        devices = value_of("--topology", words).replace(":8", ":2")
+        devices = re.sub(":8$", ":2", value_of("--topology", words))
         return [*words, "--topology", devices, "--train.batch_size", "4", "--train.grad_accum", "1"]
     if script == "prepare_data.py" and value_of("--tokenizer", words) in (None, "bpe"):
         return [*words, "--vocab_size", "512"]

@@ -238,15 +238,15 @@ def test_a_pair_of_no_expert_is_one_of_an_expert_of_zeros(monkeypatch, form):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), results(E), want)
 
 
-@pytest.mark.parametrize("rows, width, dtype, is_hopper, takes", [
-    (256, 128, "bfloat16", True, True), (255, 128, "bfloat16", True, False),
-    (256, 192, "bfloat16", True, False), (256, 128, "float32", True, False),
-    (256, 128, "bfloat16", False, False),
+@pytest.mark.parametrize("rows, widths, dtype, is_hopper, takes", [
+    (256, (128, 128), "bfloat16", True, True), (255, (128, 128), "bfloat16", True, False),
+    (256, (192, 128), "bfloat16", True, False), (256, (128, 192), "bfloat16", True, False),
+    (256, (128, 128), "float32", True, False), (256, (128, 128), "bfloat16", False, False),
 ])  # fmt: skip
-def test_a_gpu_uses_kernels_where_they_fit(monkeypatch, rows, width, dtype, is_hopper, takes):
+def test_a_gpu_uses_kernels_where_they_fit(monkeypatch, rows, widths, dtype, is_hopper, takes):
     monkeypatch.setattr(grouped, "platform", lambda: "gpu")
     monkeypatch.setattr(grouped, "is_hopper", lambda: is_hopper)
-    _, Z = grouped.padded_rows(rows, jax.ShapeDtypeStruct((4, width, 128), dtype))
+    _, Z = grouped.padded_rows(rows, jax.ShapeDtypeStruct((4, *widths), dtype))
     assert (Z == 1) == takes
 
 

@@ -314,8 +314,8 @@ def test_kernels_of_attention_multiply_what_local_layers_see_and_values_have_the
 
 @pytest.mark.parametrize("chip", ["v5e", "h200"])
 def test_kernels_multiply_only_the_rows_of_their_experts(chip):
-    """Another active expert of a token adds nine products with gate, up and down, three with each,
-    and gate's and up's once more, which are recomputed."""
+    """Another active expert of a token adds eleven products: three each with gate, up and down (one
+    forward and two backward), and one each with gate and up, whose hidden units are recomputed."""
     flops = []
     for n_active in (1, 2):
         sizes = dict(d_model=128, d_expert=128, n_active=n_active)
@@ -329,7 +329,8 @@ def test_kernels_multiply_only_the_rows_of_their_experts(chip):
 
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)])
 def test_gpus_sum_the_gradients_of_biases_by_products(mesh):
-    """JAX refuses to trace them if their types do not vary over the mesh as the biases' do."""
+    """Only products count as FLOPs; a sum would add none.  JAX refuses to trace the product if its
+    type does not vary over the mesh as the bias's does."""
     flops = []
     for has_bias in (False, True):
         fields = dict(attn_bias=has_bias, mlp_bias=has_bias)
@@ -556,7 +557,7 @@ def test_an_impossible_plan_is_two_lines_and_exit_2(args, why):
     assert fix.startswith("  fix: ")
 
 
-@pytest.mark.parametrize("name, memory", [("h100", 79.2), ("h200", 140.4)])
+@pytest.mark.parametrize("name, memory", [("h100", 79.2), ("h200", 139.8)])
 def test_xla_compiles_for_all_memory_of_a_gpu_and_a_plan_has_what_jax_takes(name, memory):
     found = re.search(r"device_memory_size: (\d+)\n", gpu_target(CHIPS[name]))[1]
     assert int(found) == pytest.approx(memory * GIB)
@@ -564,7 +565,7 @@ def test_xla_compiles_for_all_memory_of_a_gpu_and_a_plan_has_what_jax_takes(name
 
 
 @pytest.mark.parametrize("chip", CHIPS.values(), ids=CHIPS)
-def test_the_kind_of_a_chip_has_a_peak(chip):
+def test_a_chip_is_found_by_its_kind_and_has_a_peak(chip):
     assert chip.kind in utils.PEAK_TFLOPS and chip_of(chip.kind) == chip
 
 

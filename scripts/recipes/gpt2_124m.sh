@@ -4,7 +4,7 @@
 # NOT RUN HERE.  Planned and compiled on 2026-11-24 with jax 0.10.2, without a GPU, by
 #   python scripts/plan.py --config gpt2_124m --mesh.dp 8 --train.grad_accum 1 \
 #     --topology h200:8 --compile
-# A device needs 3.28 GiB by the plan and 3.29 by XLA, of 105.3.  An update takes 58 ms of matmuls at
+# A device needs 3.28 GiB by the plan and 3.29 by XLA, of 104.9.  An update takes 58 ms of matmuls at
 # the chip's peak (an MFU of 85 %), and 60 if no communication is hidden: 20,000 updates take 20
 # minutes at the least, and 41 at the MFU of 40 % that llm.c had on 8 H100s.  llm.c's validation loss
 # was 3.28 after as many tokens of FineWeb (both from the records of modded-nanogpt, 2024-10-13).
