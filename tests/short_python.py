@@ -1,8 +1,8 @@
 """What `python` is while the commands of the docs are tested: the same command on a small model.
 
-As written, the commands would take hours.  `shorten` changes only sizes and the numbers of updates
-and, for a search, of devices.  Everything else about a command is what a reader types: the script,
-its flags, the files that it expects and leaves.
+As written, the commands would take hours.  `shorten` changes only sizes, and how many updates a run
+makes, devices a search plans for and meshes a benchmark compares.  Everything else about a command
+is what a reader types: the script, its flags, the files that it expects and leaves.
 """
 
 import os
@@ -41,6 +41,8 @@ def shorten(words: list[str]) -> list[str]:
         updates = ["--train.steps", str(n_updates)]
         return [*words, *model_flags(words), *SEQUENCE, *batch, *updates, *RUN]
     if script == "benchmark.py":
+        if "--meshes" in words:  # they are the last words; the others have the same form
+            words = [*words[: words.index("--meshes") + 1], words[-1]]
         return [*words, "--repeats", "1", "--steps", "1", *model_flags(words), *SEQUENCE]
     if script == "plan.py" and "--search" in words:  # fewer rows and devices have fewer divisors
         devices = re.sub(":8$", ":2", value_of("--topology", words))
