@@ -323,6 +323,7 @@ def test_an_attention_that_the_table_does_not_have_is_refused():
 # ---- documents
 
 
+@pytest.mark.slow
 def test_a_document_behind_another_in_a_row_is_as_if_alone():
     """With local and full layers, learned positions and RoPE."""
     end, tokens = 7, np.random.default_rng(0).integers(8, 500, size=(4, 16), dtype=np.int32)

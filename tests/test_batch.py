@@ -78,6 +78,7 @@ def spoilt(base, corpus, tmp_path_factory):
     return cfg, bad, rows(run, "eval")[STEPS]["loss"]
 
 
+@pytest.mark.slow
 def test_a_bad_batch_is_found_rolled_back_and_left_out(spoilt, tmp_path, capsys):
     _, cfg, want = spoilt
     run = Path(cfg.run.dir) / cfg.run.name
@@ -135,6 +136,7 @@ def test_a_bad_batch_is_found_rolled_back_and_left_out(spoilt, tmp_path, capsys)
     assert error.code == CHECKPOINT and "change some of the 60 updates" in str(error)
 
 
+@pytest.mark.slow
 def test_a_rollback_that_is_refused_moves_nothing(reference, base):
     """Update 8 is not after the checkpoint of 10, so it cannot be left out from there."""
     data, accept = replace(base.data, skip="8"), ("data.skip",)

@@ -132,6 +132,7 @@ def test_bits_per_byte_of_one_byte_tokens_is_the_loss_in_bits(cfg):
     np.testing.assert_allclose(got["bits_per_byte"], got["loss"] / np.log(2), rtol=0.01)
 
 
+@pytest.mark.slow
 def test_four_kinds_of_evaluation(cfg):
     """{first n batches, the whole set} x {the same each time, rolling}."""
     small = dict(batch_size=8, eval_every=10)
@@ -178,7 +179,9 @@ def test_jaxformer_bare_npy_shards(cfg, corpus, tmp_path):
     np.testing.assert_array_equal(source.read(0, 20_000), tokens[:20_000])
 
 
-@pytest.mark.parametrize("layout", ["nanoGPT", "JAXformer"])
+@pytest.mark.parametrize("layout", [
+    "nanoGPT", pytest.param("JAXformer", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_folders_of_others_are_trained_on(cfg, corpus, tmp_path, layout):
     """nanoGPT's folder has train.bin and val.bin, JAXformer's a folder of .npy for each split."""
     data = {split: str(tmp_path / split) for split in ("train", "val")}
@@ -246,6 +249,7 @@ class Counting(Source):
         return (rows[:, None] + increments[:, None] * self.positions) % 512
 
 
+@pytest.mark.slow
 def test_synthetic_tokens_have_four_successors_each_and_can_be_learnt(cfg):
     few = dict(steps=30, eval_every=15)
     cfg = on_mesh(cfg, (2, 2, 2), data=dict(train="synthetic", val="synthetic"), train=few)

@@ -305,6 +305,7 @@ def test_statistics_are_per_token_sequence_and_pair_in_the_layers_order():
     np.testing.assert_allclose(got["load"][:, 0], [0.5, 0.25, 0.125])
 
 
+@pytest.mark.slow
 def test_router_biases_move_against_the_load():
     cfg = on_mesh(MOE, (2, 2, 2))
     state = train.init_state(cfg)

@@ -319,6 +319,7 @@ def test_two_processes_and_a_kill_change_nothing_of_a_mixture(mixed):
     ]
 
 
+@pytest.mark.slow
 def test_the_ids_are_those_of_a_run_without_a_kill_and_a_rollback(mixed, monkeypatch):
     """After both, in both stages and on another mesh; a start's first batch is that of the update
     after its checkpoint."""
@@ -361,6 +362,7 @@ def test_the_ids_are_those_of_a_run_without_a_kill_and_a_rollback(mixed, monkeyp
     assert same == [True, False, False, False]
 
 
+@pytest.mark.slow
 def test_a_batch_of_which_nothing_is_scored_changes_little(base, tmp_path):
     """Weight decay is all that is left; the update is not skipped."""
     np.save(tmp_path / "x.npy", np.arange(4000, dtype=np.uint16) % 300)

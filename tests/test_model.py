@@ -38,7 +38,10 @@ WIDE = replace(
 )
 
 
-FIRST = [PLAIN, RICH, MOE, GPT2, MIXED, WIDE, golden("olmo2"), golden("gemma3_text")]
+FIRST = [
+    PLAIN, RICH, MOE, GPT2, MIXED, golden("olmo2"), golden("gemma3_text"),
+    pytest.param(WIDE, marks=pytest.mark.slow),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("cfg", FIRST)

@@ -40,6 +40,7 @@ def test_the_base_is_the_standard_parametrization_bit_for_bit(cfg, name):
     jax.tree.map(np.testing.assert_array_equal, *states)
 
 
+@pytest.mark.slow
 def test_a_wider_and_deeper_model_has_the_scales_of_the_papers():
     """Width 4 times, depth 8 times, heads 4 times the base."""
     fields = dict(mup_base_width=8, mup_base_depth=1, mup_base_head=1)
@@ -104,6 +105,7 @@ def test_logits_and_residual_are_scaled():
     assert np.abs(losses(params, scaled) - losses(params, plain)).max() > 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cfg", [RICH, GPT2], ids=["rich", "gpt2"])
 def test_the_gradient_is_the_same_on_a_mesh(cfg):
     cfg = replace(cfg, model=replace(cfg.model, mup_base_width=8, mup_base_depth=2))

@@ -86,9 +86,9 @@ def adafactor(cfg):
 
 
 @pytest.mark.parametrize("new, n_moments", [
-    (adafactor, 3),
+    pytest.param(adafactor, 3, marks=pytest.mark.slow),
     pytest.param(optim.lion, 1, marks=pytest.mark.slow),
-    pytest.param(sgd, 0, marks=pytest.mark.slow),
+    (sgd, 0),
 ])  # fmt: skip
 def test_a_new_optimizer_is_one_entry_of_the_table(new, n_moments, monkeypatch):
     """It trains alike on any mesh, and an update that is skipped changes neither its state nor the

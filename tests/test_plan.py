@@ -614,6 +614,7 @@ def test_search_proposes_only_microbatches_that_each_size_of_a_ramp_has():
     assert all(checks.check(cfg) for cfg in proposed)
 
 
+@pytest.mark.slow
 def test_a_plan_is_that_of_the_largest_batch_of_a_ramp():
     one = ["--topology", "v5e:1", "--json"]
     falling, largest = (

@@ -1069,7 +1069,10 @@ def test_a_system_that_does_not_say_which_cores_are_its_own(texts, tmp_path, mon
     assert manifest(tmp_path / "out" / "train")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [
+    signal.SIGTERM,
+    *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGINT, signal.SIGKILL)),
+])  # fmt: skip
 def test_workers_end_with_their_parent(large, by_one_worker, tmp_path, number):
     process = start_prepare(large, tmp_path / "out")
     wait_for_task(tmp_path / "out", process)

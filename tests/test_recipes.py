@@ -78,6 +78,7 @@ def test_scripts_take_the_average(base, tmp_path):
     np.testing.assert_array_equal(back["unembed_DV"][:, :512], want[:, :512])
 
 
+@pytest.mark.slow
 def test_a_mean_of_checkpoints_is_a_run_like_any_other(reference, tmp_path):
     out = tmp_path / "mean"
     words = ["scripts/average.py", "--run", reference, "--steps", "10,20", "--out", out]
@@ -158,6 +159,7 @@ def test_a_spike_changes_only_the_step_and_the_window():
     np.testing.assert_array_equal(optim.add_norm(jnp.float32(jnp.inf), norms), norms)
 
 
+@pytest.mark.slow
 def test_skipped_spikes_are_counted_and_a_branch_skips_the_same(base, capsys):
     sections = dict(train=dict(spike_sigma=0.5, steps=100, eval_every=0, batch_size=8))
     small = replace(base, model=replace(base.model, n_layers=2), checkpoint=config.Checkpoint(40))
@@ -245,7 +247,7 @@ def test_the_size_of_logits_is_that_of_all_scores():
 @pytest.mark.parametrize("cfg", [
     pytest.param(PLAIN, id="plain"),
     pytest.param(MIXED, id="mixed", marks=pytest.mark.slow),
-    pytest.param(ALL_EXPERTS, id="mla"),
+    pytest.param(ALL_EXPERTS, id="mla", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_norms_are_those_of_each_layer_on_any_mesh(cfg):
     found = {}

@@ -59,6 +59,7 @@ def text_of(trained, *args) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_samples_are_the_same_text_from_any_mesh(trained):
     args = ["--prompt", "import ", "--tokens", 12, "--temperature", 0.5, "--seed", 3]
     want = text_of(trained, *args, "--mesh.dp", 1)
@@ -103,6 +104,7 @@ def test_samples_in_training_compare_over_time(trained):
     assert all(isinstance(row["text"], str) for row in rows)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_can_be_chosen(trained):
     args = ["--prompt", "import ", "--tokens", 8, "--temperature", 0, "--mesh.dp", 1]
     assert text_of(trained, *args, "--step", 20) == text_of(trained, *args)
@@ -156,6 +158,7 @@ def test_where_a_result_cannot_be_written_no_work_is_done(trained, words):
     assert fix.startswith("  fix: ")
 
 
+@pytest.mark.slow
 def test_evaluate_takes_another_set(trained, corpus):
     done = run("scripts/evaluate.py", "--run", trained, "--data", corpus / "train", "--mesh.dp", 1)
     assert json.loads(done.stdout)["tokens"] == len(tokens_of(corpus / "train")) - 1
@@ -187,6 +190,7 @@ def test_report_prints_no_traceback_of_a_bucket():
     assert done.stdout == "False\n", done.stderr
 
 
+@pytest.mark.slow
 def test_rows_that_are_incomplete_damaged_or_not_finite_are_reported(trained, tmp_path):
     """A run that goes on, or that was killed, may have half a row at its end."""
     other = Path(shutil.copytree(trained, tmp_path / "other"))

@@ -246,6 +246,7 @@ def test_a_stopped_run_has_the_same_scores(scored, base):
     assert rows(other, "tasks") == rows(run_dir, "tasks") and losses(other) == losses(run_dir)
 
 
+@pytest.mark.slow
 def test_evaluate_and_eval_only_score_as_training_does(scored, folder):
     cfg, run_dir = scored
     want = rows(run_dir, "tasks")[20]

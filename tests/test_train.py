@@ -69,6 +69,7 @@ def test_a_run_leaves_its_record(reference, base):
 # ---- interruptions
 
 
+@pytest.mark.slow
 def test_sigkill_at_any_moment_changes_no_bit(base, reference):
     """The run is killed while it trains, saves and starts, and then runs to its end."""
     cfg, run = new_run(base, "killed", checkpoint=dict(every=3))
@@ -175,9 +176,8 @@ class StopAt(processes.Stop):
         return self.polls >= self.n
 
 
-@pytest.mark.parametrize("n, step", [
-    pytest.param(12, 10, id="midway", marks=SLOW), pytest.param(24, 20, id="at the end"),
-])  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("n, step", [(12, 10), (24, 20)], ids=["midway", "at the end"])
 def test_an_interrupted_evaluation_is_repeated_on_resume(base, reference, monkeypatch, n, step):
     """The run is stopped between the two batches of an evaluation."""
     cfg, run = new_run(base, f"interrupted{step}")
@@ -204,6 +204,7 @@ def test_a_checkpoint_resumes_on_any_mesh(base, reference, mesh):
     assert losses(run)[:10] == losses(reference)[:10]
 
 
+@pytest.mark.slow
 def test_a_new_run_is_equal_on_another_mesh(base, reference):
     split = dict(grad_accum=2, microbatches=0)
     cfg, run = new_run(base, "one_device", mesh=SINGLE, train=split)
@@ -367,6 +368,7 @@ def test_eval_only_evaluates_a_directory_that_can_only_be_read(base, reference):
     assert done.returncode == 0 and f"validation loss {loss:.4f}" in done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_a_run_keeps_the_tokenizer_of_its_weights(reference, base, tmp_path):
     """Data of another tokenizer are refused even if everything else about them is equal; another
     layout of the file, as in an imported model, is the same tokenizer."""
@@ -396,6 +398,7 @@ def test_a_run_keeps_the_tokenizer_of_its_weights(reference, base, tmp_path):
 # ---- experts and documents
 
 
+@pytest.mark.slow
 def test_a_run_of_experts_logs_their_load(cfg):
     """There is a row for all moe layers every log.every updates, also with expert parallelism."""
     sizes = dict(pattern="dense,moe", n_layers=4, n_experts=4, d_expert=16, router_bias=True)
@@ -425,6 +428,7 @@ def test_a_run_of_experts_logs_their_load(cfg):
     assert (run / "experts.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_document_mask_takes_the_end_of_documents_from_the_manifest(base, tmp_path, capsys):
     for n in range(300):  # documents shorter than a window
         (tmp_path / f"{n}.txt").write_text(f"{n} is a number.")
