@@ -365,8 +365,9 @@ def no_effect_problems(cfg: Config):
         unused |= dict.fromkeys(ONLY_MOE, "no layer is moe")
     unused |= {f"optim.{n}": f"optim.name={o.name}" for n in UNUSED_BY.get(o.name, "").split()}
     for name, why in unused.items():
-        if (x := field_value(cfg, name)) != field_value(default, name):
-            yield Problem(f"{name}={x} has no effect: {why}", f"leave --{name} out")
+        if (x := field_value(cfg, name)) != (usual := field_value(default, name)):
+            fix = f"leave --{name} out, or set it to {usual} if a preset or file has set it"
+            yield Problem(f"{name}={x} has no effect: {why}", fix)
 
 
 def model_problems(cfg: Config):

@@ -165,3 +165,10 @@ def test_settings_of_another_optimizer_are_refused(flags, word):
     with pytest.raises(UserError, match=word) as error:
         cli.parse(["--config", "tiny", *map(str, flags)])
     assert error.value.code == USAGE
+
+
+def test_a_preset_whose_settings_another_optimizer_has_not_says_how_to_go_on():
+    words = ["--config", "shakespeare_char", "--optim.name", "adamw"]
+    with pytest.raises(UserError, match="set it to 0.95 if a preset or file has set it"):
+        cli.parse(words)
+    assert cli.parse([*words, "--optim.muon_momentum", "0.95"]).optim.name == "adamw"

@@ -1,7 +1,9 @@
-"""Averages of the weights, spikes that are skipped, and batches that grow."""
+"""The commands of recipes, averages of the weights, spikes that are skipped, and batches that
+grow."""
 
 import json
 import os
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -11,19 +13,36 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import ALL_EXPERTS, MIXED, PLAIN, batch
-from conftest import on_mesh
+from conftest import ROOT, on_mesh
 from conftest import run as run_script
 from etils import epath
 from runs import copy_run, final_weights, losses, new_run, open_log, refusal, rows
 
 import attention
 import branch
+import cli
 import config
 import layers
 import norms
 import optim
 import train
 from errors import CHECKPOINT, USAGE, UserError
+
+# ---- scripts/recipes
+
+
+@pytest.mark.parametrize("name", ["gpt2_124m", "ladder", "llama3_8b", "muon"])
+def test_commands_of_the_recipes_pass_the_checks(name, tmp_path):
+    python = tmp_path / "python"  # writes down its words, and runs nothing
+    python.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/words\n')
+    python.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    env = os.environ | dict(PATH=path, RUNS=str(tmp_path), BUCKET="gs://bucket", SWEEP="1")
+    subprocess.run(["sh", ROOT / f"scripts/recipes/{name}.sh"], env=env, check=True)
+    words = [line.split() for line in (tmp_path / "words").read_text().splitlines()]
+    commands = [rest for script, *rest in words if script == "train.py"]
+    assert commands and all(cli.parse(command) for command in commands)
+
 
 # ---- averages of the weights
 
