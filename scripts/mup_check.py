@@ -53,13 +53,13 @@ class Args:
 
 def parse() -> tuple[Args, config.Config]:
     args = tyro.cli(Args, use_underscores=True, description=__doc__)
-    cli.check_at_least(args, steps=1, depth=1, vocab_size=1)
+    cli.check_at_least(args, steps=1, depth=1, vocab_size=1, coordinate_rate=1e-30)
     for name, low in dict(coordinate_widths=D_HEAD, widths=D_HEAD, rates=1e-30, seeds=0).items():
         values, n = getattr(args, name), 2 if name == "coordinate_widths" else 1  # for a slope
         is_width = "widths" in name
         are_heads = not is_width or all(x % D_HEAD == 0 for x in values)
-        if len(set(values)) < n or not all(x >= low for x in values) or not are_heads:
-            rule = f"multiples of {D_HEAD}" if is_width else f"each at least {low}"
+        if len(set(values)) < n or not all(low <= x < 2**32 for x in values) or not are_heads:
+            rule = f"multiples of {D_HEAD}" if is_width else f"from {low} up, below 2**32"
             what = f"{name}={values} must be {n} or more different numbers, {rule}"
             raise UserError(USAGE, what, f"set --{name} to such numbers")
     cli.keep_freed_memory()

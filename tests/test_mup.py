@@ -132,7 +132,7 @@ def test_the_script_prints_slopes_and_best_rates_and_draws_them(corpus, tmp_path
 
 @pytest.mark.parametrize("flags", [
     ["--coordinate_widths", 64], ["--widths", 64, 8], ["--widths", 64, 40],
-    ["--rates"], ["--seeds"], ["--depth", 0],
+    ["--rates"], ["--seeds"], ["--seeds", 2**32], ["--coordinate_rate", "nan"], ["--depth", 0],
 ])  # fmt: skip
 def test_the_script_names_an_argument_that_it_cannot_use(flags):
     done = run("scripts/mup_check.py", *flags)
