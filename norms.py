@@ -9,8 +9,9 @@ from model import param_table
 
 
 def layer_names(cfg: Config) -> list[str]:
-    """The rows of `layer_norms`: the layers, then each weight outside of them."""
-    layers = [f"layer {n + 1}" for n in range(cfg.model.n_layers)]
+    """The rows of `layer_norms`: the layers, counted from 0 as in rows of kind "moe", then each
+    weight outside of them."""
+    layers = [f"layer {n}" for n in range(cfg.model.n_layers)]
     return layers + [name for name in sorted(param_table(cfg)) if name not in ("layers", "prefix")]
 
 

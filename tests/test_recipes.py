@@ -306,7 +306,7 @@ def test_norms_are_written_and_drawn_as_often_as_asked(base, capsys):
     train.main(cfg)
     found = rows(run, "norms")
     assert list(found) == [1, 4, 8, 10]
-    names = ["layer 1", "layer 2", "layer 3", "layer 4", "embed_VD", "norm_D", "unembed_DV"]
+    names = ["layer 0", "layer 1", "layer 2", "layer 3", "embed_VD", "norm_D", "unembed_DV"]
     assert all(row["layer"] == names and len(row["update"]) == 7 for row in found.values())
     assert (run / "norms.png").stat().st_size > 10_000
     assert "largest change" in capsys.readouterr().out
@@ -335,6 +335,6 @@ def test_an_alarm_is_said_once_also_after_a_resume(base, tmp_path, capsys):
     err = capsys.readouterr().err
     assert err.count("layer 2: experts [3] have had less than 10% of an even load") == 1
     assert "update 6: layer 2" in err
-    assert err.count("update 4: layer 2: weights have grown from 1 to 11") == 1
-    assert err.count("layer 3: attention logits have grown from 0.5 to 6") == 1
+    assert err.count("update 4: layer 1: weights have grown from 1 to 11") == 1
+    assert err.count("layer 2: attention logits have grown from 0.5 to 6") == 1
     assert err.count("warning") == 3
