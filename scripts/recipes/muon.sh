@@ -7,7 +7,7 @@
 # Each run takes about two minutes.
 #
 # Both have the rates and the weight decay that were best for them; SWEEP=1 repeats that search, with
-# seed 0: 22 runs more.  LOG.md has its table.  Data: data/demo, which `make demo` prepares.
+# seed 0: 19 runs more.  LOG.md has its table.  Data: data/demo, which `make demo` prepares.
 
 set -eu
 cd "$(dirname "$0")/../.."
