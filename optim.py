@@ -97,7 +97,7 @@ def decay_weights(cfg: Config) -> optax.GradientTransformation:
 
 def scale_by_rate(cfg: Config) -> optax.GradientTransformation:
     """The negative `learning_rate` times the update.  Raises UserError USAGE."""
-    look_up(SCHEDULES, "optim.schedule", cfg.optim.schedule)  # before anything is traced or written
+    look_up(SCHEDULES, "optim.schedule", cfg.optim.schedule)  # before anything is traced
     return optax.scale_by_learning_rate(partial(learning_rate, cfg=cfg))
 
 

@@ -553,6 +553,7 @@ def main(cfg: Config, held=None) -> State | None:
     with processes.Watchdog(stop, cfg, record_end):
         processes.compare_settings(cfg)
         cfg = utils.start_mesh(cfg)
+        optim.optimizer(cfg)  # raises for a name that no table has, before anything is written
         optim.warn_of_warmup(cfg)
         train, vals, tasks = open_data(cfg)
         cfg = train.cfg  # now with the data's end-of-document id

@@ -8,6 +8,7 @@ import optax
 import pytest
 from cases import GPT2, MOE, PLAIN, batch
 from conftest import on_mesh
+from runs import new_run, refusal
 
 import cli
 import model
@@ -156,6 +157,15 @@ def test_a_name_that_the_table_does_not_have_is_refused(field, table):
     for line in (what, fix):
         assert all(name in line for name in table)
     assert f"--optim.{field}" in fix
+
+
+@pytest.mark.parametrize("section, field", [
+    ("optim", "name"), ("optim", "schedule"), ("model", "attention"),
+])  # fmt: skip
+def test_a_wrong_name_is_reported_before_a_run_is_made(base, section, field):
+    """With --fresh an old run would have been moved aside."""
+    cfg, run = new_run(base, f"typo_{field}", **{section: {field: "nonesuch"}})
+    assert refusal(cfg).code == USAGE and not run.exists()
 
 
 def test_weight_decay_changes_matrices_only():
