@@ -389,7 +389,7 @@ def test_tensorboard_has_the_numbers_of_the_rows_also_after_a_resume(tmp_path):
     found = read_scalars(tmp_path)
     assert found == expected
     assert found["train/lr", 2] == 4 and found["val/web", 2] == 2 and ("train/lr", 3) not in found
-    assert ("train/loss", 1) not in found and found["norms/weight/layer_2", 1] == 1
+    assert ("train/loss", 1) not in found and found["norms/weight/layer_1", 1] == 1
 
 
 @pytest.mark.usefixtures("time_limit")
