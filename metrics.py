@@ -138,8 +138,7 @@ class MetricsLog:
         self.flops_per_token, self.peak = flops_per_token, peak_flops(cfg)
         parent = (run_on_lead(read_record, run) or {}).get("parent", {})  # the lead writes rows
         # The rows of a branch that went on with its parent's state begin after the parent's step.
-        is_branch = parent.get("start_with", cfg.run.start_with) == "state"
-        begin = parent.get("step", 0) if is_branch else 0
+        begin = parent["step"] if parent.get("start_with") == "state" else 0
         self.first_tokens = parent["tokens"] if 0 < step == begin else self.tokens_until(step)
         """Tokens of all updates up to first_step.  Not always tokens_until(first_step): a parent's
         updates, and those before a --run.accept, may have had another batch size."""
