@@ -146,6 +146,7 @@ def test_a_rollback_that_is_refused_moves_nothing(reference, base):
     assert saved_steps(run)[-1] == 20 and not (run / "rolled_back").exists()
 
 
+@pytest.mark.slow
 def test_a_rollback_to_before_an_accepted_change_moves_nothing_until_it_is_accepted_again(
     reference, base
 ):

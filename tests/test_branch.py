@@ -74,6 +74,7 @@ def test_a_branch_may_change_data_lengths_schedule_optimizer_mesh_and_dtype(refe
     assert tokens == [before + 8 * 64, before + 2 * 8 * 64]
 
 
+@pytest.mark.slow
 def test_the_tokens_of_a_branch_of_a_branch_that_made_no_update_go_on(reference, base):
     cfg, run = branch_of(reference, base, "no-update", "@10", "state", train=dict(steps=10))
     train.main(cfg)

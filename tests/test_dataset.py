@@ -114,6 +114,7 @@ def evaluate(cfg, mesh, step, **fields) -> tuple[dict, list[int]]:
     return train.evaluate(train.init_state(cfg).params, data, step, cfg), data.eval_indices(step)
 
 
+@pytest.mark.slow
 def test_the_whole_set_counts_every_token_once_on_any_mesh(cfg, corpus):
     n = len(all_tokens(corpus / "val")) - 1
     want, _ = evaluate(cfg, (1, 1, 1), 10)
@@ -179,9 +180,8 @@ def test_jaxformer_bare_npy_shards(cfg, corpus, tmp_path):
     np.testing.assert_array_equal(source.read(0, 20_000), tokens[:20_000])
 
 
-@pytest.mark.parametrize("layout", [
-    "nanoGPT", pytest.param("JAXformer", marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["nanoGPT", "JAXformer"])
 def test_folders_of_others_are_trained_on(cfg, corpus, tmp_path, layout):
     """nanoGPT's folder has train.bin and val.bin, JAXformer's a folder of .npy for each split."""
     data = {split: str(tmp_path / split) for split in ("train", "val")}
@@ -271,6 +271,7 @@ def test_synthetic_tokens_have_four_successors_each_and_can_be_learnt(cfg):
     assert np.log(4) < evals[1] < evals[0] < np.log(32)
 
 
+@pytest.mark.slow
 def test_a_source_is_one_class(cfg, monkeypatch):
     monkeypatch.setitem(dataset.SOURCES, "counting", Counting)
     few = dict(steps=12, eval_every=6)

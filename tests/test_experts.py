@@ -134,7 +134,9 @@ def test_a_moe_layer_is_a_loop_over_tokens_and_their_experts(fields, capacity_fa
         assert (got * direction).sum() == pytest.approx(difference, rel=1e-3, abs=1e-2)
 
 
-@pytest.mark.parametrize("dispatch", ["gather", "alltoall"])
+@pytest.mark.parametrize("dispatch", [
+    "gather", pytest.param("alltoall", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_kernels_compute_the_same_as_tiles(monkeypatch, dispatch):
     """Outputs and all gradients, interpreted on a CPU, where rows that no kernel has written are
     NaN.  Two experts get no tokens, and another two, of one rank, get most of them."""
@@ -209,7 +211,11 @@ INTERPRETS_GPU = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("form", ["tiles", "tpu", pytest.param("gpu", marks=INTERPRETS_GPU)])
+@pytest.mark.parametrize("form", [
+    pytest.param("tiles", marks=pytest.mark.slow),
+    "tpu",
+    pytest.param("gpu", marks=INTERPRETS_GPU),
+])  # fmt: skip
 def test_a_pair_of_no_expert_is_one_of_an_expert_of_zeros(monkeypatch, form):
     """Although its token has pairs of other experts; also in interpreted kernels."""
     cfg, rng, (Q, E, D, F) = on_mesh(PLAIN), np.random.default_rng(0), (128, 4, 128, 256)

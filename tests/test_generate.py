@@ -59,9 +59,8 @@ def test_cached_logits_are_those_of_the_whole_row(cfg, mesh):
     check_cached_logits(cfg, mesh)
 
 
-@pytest.mark.parametrize("cfg", [
-    pytest.param(PLAIN, id="plain"), pytest.param(ALL_EXPERTS, id="mla+moe", marks=SLOW),
-])  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("cfg", [PLAIN, ALL_EXPERTS], ids=["plain", "mla+moe"])
 def test_cached_logits_are_those_of_the_whole_row_in_bfloat16(cfg):
     """In the mean: both are 0.01 from float32, and the worst of a thousand tokens 0.1."""
     cfg = replace(cfg, train=replace(cfg.train, dtype="bfloat16"))

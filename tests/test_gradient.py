@@ -141,7 +141,7 @@ def test_stages_that_do_not_divide_the_sequence_share_its_scores():
     (RICH, (2, 2, 2), dict(schedule="interleaved", virtual_stages=2)),
     pytest.param(MOE, (1, 4, 2), dict(schedule="interleaved", virtual_stages=2), marks=SLOW),
     pytest.param(MIXED, (4, 1, 2), dict(fsdp="step"), marks=SLOW),
-    (MOE, (4, 1, 2), dict(fsdp="none", experts="alltoall")),
+    pytest.param(MOE, (4, 1, 2), dict(fsdp="none", experts="alltoall"), marks=SLOW),
 ], ids=["plain", "rich", "lock-step", "mixed", "moe", "plain-4", "rich-2", "moe-2", "mixed-step",
         "moe-none"])  # fmt: skip
 def test_schedules_and_fsdp_do_not_change_the_gradient(cfg, mesh, how):

@@ -29,7 +29,7 @@ def train_two(cfg):
 
 @pytest.mark.parametrize("cfg, name", [
     (PLAIN, "adamw"),
-    (GPT2, "muon"),
+    pytest.param(GPT2, "muon", marks=pytest.mark.slow),
     pytest.param(PLAIN, "muon", marks=pytest.mark.slow),
     pytest.param(GPT2, "adamw", marks=pytest.mark.slow),
 ])  # fmt: skip
@@ -71,6 +71,7 @@ def test_a_wider_and_deeper_model_has_the_scales_of_the_papers():
         np.testing.assert_allclose(y_decayed - y, x_decayed - x, atol=1e-7, err_msg=name)
 
 
+@pytest.mark.slow
 def test_muon_has_a_power_of_its_own():
     """The singular values of its updates grow as the root of the width."""
     fields = dict(mup_base_width=8, mup_base_depth=1, mup_base_head=1)

@@ -232,6 +232,7 @@ def test_a_hundred_thousand_shards_are_opened_in_seconds(cfg, tmp_path):
         data.batch(0)
 
 
+@pytest.mark.slow
 def test_a_run_reads_the_same_from_a_bucket_as_from_disk(base, folder, monkeypatch, tmp_path):
     write_set(folder, [9000, 70_000])
     train_on = dict(train=str(folder), cache=str(tmp_path / "cache"))

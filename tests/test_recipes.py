@@ -126,6 +126,7 @@ def test_a_mean_of_checkpoints_is_a_run_like_any_other(reference, tmp_path):
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.slow
 def test_an_average_that_exists_ends_every_process_alike(reference, tmp_path):
     words = ["scripts/average.py", "--run", reference, "--steps", "10,20", "--out", tmp_path]
 

@@ -198,6 +198,7 @@ def test_an_empty_setting_is_shown_as_such():
         rundir.check_changes(found, config.tiny())
 
 
+@pytest.mark.slow
 def test_other_data_and_another_batch_can_be_accepted(base, reference, corpus, capsys):
     other = dict(data=dict(train=str(corpus / "val")), train=dict(batch_size=16, steps=22))
     cfg, run = copy_run(reference, base, "accepted", **other)

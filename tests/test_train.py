@@ -224,6 +224,7 @@ def test_a_finished_run_that_is_started_again_does_nothing(base, reference):
 # ---- what a run refuses
 
 
+@pytest.mark.slow
 def test_a_program_that_does_not_compile_leaves_no_checkpoint(base):
     cfg, run = new_run(base, "refused", train=dict(attention="splash"))
     with pytest.raises(UserError, match="train.attention=splash runs on tpu, and this is cpu"):
