@@ -40,7 +40,7 @@ from tqdm import tqdm
 from cli import quit_on_error
 from config import END, Flag
 from errors import DATA, USAGE, UserError
-from files import is_remote, paths_in, write_whole
+from files import absolute_path, is_remote, paths_in, write_whole
 from scripts import readers
 from scripts.corpus import File, find_files, find_input, real_path
 from scripts.outputs import check_output
@@ -446,6 +446,7 @@ def parse() -> Args:
     for name in ("out", "field"):
         if not getattr(args, name):
             raise UserError(USAGE, f"--{name} is empty", f"give --{name} a name, or leave it out")
+    absolute_path(args.out)  # refuses http:// and the like
     for x in args.input:
         if is_remote(x) and not re.match("(gs|hf)://[^:]*[^:/]", x):
             fix = "give gs://bucket/path or hf://org/name:config:split"
@@ -459,7 +460,7 @@ def parse() -> Args:
     if args.field == args.prompt_field:
         what = f"--field and --prompt_field are both {args.field}"
         raise UserError(USAGE, what, "give the prompt another field than the text")
-    if args.tokenizer not in ("byte", "char", "bpe") and not epath.Path(args.tokenizer).exists():
+    if args.tokenizer not in ("byte", "char", "bpe") and not absolute_path(args.tokenizer).exists():
         what = f"--tokenizer {args.tokenizer} is none of byte, char and bpe, nor a file"
         raise UserError(USAGE, what, "choose one of those, or give the path of a tokenizer.json")
     return args

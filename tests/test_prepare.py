@@ -439,6 +439,8 @@ def test_a_log_file_gets_no_progress_bars(texts, tmp_path):
     (["--input", "s3://bucket"], USAGE, "--input s3://bucket has no name"),
     (["--input", "hf://"], USAGE, "--input hf:// has no name, or is"),
     (["--stdlib", "--out="], USAGE, "--out is empty"),
+    (["--stdlib", "--out", "http://x/y"], USAGE, "http://x/y is not the address of a bucket"),
+    (["--stdlib", "--tokenizer", "s3://x/y"], USAGE, "s3://x/y is not the address of a bucket"),
     (["--input", __file__, "--field="], USAGE, "--field is empty"),
     (["--input", __file__, "--prompt_field=text"], USAGE, "and --prompt_field are both text"),
     (["--stdlib", "--val_fraction", "2"], USAGE, "val_fraction=2.0"),

@@ -125,3 +125,12 @@ def test_a_folder_named_like_a_pattern_is_searched_as_it_is(tmp_path):
         (tmp_path / name / "a.txt").touch()
     found = files.paths_in(epath.Path(tmp_path / "run[1]*"), "*.txt")
     assert [str(path) for path in found] == [str(tmp_path / "run[1]*" / "a.txt")]
+
+
+@pytest.mark.parametrize("path", ["http://x/y", "s3://bucket/x", "file:///x", "gs://", "gs:///x"])
+def test_an_address_that_is_not_of_a_bucket_is_refused(path):
+    with pytest.raises(UserError, match="is not the address of a bucket") as e:
+        files.absolute_path(path)
+    assert e.value.code == USAGE
+    bucket = epath.Path("gs://bucket/x")
+    assert files.absolute_path(bucket) == bucket
