@@ -432,6 +432,10 @@ def finish(out: epath.Path, tasks: list[Task], facts: list[dict], recipe: dict):
 def parse() -> Args:
     """The command line.  Raises UserError USAGE for flags that cannot work."""
     args = tyro.cli(Args, use_underscores=True, description=__doc__)
+    n_inputs = sum(word.partition("=")[0] == "--input" for word in sys.argv)
+    if n_inputs > 1:  # tyro would take the last
+        fix = "give it once, with all files, folders and patterns behind it"
+        raise UserError(USAGE, f"--input is given {n_inputs} times", fix)
     n_sources = bool(args.input) + args.stdlib + args.pydocs
     if n_sources != 1:
         what = f"{n_sources} of --input, --stdlib and --pydocs are given, not 1"

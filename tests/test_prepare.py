@@ -434,6 +434,7 @@ def test_a_log_file_gets_no_progress_bars(texts, tmp_path):
     ([], USAGE, "0 of --input, --stdlib and --pydocs are given, not 1"),
     (["--input", "x", "--stdlib"], USAGE, "2 of --input, --stdlib and --pydocs are given, not 1"),
     (["--stdlib", "--pydocs"], USAGE, "2 of --input, --stdlib and --pydocs are given, not 1"),
+    (["--input", "x", "--input=y"], USAGE, "--input is given 2 times"),
     (["--input", "/nowhere"], DATA, "--input /nowhere does not exist"),
     (["--input", __file__, "--suffix", ".md"], DATA, f"no files ending in '.md' in {__file__}"),
     (["--input", "s3://bucket"], USAGE, "--input s3://bucket has no name"),
