@@ -445,6 +445,7 @@ def test_a_log_file_gets_no_progress_bars(texts, tmp_path):
     (["--input", __file__, "--field="], USAGE, "--field is empty"),
     (["--input", __file__, "--prompt_field=text"], USAGE, "and --prompt_field are both text"),
     (["--stdlib", "--val_fraction", "2"], USAGE, "val_fraction=2.0"),
+    (["--input", __file__, "--tokenizer", "/dev/null"], DATA, "cannot be read: it is not a file"),
     (["--stdlib", "--tokenizer", "bytes"], USAGE, "bytes is none of byte, char and bpe"),
 ], ids=lambda x: "")  # fmt: skip
 def test_a_bad_request_is_two_lines(tmp_path, request_, code, word):
