@@ -56,7 +56,7 @@ from scripts.shard_tasks import (
 )
 from scripts.vocabularies import bpe_tokenizer, byte_tokenizer, char_tokenizer, read_tokenizer
 from scripts.workers import run_tasks
-from shards import n_ids
+from shards import are_different, n_ids, tokenizer_text
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,8 @@ class Args:
     """Address of a Ray cluster that does the work; local starts one on this machine."""
 
 
+MADE = ("byte", "char", "bpe")
+"""The tokenizers that are made; --tokenizer has the path of any other."""
 SAMPLE = 100_000_000
 """Bytes of text that a tokenizer is trained on, from places spread evenly over the corpus."""
 
@@ -314,8 +316,8 @@ def remove_progress(out: epath.Path):
 
 def is_finished(out: epath.Path, recipe: dict, times: str) -> bool:
     """Whether both splits have a manifest.  Raises UserError DATA if `out` was begun with another
-    recipe or by something else, or the input files have been modified since, because nothing is
-    overwritten.
+    recipe or by something else, or the input files or the tokenizer have been modified since,
+    because nothing is overwritten.
 
     If --strict has refused a row, and the files have been corrected, the progress is removed.
     """
@@ -324,8 +326,14 @@ def is_finished(out: epath.Path, recipe: dict, times: str) -> bool:
     # Not in the manifests, which do not depend on when the files were copied to a machine.
     old_times = out / "times.sha256"
     is_edited = old_times.exists() and old_times.read_text() != times
+    used = out / "train" / "tokenizer.json"
+    is_other = False  # whether the tokenizer is; the recipe has only its path
+    if recipe["tokenizer"] not in MADE and used.exists():
+        now = read_tokenizer(recipe["tokenizer"], recipe["end_token"]).to_str()
+        is_other = are_different([tokenizer_text(used), now])
     for path in found:
         differ = changed_fields(path, recipe) or (["documents"] if is_edited else [])
+        differ = differ or (["tokenizer"] if is_other else [])
         if differ == ["documents"] and found == [path] and (path.parent / "refused").exists():
             for file in files_made(out):
                 file.unlink()
@@ -458,13 +466,13 @@ def parse() -> Args:
         if f"{real_path(x)}/".startswith(f"{real_path(args.out)}/"):
             what = f"--input {x} lies in --out {args.out}, where only this command may write"
             raise UserError(USAGE, what, "choose another --out; it may lie within the input")
-    if args.end_token != END and args.tokenizer in ("byte", "char", "bpe"):
+    if args.end_token != END and args.tokenizer in MADE:
         what = f"--tokenizer {args.tokenizer} ends documents with {END}, not {args.end_token}"
         raise UserError(USAGE, what, "leave --end_token out, or give a tokenizer.json")
     if args.field == args.prompt_field:
         what = f"--field and --prompt_field are both {args.field}"
         raise UserError(USAGE, what, "give the prompt another field than the text")
-    if args.tokenizer not in ("byte", "char", "bpe") and not absolute_path(args.tokenizer).exists():
+    if args.tokenizer not in MADE and not absolute_path(args.tokenizer).exists():
         what = f"--tokenizer {args.tokenizer} is none of byte, char and bpe, nor a file"
         raise UserError(USAGE, what, "choose one of those, or give the path of a tokenizer.json")
     return args

@@ -168,6 +168,17 @@ def test_a_file_of_the_user_in_progress_stays(texts, tmp_path):
     assert [x.name for x in (tmp_path / "out/progress").iterdir()] == ["week1.txt"]
 
 
+def test_a_tokenizer_that_has_been_changed_is_another_request(texts, tmp_path):
+    request = ["--input", texts, "--tokenizer", tmp_path / "own.json", "--out", tmp_path / "out"]
+    vocabularies.byte_tokenizer().save(str(tmp_path / "own.json"), pretty=False)
+    prepare(*request)
+    vocabularies.byte_tokenizer().save(str(tmp_path / "own.json"))  # in another layout
+    assert "is up to date" in run(SCRIPT, *request).stdout
+    vocabularies.char_tokenizer(TEXTS.values()).save(str(tmp_path / "own.json"))
+    done = run(SCRIPT, *request)
+    assert done.returncode == DATA and "train was made with other tokenizer" in done.stderr
+
+
 def test_a_tokenizer_left_by_another_request_is_not_used(texts, tmp_path):
     """The state on disk is that of a command killed between the tokenizer and the first shard."""
     out = tmp_path / "out"
