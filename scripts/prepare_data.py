@@ -488,6 +488,9 @@ def main(args: Args):
     recipe, times = make_recipe(args, files)
     if is_finished(out, recipe, times):
         remove_progress(out)
+        if args.strict and (out / "skipped.jsonl").exists():
+            what = f"{out} was made without the documents that {out / 'skipped.jsonl'} lists"
+            raise UserError(DATA, what, "correct them and choose another --out, or omit --strict")
         return say(f"{out} is up to date")
     check_output("out", out, is_folder=True)
     step = min(PIECE, max(65536, args.shard_tokens))

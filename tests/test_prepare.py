@@ -734,6 +734,8 @@ def test_bad_rows_are_counted_skipped_and_listed(tmp_path):
     assert strict.stderr.count("\n") == 2
     prepare(*request, tmp_path / "strict")
     assert contents(tmp_path / "strict") == contents(out)
+    strict = run(SCRIPT, *request, out, "--strict")
+    assert strict.returncode == DATA and "out/skipped.jsonl lists" in strict.stderr
 
 
 def test_rows_are_numbered_from_the_start_of_their_file(tmp_path):
