@@ -28,6 +28,7 @@ from order import Order, scramble
 from pages import DamagedPage, PageReader
 from processes import NOTICE
 from shards import (
+    are_different,
     check_is_part,
     data_error,
     find_shards,
@@ -304,11 +305,11 @@ def check_tokenizers(sources: dict[str, Source]):
     files = {name: x.tokenizer for name, x in parts.items() if x.tokenizer is not None}
     texts = {name: tokenizer_text(file) for name, file in files.items()}
     ends = {name: x.end_id for name, x in parts.items() if x.end_id >= 0}
-    for seen in (texts, ends):
-        if len(set(seen.values())) > 1:
-            what = f"{', '.join(seen)} have different tokenizers"
-            fix = "prepare them with one, by --tokenizer PATH/tokenizer.json"
-            raise UserError(DATA, what, fix)
+    differ = are_different([*texts.values()])
+    if differ or len(set(ends.values())) > 1:
+        what = f"{', '.join(texts if differ else ends)} have different tokenizers"
+        fix = "prepare them with one, by --tokenizer PATH/tokenizer.json"
+        raise UserError(DATA, what, fix)
 
 
 # ---- batches

@@ -31,7 +31,7 @@ from runs import (
 import mixture
 import train
 from config import Data, Mesh
-from dataset import Dataset
+from dataset import Dataset, check_tokenizers
 from errors import CHECKPOINT, DATA, UserError
 from files import saved_steps
 from order import Order, Pattern, permute
@@ -405,7 +405,7 @@ def test_sets_of_different_tokenizers_are_refused(base, corpus, tmp_path, end):
     shutil.copytree(corpus / "val", other)
     text = (other / "tokenizer.json").read_text()
     if end is None:
-        (other / "tokenizer.json").write_text(text + "\n")
+        (other / "tokenizer.json").write_text(text.replace('"!"', '"other"', 1))
     else:
         (other / "tokenizer.json").unlink()
         manifest = json.loads((other / "manifest.json").read_text())
@@ -418,6 +418,14 @@ def test_sets_of_different_tokenizers_are_refused(base, corpus, tmp_path, end):
         sets = dict(train=data[0], val=data[1])
         error = refusal(on_mesh(replace(base, data=replace(base.data, **sets)), (1, 1, 1)))
         assert error.code == DATA and f"{names} have different tokenizers" in str(error)
+
+
+def test_the_layout_of_a_tokenizer_makes_no_difference(cfg, corpus, tmp_path):
+    shutil.copytree(corpus / "val", tmp_path / "other")
+    path = tmp_path / "other" / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()), indent=4))
+    mixed = dict(train=f"a={corpus / 'train'},b={path.parent}")
+    check_tokenizers({"data.train": Dataset(on_mesh(cfg, data=mixed), "train").source})
 
 
 def test_the_fingerprint_says_which_shard_a_mask_belongs_to(cfg, tmp_path):
