@@ -92,7 +92,7 @@ def describe_row(source, window: int, cfg) -> list[str]:
     for n, a, b in source.spans(start, min(start + L + 1, source.n_tokens)):
         shard, first = source.shards[n], source.first(n)
         tokens = source.read(first + a, first + b)
-        starts = [f"{a + int(i) + 1:,}" for i in np.flatnonzero(tokens == source.end_id)]
+        starts = [f"{a + int(i) + 1:,}" for i in np.flatnonzero(tokens[:-1] == source.end_id)]
         line = f"{shard.path.name} tokens {a:,} to {b - 1:,}"
         if source.end_id >= 0:
             if files.is_remote(shard.path):

@@ -18,7 +18,7 @@ from runs import copy_run, finish, new_run, refusal, rows, start
 import config
 import files
 import train
-from dataset import Dataset
+from dataset import Dataset, TokenFiles
 from errors import CHECKPOINT, DATA, USAGE
 from files import saved_steps
 from scripts import batch
@@ -298,17 +298,28 @@ def test_each_token_has_its_loss_and_the_worst_are_marked(capsys):
     assert [x for x in each.values() if "*" in x] == [f"*{n}.00" for n in range(15, 20)]
 
 
-def test_documents_in_a_bucket_have_no_numbers_and_nothing_more_is_read(cfg, monkeypatch):
-    source = Dataset(on_mesh(cfg), "train").source
-    place = next(n for n in range(900) if "begin at" in batch.describe_row(source, n, cfg)[0])
-    here = batch.describe_row(source, place, cfg)[0]
-    assert re.search(r" in document \d+; others begin at ", here)
+@pytest.fixture
+def sixteens(cfg, tmp_path) -> TokenFiles:
+    """Documents of 16 tokens; windows of 15 and the token after them."""
+    np.save(tmp_path / "a.npy", np.arange(9000, dtype=np.uint16) % 16)
+    data = dict(train=str(tmp_path / "a.npy"))
+    source = Dataset(on_mesh(cfg, data=data, train=dict(seq_len=15)), "train").source
+    source.end_id = 15
+    return source
+
+
+def test_a_document_that_begins_behind_a_row_is_not_in_it(sixteens):
+    first, second = (batch.describe_row(sixteens, n, sixteens.cfg) for n in (0, 1))
+    assert first == ["a.npy tokens 0 to 15 in document 0"]
+    assert second == ["a.npy tokens 15 to 30 in document 0; others begin at 16"]
+
+
+def test_documents_in_a_bucket_have_no_numbers_and_nothing_more_is_read(sixteens, monkeypatch):
     monkeypatch.setattr(files, "is_remote", lambda path: True)
     monkeypatch.setattr(batch, "count_documents", lambda *_: pytest.fail("it counts"))
-    why = " in a document without a number: counting would fetch all before it; others"
-    assert batch.describe_row(source, place, cfg)[0] == re.sub(
-        r" in document .*; others", why, here
-    )
+    why = "in a document without a number: counting would fetch all before it"
+    line = f"a.npy tokens 15 to 30 {why}; others begin at 16"
+    assert batch.describe_row(sixteens, 1, sixteens.cfg) == [line]
 
 
 def test_a_row_ends_with_its_last_token_also_where_that_is_not_scored(cfg, tmp_path, monkeypatch):
