@@ -322,7 +322,10 @@ def find_shards(path: epath.Path, split: str) -> TokenSet:
             return bare_set(found)
     wanted = or_list(["manifest.json", *(f"*{suffix}" for suffix in READERS)])
     what = f"no shards in data.{split}={path}: no {wanted} among {len(names)} other files"
-    raise data_error(what, "make them with scripts/prepare_data.py")
+    fix = "make them with scripts/prepare_data.py"
+    if (path / split / "manifest.json").exists():  # the --out of prepare_data
+        fix = f"give its folder {path / split}"
+    raise data_error(what, fix)
 
 
 def file_sha256(path: epath.Path) -> str:

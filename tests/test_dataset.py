@@ -304,6 +304,12 @@ def first_shard(folder) -> Path:
     return min(folder.glob("*.npy"))
 
 
+def test_the_folder_of_both_sets_is_answered_with_that_of_one(cfg, corpus):
+    data = dict(train=str(corpus))
+    with pytest.raises(UserError, match=f"fix: give its folder {corpus}/train"):
+        Dataset(on_mesh(cfg, data=data), "train")
+
+
 def test_a_set_that_has_lost_its_tokenizer_says_so(cfg, corpus, tmp_path):
     folder = copy_set(corpus / "train", tmp_path)
     assert "tokenizer" not in str(open_set(cfg, folder))
