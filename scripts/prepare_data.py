@@ -151,6 +151,12 @@ def find_corpus(args: Args) -> list[File]:
 
 
 def cut_corpus(files: list[File], options: Options, val_fraction: float) -> list[Piece]:
+    """Raises UserError USAGE if fields are named, but no file has any."""
+    kinds = {readers.kind_of(file, options) for file in files}
+    if kinds <= {"text", "lines"} and (options.prompt_field or options.field != "text"):
+        what = "--field or --prompt_field is given, but no file is a table with fields"
+        fix = "leave them out, or give tables, whose names end with their kind, such as .jsonl"
+        raise UserError(USAGE, what, fix)
     texts = [file for file in files if file.size] or files
     if len(texts) == 1 and readers.kind_of(texts[0], options) == "text":
         return readers.split_text(texts[0], val_fraction)

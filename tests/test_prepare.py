@@ -455,6 +455,7 @@ def test_a_log_file_gets_no_progress_bars(texts, tmp_path):
     (["--stdlib", "--tokenizer", "s3://x/y"], USAGE, "s3://x/y is not the address of a bucket"),
     (["--input", __file__, "--field="], USAGE, "--field is empty"),
     (["--input", __file__, "--prompt_field=text"], USAGE, "and --prompt_field are both text"),
+    (["--input", __file__, "--prompt_field=q"], USAGE, "but no file is a table with fields"),
     (["--stdlib", "--val_fraction", "2"], USAGE, "val_fraction=2.0"),
     (["--input", __file__, "--tokenizer", "/dev/null"], DATA, "cannot be read: it is not a file"),
     (["--stdlib", "--tokenizer", "bytes"], USAGE, "bytes is none of byte, char and bpe"),
