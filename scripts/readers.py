@@ -284,7 +284,8 @@ def cut_parquet(file: File, options: Options) -> list[Piece]:
         for n in range(about.num_row_groups):
             group = about.metadata.row_group(n)
             columns = [group.column(i) for i in range(group.num_columns)]
-            read = [c for c in columns if c.path_in_schema.split(".")[0] in columns_of(options)]
+            names = tuple(f"{name}." for name in columns_of(options))
+            read = [c for c in columns if f"{c.path_in_schema}.".startswith(names)]
             size = sum(column.total_uncompressed_size for column in read)
             pieces.append(Piece(".parquet", file.source, n, n + 1, size))
     return pieces

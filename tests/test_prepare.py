@@ -856,6 +856,15 @@ def test_a_zst_file_with_the_longest_window_is_read(tmp_path):
     assert [document.parts[0][0] for document in found] == rows
 
 
+def test_a_column_with_a_dot_in_its_name_has_a_size(tmp_path):
+    path, sizes = tmp_path / "a.parquet", []
+    for name in ("text", "text.clean"):
+        parquet.write_table(pa.table({name: ["x" * 1000, "y"], "textual": ["z" * 9000] * 2}), path)
+        (file,) = corpus.find_input(str(path), "")
+        sizes.append(readers.cut_parquet(file, readers.Options(name))[0].size)
+    assert sizes[0] == sizes[1] > 1000
+
+
 def test_text_that_is_not_utf8_in_a_table_is_one_bad_row(tmp_path):
     column = pa.array([b"good", b"\xff\xfe", b"fine"], pa.binary()).view(pa.string())
     parquet.write_table(pa.table(dict(text=column)), tmp_path / "a.parquet")
