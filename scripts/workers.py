@@ -70,7 +70,7 @@ def run_on_ray(function: Callable, tasks: list, address: str) -> Iterator:
         remote = ray.remote(run_in_folder)
         for result in [remote.remote(function, os.getcwd(), task) for task in tasks]:
             yield ray.get(result)
-    except (ray.exceptions.RayError, ConnectionError, RuntimeError) as e:
+    except (ray.exceptions.RayError, ConnectionError, RuntimeError, ValueError) as e:
         if isinstance(e, OSError) and not isinstance(e, ConnectionError):
             raise  # a storage error
         if isinstance(e, UserError):

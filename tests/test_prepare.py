@@ -1168,6 +1168,13 @@ def test_ray_writes_the_same_bytes(large, by_one_worker, tmp_path):
     assert contents(tmp_path / "out") == by_one_worker
 
 
+@needs("ray")
+def test_what_is_no_address_of_a_cluster_is_two_lines(texts, tmp_path):
+    request = ["--input", texts, "--tokenizer", "byte", "--out", tmp_path / "out"]
+    done = run(SCRIPT, *request, "--ray", "nonsense")
+    assert done.returncode == DISTRIBUTED and "--ray nonsense: Invalid address" in done.stderr
+
+
 @pytest.mark.slow
 @needs("datasets")
 def test_a_streamed_data_set_is_read_through_its_library(tmp_path):
