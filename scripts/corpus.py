@@ -64,7 +64,7 @@ def find_local(pattern: str, suffix: str) -> list[File]:
 def find_remote(pattern: str, suffix: str) -> list[File]:
     """The files of a gs:// file, folder or pattern, as find_files finds local ones."""
     fs, path = fsspec.url_to_fs(pattern)
-    if glob.has_magic(pattern):
+    if glob.has_magic(pattern) and not fs.exists(path):
         found = fs.glob(path, detail=True)
         # Names are relative to the last folder before the first *.
         path = path[: re.search(r"[*?[]", path).start()].rpartition("/")[0]
@@ -100,7 +100,10 @@ def find_input(pattern: str, suffix: str) -> list[File]:
     """
     if pattern.startswith("hf://"):
         return [File(pattern, pattern, 1)]
-    found = (find_remote if is_remote(pattern) else find_local)(pattern, suffix)
+    try:
+        found = (find_remote if is_remote(pattern) else find_local)(pattern, suffix)
+    except FileNotFoundError:  # there is no such bucket
+        found = []
     if not found:
         exists = os.path.exists(pattern) or is_remote(pattern)
         ending = f" ending in {suffix!r}" if suffix else ""

@@ -604,6 +604,19 @@ def test_files_of_a_bucket_that_describe_arrow_files_are_no_text():
     assert names == kept
 
 
+def test_a_file_of_a_bucket_may_be_named_like_a_pattern():
+    fsspec.filesystem("memory").pipe("/named/a[1].jsonl", b"x")
+    (file,) = corpus.find_input("memory://named/a[1].jsonl", "")
+    assert file.name == "a[1].jsonl"
+
+
+def test_a_bucket_that_does_not_exist_has_no_files(tmp_path):
+    with emulate_bucket({**os.environ}) as bucket:
+        request = ["--input", "gs://nowhere/x", "--out", tmp_path / "out"]
+        done = run(SCRIPT, *request, env=bucket.env)
+    assert done.returncode == DATA and "no files in gs://nowhere/x" in done.stderr
+
+
 @pytest.mark.parametrize("shard_tokens", [300, 100_000_000])
 def test_lines_are_documents_wherever_a_file_is_cut(tmp_path, monkeypatch, shard_tokens):
     lines = [f"line {n} {'x' * (n % 90)}" for n in range(3000)]
