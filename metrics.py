@@ -249,8 +249,9 @@ class MetricsLog:
         """Write a panel's row, and warn of its new alarms."""
         before = self.alarms
         self.write(dict(kind=name, step=step) | self.panels[name].row(arrays))
-        for key in self.alarms.keys() - before.keys():
-            warn(f"update {step}: {self.alarms[key]}")
+        for key, text in self.alarms.items():
+            if key not in before:
+                warn(f"update {step}: {text}")
 
     def print_update(self, step: int, scalars: dict, speed: dict, summaries: list[str]):
         steps, mfu = self.cfg.train.steps, speed["mfu"]
