@@ -25,7 +25,7 @@ from typing import Annotated, Literal
 import tyro
 
 from checks import check
-from config import PRESETS, SECTIONS, Config, Mesh, YesNo
+from config import PRESETS, SECTIONS, Config, Mesh, YesNo, settings
 from errors import INTERRUPTED, STORAGE, USAGE, UserError, or_list
 
 # ---- config files
@@ -217,6 +217,11 @@ def parse(words: list[str]) -> Config:
     if len(given.config) > 1:
         what = f"--config is given {len(given.config)} times: {', '.join(given.config)}"
         raise UserError(USAGE, what, "give one, and change its settings with flags")
+    names = [word.partition("=")[0] for word in rest]
+    for field, x in settings(Config()).items():
+        if isinstance(x, tuple) and (n := names.count(f"--{field}")) > 1:  # tyro takes the last
+            what = f"--{field} is given {n} times"
+            raise UserError(USAGE, what, "give it once, with all of its values behind it")
     name, flags = given.config[0] if given.config else None, []
     if name is None and not {"-h", "--help"} & set(rest):
         fix = f"add --config and one of {or_list(PRESETS)}, or a config.json"

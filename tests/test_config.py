@@ -229,6 +229,12 @@ def test_two_configs_are_an_error_that_names_both():
         cli.parse(["--config", "demo", "--config=tiny"])
 
 
+def test_a_list_that_is_given_twice_is_an_error():
+    with pytest.raises(UserError, match="--data.stages is given 2 times"):
+        cli.parse(["--config", "tiny", "--data.stages", "0:a=1", "--data.stages=9:a=1"])
+    assert cli.parse(["--config", "tiny", "--optim.lr", "1", "--optim.lr", "2"]).optim.lr == 2
+
+
 def test_a_config_file_goes_through_the_checks_of_the_command_line(tmp_path, capsys):
     (tmp_path / "a.json").write_text('{"model": {"d_model": 64.5}}')
     (tmp_path / "b.json").write_text('{"train": {"stepz": 3}}')
