@@ -95,7 +95,8 @@ class Worker:
     def read(self):
         for line in self.process.stdout:
             if end := re.search(r"launch: exit code (\d+)$", line):
-                self.code = int(end[1])
+                self.code, line = int(end[1]), line[: end.start()]
+            if not line:
                 continue
             self.last_lines.append(line)
             if update := re.match(r"update (\d+)/", line):

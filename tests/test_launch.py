@@ -404,9 +404,10 @@ def test_the_end_of_what_launches_ends_the_workers(cloud):
     (1, 1), (2, 1), (3, 1), (4, 1), (6, 1), (7, 3), (9, 3), (75, 3), (137, 3),
 ])  # fmt: skip
 def test_a_start_follows_the_codes_that_pass_and_no_others(cloud, code, starts):
-    """Each worker but one ends with 7, as it does when it has lost another."""
+    """Each worker but one ends with 7, as it does when it has lost another.  What they print last
+    does not end with a line break."""
     which = f"{code} if os.environ['SLURM_PROCID'] == '1' else 7"
-    program = f"import os, sys; print('begin'); sys.exit({which})"
+    program = f"import os, sys; print('begin', end=''); sys.exit({which})"
     words = [*POD, "--restarts", "2", "--", "python", "-c", program]
     ended, out, err = finish(cloud.launch(*words))
     assert ended == (7 if code in (9, 75, 137) else code), err
