@@ -66,11 +66,16 @@ def title(body, op, runs: float) -> str:
     return words if runs == 1 else f"{words}, {runs:,.0f} times"
 
 
+def short(x: float) -> str:
+    """x with three digits, or as many as it has before the point."""
+    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
+
+
 def with_prefix(x: float, unit: str) -> str:
     for prefix, size in dict(T=1e12, G=1e9, M=1e6, k=1e3).items():
         if x >= size:
-            return f"{x / size:.3g} {prefix}{unit}"
-    return f"{x:.3g} {unit}"
+            return f"{short(x / size)} {prefix}{unit}"
+    return f"{short(x)} {unit}"
 
 
 def lines(cost: Cost, chip) -> list[tuple[str, str, float]]:
@@ -78,7 +83,7 @@ def lines(cost: Cost, chip) -> list[tuple[str, str, float]]:
     speeds are unknown."""
 
     def took(seconds: float) -> str:
-        return f", {1e3 * seconds:,.3g} ms" if chip else ""
+        return f", {short(1e3 * seconds)} ms" if chip else ""
 
     rows = []
     if cost.flops > 0.5:

@@ -742,6 +742,13 @@ def test_the_boxes_of_the_picture_hold_all_work_of_the_plan_once(schedule):
         assert found.calls[name] == pytest.approx(whole.calls[name], abs=1e-3)
 
 
+def test_the_picture_writes_numbers_of_any_size_without_exponents():
+    cost = cost_model.Cost(flops=1.5e15, matmul_seconds=3.29)
+    assert step_picture.lines(cost, CHIP)[0][0] == "matmuls: 1,500 TFLOP, 3,290 ms"
+    cost = cost_model.Cost(flops=1.5e3, matmul_seconds=3.291e-4)
+    assert step_picture.lines(cost, CHIP)[0][0] == "matmuls: 1.5 kFLOP, 0.329 ms"
+
+
 def test_decoding_reads_the_weights_that_the_rows_meet():
     """GPT-2 reads all except the positions; of experts, those chosen, and at most all."""
     dense = configure((1, 1, 2), config.PRESETS["gpt2_124m"]())
