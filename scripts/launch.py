@@ -427,7 +427,10 @@ class Slurm:
         if self.dry_run:
             print(f"{shlex.join(['sbatch', *self.extra])} <<'END'\n{script}END")
             return 0
-        return subprocess.run(["sbatch", *self.extra], input=script, text=True).returncode
+        if subprocess.run(["sbatch", *self.extra], input=script, text=True).returncode:
+            fix = "correct the flags, or see with sinfo what the cluster has"
+            raise UserError(USAGE, "sbatch has refused the job; its message is above", fix)
+        return 0
 
 
 # ---- bare machines

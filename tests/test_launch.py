@@ -139,6 +139,13 @@ def test_a_missing_tool_is_named_in_two_lines(tool, words, tmp_path):
     assert err.count("\n") == 2
 
 
+def test_a_job_that_sbatch_refuses_is_a_mistake_of_the_user(tmp_path):
+    (tmp_path / "sbatch").symlink_to("/bin/false")
+    words = ["slurm", "--nodes", 1, "--gpus", 0, "--partition=none", "--", "a"]
+    code, _, err = finish(launch(*words, env=plain_env(PATH=str(tmp_path))))
+    assert code == USAGE and err.startswith("error: sbatch has refused the job") and "fix" in err
+
+
 def test_hosts_that_are_options_are_refused(tmp_path):
     hosts = tmp_path / "hosts"
     for text in ("", "# none\n", "good\n-oProxyCommand=touch${IFS}x\n", "a;b"):
