@@ -503,6 +503,9 @@ def parse(words: list[str]) -> Tpu | Slurm | Ssh:
     args.command, args.extra, found = words[end + 1 :], extra, args.problems()
     if not args.command:
         found.append(Problem("no command", "end with -- python train.py --config NAME"))
+    if "--fresh" in args.command and not isinstance(args, Ssh):
+        fix = "leave it out, and choose another --run.name or move the old run"
+        found.append(Problem("--fresh would start the run over at each restart", fix))
     for word in args.extra:
         if isinstance(args, Ssh) or not re.match("--[a-z]", word):
             found.append(Problem(f"{word!r} is unknown", "see --help, and write --flag=value"))
