@@ -423,10 +423,10 @@ def next_evaluation(step: int, cfg: Config) -> int:
 
 def sample_row(params, step: int, cfg: Config, data: Dataset) -> dict:
     """A row of samples.jsonl: a new document, drawn with the same random numbers every time."""
-    end = max(0, data.source.end_id)
-    ids = dict(vocab_size=data.source.vocab_size, stop_id=end)
+    end_id = cfg.data.end_id if cfg.data.end_id >= 0 else data.source.end_id
+    ids = dict(vocab_size=data.source.vocab_size, stop_id=end_id)
     draw = dict(temperature=0.8, seed=cfg.run.seed)
-    *_, rows = generate(params, [[end]], cfg.train.sample_tokens, cfg, **ids, **draw)
+    *_, rows = generate(params, [[max(0, end_id)]], cfg.train.sample_tokens, cfg, **ids, **draw)
     return dict(step=step, text=data.source.decode(rows[0][1:]))
 
 

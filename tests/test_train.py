@@ -11,6 +11,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -427,6 +428,24 @@ def test_a_run_of_experts_logs_their_load(cfg):
     assert router_bias.any() and np.abs(router_bias).max() <= 5.01e-3
     assert (run / "samples.jsonl").read_text().count("\n") == 1
     assert (run / "experts.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("flag, of_data, prompt, stop", [
+    (3, 5, 3, 3), (-1, 5, 5, 5), (-1, -1, 0, -1),
+])  # fmt: skip
+def test_a_sample_begins_and_ends_with_the_runs_end_of_documents(
+    flag, of_data, prompt, stop, monkeypatch
+):
+    """Where none is known it begins with token 0, which is no reason to end there."""
+
+    def answer(params, prompts, n_tokens, cfg, stop_id, **_):
+        assert (prompts, stop_id) == ([[prompt]], stop)
+        yield prompts
+
+    monkeypatch.setattr(train, "generate", answer)
+    source = SimpleNamespace(end_id=of_data, vocab_size=8, decode=str)
+    cfg = config.Config(data=config.Data(end_id=flag))
+    assert train.sample_row(None, 1, cfg, SimpleNamespace(source=source))["step"] == 1
 
 
 @pytest.mark.slow
