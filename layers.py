@@ -79,24 +79,23 @@ def layer_places(cfg: Config) -> list[tuple[str, str, int]]:
 # ---- types and collectives
 
 
-def mark_varying(tree):
-    """The same arrays, typed as varying over all mesh axes.
+def vary_over(x, axes):
+    """x, typed as varying over these mesh axes too.
 
-    The transpose, in the backward pass, sums the gradients over the devices.
+    The transpose, in the backward pass, sums the gradient over the devices along the added axes.
     """
+    missing = tuple(set(axes) - jax.typeof(x).manual_axis_type.varying)
+    return lax.pcast(x, missing, to="varying") if missing else x
 
-    def mark(x):
-        missing = tuple(set(with_slices(*AXES)) - jax.typeof(x).manual_axis_type.varying)
-        return lax.pcast(x, missing, to="varying") if missing else x
 
-    return jax.tree.map(mark, tree)
+def mark_varying(tree):
+    """The same arrays, typed as varying over all mesh axes."""
+    return jax.tree.map(partial(vary_over, axes=with_slices(*AXES)), tree)
 
 
 def vary_like(x, example):
     """x, typed as varying over the mesh axes that `example` varies over."""
-    varying = jax.typeof(example).manual_axis_type.varying
-    missing = tuple(varying - jax.typeof(x).manual_axis_type.varying)
-    return lax.pcast(x, missing, to="varying") if missing else x
+    return vary_over(x, jax.typeof(example).manual_axis_type.varying)
 
 
 @contextmanager
