@@ -4,7 +4,7 @@ kernel in plain JAX is in blockwise.py.
 
 Dimension key (a suffix on every array's name spells its logical shape):
   B  sequences   L  sequence length, of the queries   S  sequence length of the keys   D  d_model
-  H  query heads   G  key and value heads   R  query heads per key head   K  head dim   N  layers
+  H  query heads   G  key and value heads   R  query heads per key head   K  head dim
   A  rotated pairs of elements   M  microbatches   1  a dim of size 1
 mla:
   J  latent of the queries   I  latent of keys and values   T  rotary dim of a key   W  value dim

@@ -3,7 +3,7 @@ microbatches and devices.  pipeline.py decides when each stage does it.
 
 Dimension key (a suffix on every array's name spells its logical shape):
   M  microbatches   B  sequences   L  sequence length   D  d_model   V  vocabulary
-  E  experts   N  layers
+  E  experts
 
 Inside shard_map a letter that the array's PartitionSpec maps to a mesh axis is the local part.
 """

@@ -2,7 +2,7 @@
 dp and tp that they use.  Attention and experts have files of their own.
 
 Dimension key (a suffix on every array's name spells its logical shape):
-  B  sequences   L  sequence length   D  d_model   F  d_ff   C  gate and up, or only up   N  layers
+  B  sequences   L  sequence length   D  d_model   F  d_ff   C  gate and up, or only up
 
 Inside shard_map a letter that the array's PartitionSpec maps to a mesh axis is the local part.
 """

@@ -442,14 +442,7 @@ tap_gradient.defvjp(lambda grads, w, row: ((grads, w), row), tap_gradient_backwa
 
 
 def apply_layers(
-    params,
-    kinds: list[str],
-    first_layer,
-    x_BLD,
-    at: Span,
-    cfg: Config,
-    key=None,
-    grads=None,
+    params, kinds: list[str], first_layer, x_BLD, at: Span, cfg: Config, key=None, grads=None
 ):
     """(x_BLD, statistics, grads): x through the layers of params, blocks of `kinds`.
 

@@ -340,7 +340,8 @@ def transfer_rounds(pp: int, parts: int) -> list[dict]:
 
 
 def layers_to_parts(layers, cfg: Config):
-    """A stage's layers [N, ...] as the parts of the schedule, [parts, N / parts, ...].
+    """A stage's layers [N, ...] as the parts of the schedule, [parts, N / parts, ...], or as
+    they are if there is one part.
 
     Layers are stored in the model's order whatever the schedule, so that checkpoints do not depend
     on it; an interleaved schedule wants other layers on a stage.  A reshape outside of shard_map

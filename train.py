@@ -188,8 +188,8 @@ def restore_or_init(run, train: Dataset, cfg: Config) -> tuple[Checkpoints, Stat
     """The run's checkpoints, and the State of the newest one, or a new State where there is none.
     Raises UserError CHECKPOINT and USAGE."""
     keep = 0 if cfg.eval_only and not is_writable(run) else cfg.checkpoint.keep
-    settings, c = fixed_settings(cfg, train.source.fingerprint), cfg.checkpoint
-    store = Checkpoints(run, keep, settings, cfg.run.accept, c.patience)
+    settings = fixed_settings(cfg, train.source.fingerprint)
+    store = Checkpoints(run, keep, settings, cfg.run.accept, cfg.checkpoint.patience)
     begin = time.monotonic()
     found = store.restore(checkpoint_items(abstract_state(cfg)))
     if found is None and cfg.eval_only:
@@ -313,8 +313,8 @@ def loss_and_grads(params, tokens_AMBL, targets_AMBL, key, cfg: Config):
 
 @partial(jax.jit, static_argnames="cfg", donate_argnames="state")
 def train_step(state: State, tokens_AMBL, targets_AMBL, cfg: Config):
-    """(state, metrics) after one update.  If its loss or gradient is not finite, only state.step
-    changes; if its gradient is a spike (train.spike_sigma), state.recent_norms too.
+    """(state, metrics) after one update.  If its loss or gradient is not finite, or its gradient a
+    spike (train.spike_sigma), only state.step and state.recent_norms change.
 
     Every scalar in metrics gets into metrics.jsonl, the console and Weights & Biases by itself.
     """
