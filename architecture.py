@@ -86,7 +86,7 @@ class Model:
     """rope: how frequencies are slowed, for a longer context.
     linear: all of them.  llama3: the low ones, as in Llama 3.1.  yarn: the low ones, as in YaRN."""
     rope_factor: float = 1.0
-    """linear, llama3, yarn: factor by which these frequencies are divided."""
+    """linear, llama3, yarn: factor by which the slowed frequencies are divided."""
     rope_original: int = 8192
     """llama3, yarn: context length, in tokens, that the model was first trained with."""
     rope_low: float = 1.0
@@ -114,7 +114,7 @@ class Model:
     norm_offset: bool = False
     """Store the gain of each norm minus 1, as Gemma does."""
     norm_eps: float = 1e-6
-    """Added to the mean square or variance inside a norm."""
+    """Added to the mean square or variance inside a norm; mla's latents always take 1e-6."""
     d_ff: int = 128
     """Hidden width of a dense feed-forward."""
     activation: Literal["swiglu", "swiglu_clamped", "geglu_tanh", "gelu", "gelu_tanh", "relu2"] = (
