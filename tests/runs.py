@@ -52,12 +52,15 @@ def final_weights(run: Path, step: int = -1) -> dict:
 
 
 def flags(cfg: Config, *more) -> list[str]:
-    """cfg as command line flags."""
+    """cfg as command line flags, and more; a list in `more` replaces that of cfg."""
     words = []
     for section, fields in json.loads(cli.to_json(cfg)).items():
         for name, value in fields.items():
             flag = f"--{section}.{name}"
-            words += [flag, *map(str, value)] if isinstance(value, list) else [f"{flag}={value}"]
+            if not isinstance(value, list):
+                words.append(f"{flag}={value}")
+            elif flag not in more:
+                words += [flag, *map(str, value)]
     return [*words, *map(str, more)]
 
 
