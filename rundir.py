@@ -259,15 +259,17 @@ def shown(value) -> str:
 def check_changes(found: dict, cfg: Config):
     """Raises UserError CHECKPOINT if one of `changes` changes the training and is not in
     run.accept."""
+    flags = {name: name.removesuffix(" fingerprint") for name in found["changes the training"]}
+    flags = {name: flag for name, flag in flags.items() if flag not in cfg.run.accept}
+    accept = " ".join([*cfg.run.accept, *flags.values()])  # all, because a second flag replaces it
     problems = []
-    for name, (before, value) in found["changes the training"].items():
-        flag = name.removesuffix(" fingerprint")
-        if flag not in cfg.run.accept:
-            what = f"{name} was {shown(before)} at this run's last start and is {shown(value)}"
-            what += ", which changes the training"
-            fits = " if all arrays keep their shapes" if flag.startswith("model.") else ""
-            fix = f"give the old value, or --run.accept {flag}{fits}, or another --run.name"
-            problems.append(Problem(what, fix))
+    for name, flag in flags.items():
+        before, value = found["changes the training"][name]
+        what = f"{name} was {shown(before)} at this run's last start and is {shown(value)}"
+        what += ", which changes the training"
+        fits = " if all arrays keep their shapes" if flag.startswith("model.") else ""
+        fix = f"give the old value, or --run.accept {accept}{fits}, or another --run.name"
+        problems.append(Problem(what, fix))
     if problems:
         raise UserError(errors.CHECKPOINT, problems=problems)
 
@@ -301,8 +303,8 @@ def check_settings(folder: epath.Path, here: dict, cfg: Config):
         texts = [f"{n}: {shown(x)} there, {shown(here[n])} here" for n, x in differ.items()]
         what = f"checkpoint {folder} was saved with other settings: {'; '.join(texts[:10])}"
         what += f", and {len(texts) - 10} more" if len(texts) > 10 else ""
-        fix = "give the checkpoint's values, or add --run.accept "
-        fix += " ".join(flags[n] for n in differ)
+        fix = "give the checkpoint's values, or --run.accept "
+        fix += " ".join([*cfg.run.accept, *(flags[n] for n in differ)])
         raise UserError(errors.CHECKPOINT, what, fix)
 
 

@@ -198,6 +198,14 @@ def test_an_empty_setting_is_shown_as_such():
         rundir.check_changes(found, config.tiny())
 
 
+def test_one_flag_accepts_all_changes():
+    found = {"changes the training": {"optim.lr": [1, 2], rundir.FINGERPRINT: ["a", "b"]}}
+    cfg = replace(config.tiny(), run=config.Run(accept=("optim.b1",)))
+    with pytest.raises(UserError) as error:
+        rundir.check_changes(found, cfg)
+    assert str(error.value).count("--run.accept optim.b1 optim.lr data.train, or") == 2
+
+
 @pytest.mark.slow
 def test_other_data_and_another_batch_can_be_accepted(base, reference, corpus, capsys):
     other = dict(data=dict(train=str(corpus / "val")), train=dict(batch_size=16, steps=22))
