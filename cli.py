@@ -117,6 +117,8 @@ def check_record(record: dict):
     for name in (*SECTIONS, "versions", "parent"):
         if not isinstance(values := record.get(name, {}), dict):
             raise ValueError(f"{name} is {values!r}, not an object with fields")
+    if type(steps := record.get("train", {}).get("steps", 0)) is not int:
+        raise ValueError(f"train.steps is {steps!r}, not a whole number")
     parent = record.get("parent", {})
     numbers = [parent.get(name) for name in ("step", "tokens")]
     # The parent of an average has a list of steps, and no start_with.

@@ -91,6 +91,7 @@ BRANCH = dict(start_with="state", step="2")
     dict(parent=BRANCH),
     dict(parent=dict(start_with="state", step=2)),
     dict(versions=3),
+    dict(train=dict(steps="30")),
 ])  # fmt: skip
 def test_a_record_with_facts_of_another_type_is_refused(tmp_path, fact):
     record = tmp_path / "config.json"
