@@ -56,10 +56,11 @@ def parse() -> tuple[Args, config.Config]:
     cli.check_at_least(args, steps=1, depth=1, vocab_size=1, coordinate_rate=1e-30)
     for name, low in dict(coordinate_widths=D_HEAD, widths=D_HEAD, rates=1e-30, seeds=0).items():
         values, n = getattr(args, name), 2 if name == "coordinate_widths" else 1  # for a slope
+        high = 1e38 if name == "rates" else 2**32 - 1
         is_width = "widths" in name
         are_heads = not is_width or all(x % D_HEAD == 0 for x in values)
-        if len(set(values)) < n or not all(low <= x < 2**32 for x in values) or not are_heads:
-            rule = f"multiples of {D_HEAD}" if is_width else f"from {low} up, below 2**32"
+        if len(set(values)) < n or not all(low <= x <= high for x in values) or not are_heads:
+            rule = f"multiples of {D_HEAD}" if is_width else f"from {low} to {high}"
             what = f"{name}={values} must be {n} or more different numbers, {rule}"
             raise UserError(USAGE, what, f"set --{name} to such numbers")
     cli.keep_freed_memory()
