@@ -318,9 +318,6 @@ class Tpu:
 
     def train(self, archive: str) -> tuple[int, int]:
         """Make the pod ready where it is not, and run the command on all of its machines."""
-        if not self.is_ours and (state := self.state()):
-            text = f"{self.name} exists ({state}): it is used, and not deleted at the end, "
-            say(text + "unless it was preempted and is made anew")
         workers = self.make_ready()
         say(f"installing on {len(workers)} workers")
         for node in self.nodes:
@@ -356,6 +353,9 @@ class Tpu:
         self.nodes = slices if self.slices > 1 else [self.name]
         with tempfile.TemporaryDirectory() as folder:
             archive = write_archive(f"{folder}/trifold.tgz")
+            if state := self.state():
+                text = f"{self.name} exists ({state}): it is used, and not deleted at the end, "
+                say(text + "unless it was preempted and is made anew")
             try:
                 return self.train_with_restarts(archive)
             finally:

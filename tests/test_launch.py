@@ -405,7 +405,6 @@ def test_the_end_of_what_launches_ends_the_workers(cloud):
     process.kill()
     process.wait()
     wait_until(lambda: len(machine_files(cloud, "saved")) == 2)
-    fake_gcloud.write("fails", dict(describe=1))  # the first question is asked again
     code, _, err = finish(cloud.launch(*POD, "--", "python", "-c", "print('again')"))
     assert code == 0 and "pod exists (ACTIVE)" in err
 
