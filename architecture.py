@@ -114,7 +114,8 @@ class Model:
     norm_offset: bool = False
     """Store the gain of each norm minus 1, as Gemma does."""
     norm_eps: float = 1e-6
-    """Added to the mean square or variance inside a norm; mla's latents always take 1e-6."""
+    """Added to the mean square or variance inside a norm.
+    In the norms of mla's latents it is always 1e-6."""
     d_ff: int = 128
     """Hidden width of a dense feed-forward."""
     activation: Literal["swiglu", "swiglu_clamped", "geglu_tanh", "gelu", "gelu_tanh", "relu2"] = (

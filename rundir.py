@@ -261,7 +261,7 @@ def check_changes(found: dict, cfg: Config):
     run.accept."""
     flags = {name: name.removesuffix(" fingerprint") for name in found["changes the training"]}
     flags = {name: flag for name, flag in flags.items() if flag not in cfg.run.accept}
-    accept = " ".join([*cfg.run.accept, *flags.values()])  # all: the flag may be given once
+    accept = " ".join([*cfg.run.accept, *flags.values()])  # the flag may be given only once
     problems = []
     for name, flag in flags.items():
         before, value = found["changes the training"][name]
