@@ -190,11 +190,12 @@ def read_rope(keys: Keys, name: str) -> dict:
 
 def read_scaling(keys: Keys, name: str, kind: str, rope: dict) -> dict:
     """The fields of a kind of model.rope_scaling.  Removes from `rope` the keys that it reads."""
-    longest = keys.all.get("max_position_embeddings", 2048)
+    longest = keys.all.get("max_position_embeddings")
     original = rope.pop("original_max_position_embeddings", longest)
     original = keys.all.get("original_max_position_embeddings") or original
-    fields = dict(rope_scaling=kind, rope_factor=rope.pop("factor", longest / original))
+    fields = dict(rope_scaling=kind, rope_factor=rope.pop("factor", 0) or longest / original)
     if usual := SCALINGS[kind]:
+        original = original or keys.take("max_position_embeddings")
         low, high = (rope.pop(key, 0) or x for key, x in usual.items())
         fields |= dict(rope_original=original, rope_low=low, rope_high=high)
     if kind == "yarn":

@@ -496,6 +496,8 @@ def test_all_tensors_that_do_not_fit_are_reported_at_once(tmp_path):
         ("llama", dict(num_hidden_layers=10**30), f"from 1 to 10000 is needed, not {10**30}"),
         ("llama", dict(rms_norm_eps=10**400), "OverflowError: int too large"),
         ("llama", dict(rope_theta=1, rope_scaling=dict(type="yarn", factor=2.0)), "must be above"),
+        ("llama", dict(rope_scaling=dict(type="yarn", factor=2.0), max_position_embeddings=None),
+         "no max_position_embeddings"),
         ("gpt2", dict(n_layer=10**30), f"from 1 to 10000 is needed, not {10**30}"),
         ("gpt2", dict(scale_attn_by_inverse_layer_idx=True), "inverse_layer_idx=True"),
         ("gpt2", dict(activation_function="tanh"), "activation_function='tanh'"),
