@@ -40,7 +40,8 @@ class Args(cli.RunArgs):
     json: str = ""
     """A file to write the results to."""
     batch_size: int = 64
-    """Sequences in a batch, rounded to what the mesh needs; does not change the result."""
+    """Sequences in a batch, rounded to what the mesh needs; changes no result but text that a task
+    samples at a temperature."""
     seq_len: int = 0
     """Number of tokens that the model can look back on; 0 is the run's train.seq_len."""
 
@@ -144,12 +145,18 @@ class Run(TemplateLM):
     def generate_until(self, requests, **_) -> list[str]:
         pairs = [request.args for request in requests]
         collator, batches = self.batches(pairs, lambda x: -len(x[0]), group_by="gen_kwargs")
-        return collator.get_original([text for batch in batches for text in self.complete(batch)])
+        # Each batch has a seed of its own: a task may ask for many samples of one prompt.
+        found = [text for n, batch in enumerate(batches) for text in self.complete(batch, n)]
+        return collator.get_original(found)
 
-    def complete(self, requests: list[tuple[str, dict]]) -> list[str]:
+    def complete(self, requests: list[tuple[str, dict]], seed: int = 0) -> list[str]:
         """The continuations of a batch's prompts, which all have the same settings."""
         s = normalize_gen_kwargs(requests[0][1])
-        room = max(1, self.max_length - s["max_gen_toks"])
+        room = self.max_length - s["max_gen_toks"]
+        if room < 1:  # the harness' own backend refuses it too
+            what = f"a task asks for {s['max_gen_toks']} tokens, which must be fewer than"
+            what += f" train.seq_len={self.max_length}"
+            raise errors.UserError(errors.DATA, what, "leave the task out, or set --seq_len")
         prompts = [self.tok_encode(x)[-room:] or [self.prefix_token_id] for x, _ in requests]
 
         def added(k: int, row: list[int]) -> str:
@@ -160,6 +167,7 @@ class Run(TemplateLM):
 
         draw = {name: s.get(name, x) for name, x in dict(temperature=0, top_k=0, top_p=1).items()}
         ids = dict(vocab_size=shards.n_ids(self.tokenizer), stop_id=self.end_id, is_over=is_over)
+        draw |= dict(seed=seed)
         args = self.params, prompts, s["max_gen_toks"], self.cfg
         *_, rows = [prompts, *generate.generate(*args, **ids, **draw)]  # max_gen_toks may be 0
         texts = [added(k, row) for k, row in enumerate(rows)]

@@ -10,6 +10,7 @@ import textwrap
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -194,6 +195,28 @@ def test_a_task_may_ask_for_no_tokens():
     cfg = on_mesh(PLAIN, train=dict(seq_len=LENGTH))
     lm = lm_eval.Run(params_of(cfg), byte_tokenizer(), cfg)
     assert lm.complete([("to", dict(max_gen_toks=0)), ("a", dict(max_gen_toks=0))]) == ["", ""]
+
+
+@live
+def test_a_task_that_asks_for_more_tokens_than_fit_is_refused():
+    """Of each prompt only a token would be left."""
+    from scripts import lm_eval
+
+    lm = lm_eval.Run(None, byte_tokenizer(), on_mesh(PLAIN, train=dict(seq_len=LENGTH)))
+    with pytest.raises(errors.UserError, match=f"asks for {LENGTH} tokens") as error:
+        lm.complete([("to", dict(max_gen_toks=LENGTH))])
+    assert error.value.code == errors.DATA
+
+
+@live
+def test_repeats_of_a_prompt_are_different_texts_in_every_batch():
+    from scripts import lm_eval
+
+    cfg = on_mesh(PLAIN, train=dict(seq_len=LENGTH))
+    lm = lm_eval.Run(params_of(cfg), byte_tokenizer(), cfg)
+    repeat = SimpleNamespace(args=("to", dict(max_gen_toks=5, do_sample=True, temperature=1.0)))
+    n = cfg.train.batch_size + 1  # one more than a batch
+    assert len(set(lm.generate_until([repeat] * n))) == n
 
 
 @pytest.mark.skipif(bool(find_spec("lm_eval")), reason="for an environment without the harness")
