@@ -139,8 +139,6 @@ def read_fields(keys: Keys, name: str) -> dict:
     else:
         fields["n_kv_heads"] = fields["n_kv_heads"] or H
         fields["d_head"] = fields["d_head"] or (128 if name == "qwen3" else D // H)
-        if fields.get("attn_width") == fields["d_head"]:
-            fields["attn_width"] = 0
     moe, local = read_moe_layers(keys, name, N), read_local_layers(keys, name, N, fields)
     kinds = [("moe" if n in moe else "dense") + "_local" * x for n, x in enumerate(local)]
     return fields | read_rope(keys, name) | shortest_pattern(kinds)
@@ -360,6 +358,7 @@ def effective_fields(m: Model) -> dict:
     """The fields that have an effect in m; two models that agree in them are the same."""
     if m.rope_scaling == "none":  # then these two are the same
         m = replace(m, rope_local_theta=m.rope_local_theta or m.rope_theta)
+    m = replace(m, attn_width=m.attn_width or m.d_head)
     unused = {"pattern", "prefix", *checks.unused_fields(m)}
     if not m.yarn_mscale_all_dim:  # without it, yarn_mscale has no effect
         unused.add("yarn_mscale")

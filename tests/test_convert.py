@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -744,6 +745,14 @@ def test_an_exported_window_is_never_null(family):
     hf = CONFIGS[family] | dict(model_type=family)
     m = hf_config.read_model(hf | dict(layer_types=[hf_config.FULL] * hf["num_hidden_layers"]))
     assert "sliding_window" not in hf_config.write_config(config.Config(model=m), "float32", None)
+
+
+def test_a_gemma_whose_scores_have_the_heads_own_width_can_be_exported():
+    m = hf_config.read_model(CONFIGS["gemma2"] | dict(model_type="gemma2"))
+    for width in (0, m.d_head):
+        cfg = config.Config(model=replace(m, attn_width=width))
+        hf = hf_config.write_config(cfg, "float32", None)
+        assert hf["query_pre_attn_scalar"] == m.d_head
 
 
 def test_a_llama_whose_width_is_no_multiple_of_its_heads_is_exported_as_a_mistral():
