@@ -26,7 +26,10 @@ WORDS = dict(
     tick="tick of the pipeline",
     block="layers",
     add_chunk="chunk of the logits",
-)
+    visit_next="block of attention",
+    add_tile="tile of experts",
+    step="step of Muon",
+) | {"<lambda>": "part"}  # of what lax.map divides
 WIDTH, LINE, INDENT = 760, 20, 16  # pixels
 
 

@@ -742,6 +742,12 @@ def test_the_boxes_of_the_picture_hold_all_work_of_the_plan_once(schedule):
         assert found.calls[name] == pytest.approx(whole.calls[name], abs=1e-3)
 
 
+def test_every_loop_of_the_picture_has_a_name_that_is_no_code():
+    cfg = replace(MOE, optim=replace(MOE.optim, name="muon"))
+    cfg = configure((1, 1, 1), cfg, attention="xla", seq_len=8192, batch_size=1)
+    assert not re.findall('bold">([^<]*[_&][^<]*)', step_picture.step_svg(cfg, CHIP.kind))
+
+
 def test_the_picture_writes_numbers_of_any_size_without_exponents():
     cost = cost_model.Cost(flops=1.5e15, matmul_seconds=3.29)
     assert step_picture.lines(cost, CHIP)[0][0] == "matmuls: 1,500 TFLOP, 3,290 ms"
