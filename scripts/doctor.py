@@ -155,7 +155,8 @@ def run_folder(cfg: Config):
 
 def room(cfg: Config, found: dict):
     """free some, use a larger disk or more hosts, or set a lower --checkpoint.keep"""
-    shapes, keep = jax.tree.leaves(train.state_shapes(cfg)), cfg.checkpoint.keep + 1
+    shapes = jax.tree.leaves(train.state_shapes(cfg))
+    keep = cfg.checkpoint.keep + 2 * cfg.checkpoint.best + 1  # one more while it is saved
     size = sum(x.size * x.dtype.itemsize for x in shapes) / GIB
     meminfo, part = Path("/proc/meminfo"), size / len(utils.process_ids())
     if meminfo.exists():  # not on macOS

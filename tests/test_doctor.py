@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -155,6 +156,13 @@ def test_a_system_without_proc_and_shared_memory_is_not_red(monkeypatch, tmp_pat
     for check in (doctor.limits, doctor.room):
         rows = doctor.run_check(check, config.tiny(), dict(facts={}))
         assert rows and FAIL not in [row.status for row in rows], rows
+
+
+def test_the_disk_has_room_for_the_best_checkpoints_too():
+    for best, n in ((False, 3), (True, 5)):
+        cfg = replace(config.tiny(), checkpoint=replace(config.tiny().checkpoint, best=best))
+        (row,) = [row for row in doctor.room(cfg, {}) if "run.dir" in row.what]
+        assert f"{n} checkpoints" in row.what
 
 
 @pytest.mark.parametrize("peak, status", [(1e-6, OK), (275, FAIL)])
