@@ -26,7 +26,8 @@ from mixture import read_sets
 @dataclass(frozen=True)
 class Args(cli.RunArgs):
     data: str = ""
-    """The data set; by default the run's validation set."""
+    """The data set; by default the run's validation set.  An imported run may have --eval.tasks
+    alone."""
     per_token: str = ""
     """A .npy file to write: the log probability (nats, float32) of each token after the first.
     They are in the order of the data; NaN where a mask says that a token is not scored."""
@@ -71,13 +72,16 @@ def main(args: Args, cfg: config.Config):
     cfg, run = utils.start_mesh(cfg, rows=args.batch_size), files.absolute_path(args.run)
     utils.run_on_lead(check_output, "per_token", args.per_token)
     tasks = open_tasks(run / "tokenizer.json", cfg) if cfg.eval.tasks else None
-    sets = [Dataset(cfg, "val", name) for name in read_sets(cfg.data.val)]
+    was_trained = (run / "metrics.jsonl").exists()  # an imported run has no validation set
+    is_scored = was_trained or args.data or args.per_token or not tasks
+    sets = [Dataset(cfg, "val", name) for name in read_sets(cfg.data.val) if is_scored]
     for data in sets:
         utils.run_on_lead(check_tokenizer, run / "tokenizer.json", data.source.tokenizer)
     params = train.load_params(run, cfg, args.step, args.weights)
     for data in sets:
         score(args, cfg, params, data)
     if tasks:
+        utils.say(f"evaluating in {cfg.train.dtype} on {tasks}", file=sys.stderr)
         utils.say(json.dumps(train.score_tasks(params, tasks, cfg)))
 
 

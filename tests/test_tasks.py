@@ -3,6 +3,7 @@ training and afterwards."""
 
 import inspect
 import json
+import shutil
 import signal
 import textwrap
 from dataclasses import replace
@@ -17,6 +18,7 @@ from runs import copy_run, finish, losses, new_run, rows, start, start_two, wait
 import cli
 import config
 import errors
+import rundir
 import train
 from errors import UserError
 from scripts import pydocs
@@ -259,6 +261,20 @@ def test_evaluate_and_eval_only_score_as_training_does(scored, folder):
     code, out, _ = finish(start(cfg, "--eval_only"))
     accuracy = want["core/accuracy"]
     assert code == 0 and f"update 20  core/accuracy {accuracy:.4f}  core/centred" in out
+
+
+@pytest.mark.slow
+def test_an_imported_run_has_questions_and_no_data(scored, folder):
+    cfg, run_dir = scored
+    other = run_dir.with_name("imported")
+    shutil.copytree(run_dir, other, ignore=shutil.ignore_patterns("metrics.jsonl"))
+    record = rundir.run_record(replace(cfg, data=replace(cfg.data, val="none/val")), "", {})
+    (other / "config.json").write_text(record)
+    done = run("scripts/evaluate.py", "--run", other, "--eval.tasks", f"core={folder}/*.jsonl")
+    assert done.returncode == 0 and done.stderr.count("evaluating in float32") == 1, done.stderr
+    want = rows(run_dir, "tasks")[20]
+    assert dict(kind="tasks", step=20) | json.loads(done.stdout) == want
+    assert run("scripts/evaluate.py", "--run", other).returncode == errors.DATA
 
 
 @pytest.mark.slow
