@@ -191,6 +191,7 @@ def pattern_problems(cfg: Config):
     if m.n_layers > 10_000:
         what = f"model.n_layers={m.n_layers} must be at most 10000"
         yield Problem(what, "set --model.n_layers to 10000 or less")
+        return
     kinds = {}
     for name in ("prefix", "pattern"):
         try:
@@ -490,6 +491,8 @@ def text_problems(cfg: Config):
     except ValueError as e:
         yield Problem(f"data.skip: {e}", "give updates as in --data.skip 1200:1250,1311")
     for name, path in paths:
-        if not path or "\0" in path or re.match(r"[a-z]+://[^/]*@", path):
-            what = f"{name}={path!r} must be a path without NUL bytes or credentials"
-            yield Problem(what, f"give --{name} a local path or gs://bucket/path")
+        is_other = "://" in path and not re.match(r"gs://[^/@]+(/|$)", path)
+        if not path or "\0" in path or is_other:
+            what = f"{name}={path!r} must be a local path or gs://bucket/path, "
+            what += "without NUL bytes or credentials"
+            yield Problem(what, f"correct --{name}")
