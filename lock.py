@@ -40,18 +40,42 @@ class FileLock:
     owner.  Raises UserError BUSY."""
 
     def __init__(self, path: epath.Path):
+        self.path, self.owner, self.released = path, new_owner(), threading.Event()
         self.file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(self.file, 0)
-            os.write(self.file, json.dumps(new_owner()).encode())
+            os.write(self.file, json.dumps(self.owner).encode())
         except OSError as e:  # the disk may be full, and a lock left open would look like another's
             os.close(self.file)
             if isinstance(e, BlockingIOError):
                 raise busy_error(path, path.read_text()) from None
             raise
 
+    def watch(self):
+        """End the process with exit code 5 when its run directory was moved or removed: it would go
+        on in a new folder of that name, without the rows and checkpoints so far."""
+        threading.Thread(target=self.watch_until_released, daemon=True).start()
+
+    def watch_until_released(self):
+        seconds = 0  # that the file has been missing or another's
+        while seconds < 5:  # a network disk may show an old state for a moment
+            if self.released.wait(1):
+                return
+            try:
+                is_ours = self.owner["id"] in self.path.read_text()
+            except FileNotFoundError:
+                is_ours = False
+            except OSError:  # the storage does not answer, which the run itself waits for
+                is_ours = True
+            seconds = 0 if is_ours else seconds + 1
+        what = f"run directory {self.path.parent} was moved or removed under this run"
+        fix = "move it back, and run the same command again to resume"
+        write_error(f"{UserError(errors.STORAGE, what, fix)}\n")
+        os._exit(errors.STORAGE)
+
     def release(self):
+        self.released.set()
         if self.file is not None:
             os.close(self.file)
             self.file = None

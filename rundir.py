@@ -69,6 +69,8 @@ def open_run(cfg: Config, source, lock: FileLock | None = None):
     """
     path = run_path(cfg)
     lock = run_on_lead(prepare_run, path, cfg, source, lock)
+    if isinstance(lock, FileLock):
+        lock.watch()
     end = "finished"
     try:
         yield path
