@@ -37,7 +37,7 @@ from etils import epath
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from cli import quit_on_error
+from cli import check_at_least, quit_on_error
 from config import END, Flag
 from errors import DATA, USAGE, UserError
 from files import absolute_path, is_remote, paths_in, write_whole
@@ -454,13 +454,13 @@ def parse() -> Args:
     if n_sources != 1:
         what = f"{n_sources} of --input, --stdlib and --pydocs are given, not 1"
         raise UserError(USAGE, what, "give one: --input FILE_OR_FOLDER, --stdlib or --pydocs")
-    numbers = ("val_fraction", "shard_tokens", "vocab_size", "workers")
-    is_good = 0 < args.val_fraction < 1 and args.shard_tokens > 0
-    is_good = is_good and 256 < args.vocab_size <= 10**7  # the trainer makes room for all at once
-    if not is_good or args.workers < 0:
-        what = ", ".join(f"{name}={getattr(args, name)}" for name in numbers)
-        fix = "give a fraction between 0 and 1, at least 1 token, and a vocabulary of 257 to 10**7"
-        raise UserError(USAGE, what, fix)
+    check_at_least(args, shard_tokens=1, vocab_size=257, workers=0)
+    if not 0 < args.val_fraction < 1:
+        what = f"val_fraction={args.val_fraction} must be more than 0 and less than 1"
+        raise UserError(USAGE, what, "set --val_fraction to a share of the documents such as 0.02")
+    if args.vocab_size > 10**7:  # the trainer makes room for all at once
+        what = f"vocab_size={args.vocab_size} must be at most {10**7}"
+        raise UserError(USAGE, what, f"set --vocab_size {10**7} or less")
     for name in ("out", "field"):
         if not getattr(args, name):
             raise UserError(USAGE, f"--{name} is empty", f"give --{name} a name, or leave it out")

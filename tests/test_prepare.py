@@ -457,6 +457,7 @@ def test_a_log_file_gets_no_progress_bars(texts, tmp_path):
     (["--input", __file__, "--prompt_field=text"], USAGE, "and --prompt_field are both text"),
     (["--input", __file__, "--prompt_field=q"], USAGE, "but no file is a table with fields"),
     (["--stdlib", "--val_fraction", "2"], USAGE, "val_fraction=2.0"),
+    (["--stdlib", "--vocab_size", "5"], USAGE, "vocab_size=5 must be at least 257"),
     (["--input", __file__, "--tokenizer", "/dev/null"], DATA, "cannot be read: it is not a file"),
     (["--stdlib", "--tokenizer", "bytes"], USAGE, "bytes is none of byte, char and bpe"),
 ], ids=lambda x: "")  # fmt: skip
