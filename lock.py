@@ -40,12 +40,13 @@ class FileLock:
     owner.  Raises UserError BUSY."""
 
     def __init__(self, path: epath.Path):
-        self.path, self.owner, self.released = path, new_owner(), threading.Event()
+        self.path, self.released = path, threading.Event()
         self.file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        self.stat = os.fstat(self.file)
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(self.file, 0)
-            os.write(self.file, json.dumps(self.owner).encode())
+            os.write(self.file, json.dumps(new_owner()).encode())
         except OSError as e:  # the disk may be full, and a lock left open would look like another's
             os.close(self.file)
             if isinstance(e, BlockingIOError):
@@ -53,8 +54,9 @@ class FileLock:
             raise
 
     def watch(self):
-        """End the process with exit code 5 when its run directory was moved or removed: it would go
-        on in a new folder of that name, without the rows and checkpoints so far."""
+        """End the process with exit code 8 when its run directory was moved or removed: it would go
+        on in a new folder of that name, without the rows and checkpoints so far.  Not with 5, after
+        which a restart would do the same."""
         threading.Thread(target=self.watch_until_released, daemon=True).start()
 
     def watch_until_released(self):
@@ -63,16 +65,17 @@ class FileLock:
             if self.released.wait(1):
                 return
             try:
-                is_ours = self.owner["id"] in self.path.read_text()
+                is_ours = os.path.samestat(os.stat(self.path), self.stat)
             except FileNotFoundError:
                 is_ours = False
             except OSError:  # the storage does not answer, which the run itself waits for
                 is_ours = True
             seconds = 0 if is_ours else seconds + 1
-        what = f"run directory {self.path.parent} was moved or removed under this run"
-        fix = "move it back, and run the same command again to resume"
-        write_error(f"{UserError(errors.STORAGE, what, fix)}\n")
-        os._exit(errors.STORAGE)
+        what = f"{self.path} is gone: the run directory was moved or removed under this run"
+        fix = f"put it back in the place of what is in {self.path.parent} now, and run the same "
+        fix += "command again to resume"
+        write_error(f"{UserError(errors.BUSY, what, fix)}\n")
+        os._exit(errors.BUSY)
 
     def release(self):
         self.released.set()

@@ -72,16 +72,16 @@ def test_a_run_that_has_not_written_its_name_yet_is_refused_in_words(tmp_path):
     held.release()
 
 
-def test_a_run_whose_directory_is_moved_ends_instead_of_going_on_in_a_new_one(tmp_path):
-    (tmp_path / "run").mkdir()
-    program = "import lock, pathlib, sys, time; lock.FileLock(pathlib.Path(sys.argv[1])).watch(); "
-    command = [sys.executable, "-c", program + "print(1, flush=True); time.sleep(20)"]
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
-    process = subprocess.Popen([*command, tmp_path / "run/lock"], **pipes)
-    process.stdout.readline()
-    (tmp_path / "run").rename(tmp_path / "other")
-    code, _, err = finish(process)
-    assert code == errors.STORAGE and "was moved or removed under this run" in err
+@pytest.mark.slow
+def test_a_run_whose_directory_is_moved_ends_instead_of_going_on_in_a_new_one(base):
+    """Nor does a restart go on there."""
+    cfg, run = new_run(base, "moved", run=dict(restarts=1), train=dict(steps=100_000))
+    process = start(cfg)
+    wait_for_step(process, run, 3)
+    run.rename(run.with_name("elsewhere"))
+    code, out, err = finish(process)
+    assert code == errors.BUSY and "was moved or removed under this run" in err
+    assert "restart: try" not in out + err
 
 
 @pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "history.jsonl", "lock"])
