@@ -191,9 +191,12 @@ def read_scaling(keys: Keys, name: str, kind: str, rope: dict) -> dict:
     longest = keys.all.get("max_position_embeddings")
     original = rope.pop("original_max_position_embeddings", longest)
     original = keys.all.get("original_max_position_embeddings") or original
-    fields = dict(rope_scaling=kind, rope_factor=rope.pop("factor", 0) or longest / original)
-    if usual := SCALINGS[kind]:
-        original = original or keys.take("max_position_embeddings")
+    factor, usual = rope.pop("factor", None), SCALINGS[kind]
+    if not longest and (factor is None or (usual and not original)):
+        longest = keys.take("max_position_embeddings")  # a problem, because it is not there
+    original = original or longest
+    fields = dict(rope_scaling=kind, rope_factor=longest / original if factor is None else factor)
+    if usual:
         low, high = (rope.pop(key, 0) or x for key, x in usual.items())
         fields |= dict(rope_original=original, rope_low=low, rope_high=high)
     if kind == "yarn":
@@ -358,7 +361,7 @@ def effective_fields(m: Model) -> dict:
     """The fields that have an effect in m; two models that agree in them are the same."""
     if m.rope_scaling == "none":  # then these two are the same
         m = replace(m, rope_local_theta=m.rope_local_theta or m.rope_theta)
-    m = replace(m, attn_width=m.attn_width or m.d_head)
+    m = replace(m, attn_width=m.attn_width or m.d_head + m.d_rope)  # d_rope is 0 without mla
     unused = {"pattern", "prefix", *checks.unused_fields(m)}
     if not m.yarn_mscale_all_dim:  # without it, yarn_mscale has no effect
         unused.add("yarn_mscale")

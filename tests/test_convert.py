@@ -499,6 +499,9 @@ def test_all_tensors_that_do_not_fit_are_reported_at_once(tmp_path):
         ("llama", dict(rope_theta=1, rope_scaling=dict(type="yarn", factor=2.0)), "must be above"),
         ("llama", dict(rope_scaling=dict(type="yarn", factor=2.0), max_position_embeddings=None),
          "no max_position_embeddings"),
+        ("llama", dict(rope_scaling=dict(type="linear"), max_position_embeddings=None),
+         "no max_position_embeddings"),
+        ("llama", dict(rope_scaling=dict(type="linear", factor=0.0)), "model.rope_factor=0.0 must"),
         ("gpt2", dict(n_layer=10**30), f"from 1 to 10000 is needed, not {10**30}"),
         ("gpt2", dict(scale_attn_by_inverse_layer_idx=True), "inverse_layer_idx=True"),
         ("gpt2", dict(activation_function="tanh"), "activation_function='tanh'"),
@@ -753,6 +756,14 @@ def test_a_gemma_whose_scores_have_the_heads_own_width_can_be_exported():
         cfg = config.Config(model=replace(m, attn_width=width))
         hf = hf_config.write_config(cfg, "float32", None)
         assert hf["query_pre_attn_scalar"] == m.d_head
+
+
+def test_a_width_of_scores_that_the_family_lacks_is_refused():
+    m = hf_config.read_model(CONFIGS["deepseek_v3"] | dict(model_type="deepseek_v3"))
+    own, other = (config.Config(model=replace(m, attn_width=m.d_head + x)) for x in (m.d_rope, 0))
+    hf_config.write_config(own, "float32", None)
+    with pytest.raises(UserError, match="attn_width"):
+        hf_config.write_config(other, "float32", None)
 
 
 def test_a_llama_whose_width_is_no_multiple_of_its_heads_is_exported_as_a_mistral():
