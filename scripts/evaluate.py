@@ -56,6 +56,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 import processes
+import rundir
 import train
 import utils
 from dataset import Dataset
@@ -72,8 +73,8 @@ def main(args: Args, cfg: config.Config):
     cfg, run = utils.start_mesh(cfg, rows=args.batch_size), files.absolute_path(args.run)
     utils.run_on_lead(check_output, "per_token", args.per_token)
     tasks = open_tasks(run / "tokenizer.json", cfg) if cfg.eval.tasks else None
-    was_trained = (run / "metrics.jsonl").exists()  # an imported run has no validation set
-    is_scored = was_trained or args.data or args.per_token or not tasks
+    has_data = rundir.read_record(run).get("data_fingerprint")  # an imported run has none
+    is_scored = has_data or args.data or args.per_token or not tasks
     sets = [Dataset(cfg, "val", name) for name in read_sets(cfg.data.val) if is_scored]
     for data in sets:
         utils.run_on_lead(check_tokenizer, run / "tokenizer.json", data.source.tokenizer)
