@@ -495,4 +495,4 @@ def text_problems(cfg: Config):
         if not path or "\0" in path or is_other:
             what = f"{name}={path!r} must be a local path or gs://bucket/path, "
             what += "without NUL bytes or credentials"
-            yield Problem(what, f"correct --{name}")
+            yield Problem(what, f"give --{name} a local path or gs://bucket/path")

@@ -144,6 +144,12 @@ class Run(TemplateLM):
 
     def generate_until(self, requests, **_) -> list[str]:
         pairs = [request.args for request in requests]
+        most = max((normalize_gen_kwargs(s)["max_gen_toks"] for _, s in pairs), default=0)
+        if most >= self.max_length:  # the harness' own backend refuses it too
+            what = f"a task asks for {most} tokens, which must be fewer than"
+            what += f" train.seq_len={self.max_length}"
+            fix = f"leave the task out, or set --seq_len to more than {most}"
+            raise errors.UserError(errors.DATA, what, fix)
         collator, batches = self.batches(pairs, lambda x: -len(x[0]), group_by="gen_kwargs")
         # Each batch has a seed of its own: a task may ask for many samples of one prompt.
         found = [text for n, batch in enumerate(batches) for text in self.complete(batch, n)]
@@ -153,10 +159,6 @@ class Run(TemplateLM):
         """The continuations of a batch's prompts, which all have the same settings."""
         s = normalize_gen_kwargs(requests[0][1])
         room = self.max_length - s["max_gen_toks"]
-        if room < 1:  # the harness' own backend refuses it too
-            what = f"a task asks for {s['max_gen_toks']} tokens, which must be fewer than"
-            what += f" train.seq_len={self.max_length}"
-            raise errors.UserError(errors.DATA, what, "leave the task out, or set --seq_len")
         prompts = [self.tok_encode(x)[-room:] or [self.prefix_token_id] for x, _ in requests]
 
         def added(k: int, row: list[int]) -> str:

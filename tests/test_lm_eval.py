@@ -204,7 +204,7 @@ def test_a_task_that_asks_for_more_tokens_than_fit_is_refused():
 
     lm = lm_eval.Run(None, byte_tokenizer(), on_mesh(PLAIN, train=dict(seq_len=LENGTH)))
     with pytest.raises(errors.UserError, match=f"asks for {LENGTH} tokens") as error:
-        lm.complete([("to", dict(max_gen_toks=LENGTH))])
+        lm.generate_until([SimpleNamespace(args=("to", dict(max_gen_toks=LENGTH)))])
     assert error.value.code == errors.DATA
 
 
