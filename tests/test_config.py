@@ -441,12 +441,12 @@ import cli
 cli.keep_freed_memory()
 import jax, jax.numpy as jnp
 f = jax.jit(lambda a: (a @ a.T) @ a)
-a = jnp.ones((5000, 16))  # a @ a.T takes 100 MB, or 24,414 pages
+a = jnp.ones((3000, 16))  # a @ a.T takes 36 MB, or 8,789 pages
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     f(a).block_until_ready()
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-print(*(faults() for _ in range(10)))
+print(*(faults() for _ in range(60)))  # now and then a small object is in the way, once for ten
 c = ctypes.CDLL(None)
 c.malloc.restype = c.sbrk.restype = ctypes.c_size_t
 begin = c.sbrk(0)
