@@ -13,7 +13,7 @@ CHECKPOINT = 4  # no usable checkpoint, or one of another model, data or format
 STORAGE = 5  # storage failed, after retries
 DIVERGED = 6  # the numbers are no longer finite
 DISTRIBUTED = 7  # another process was lost or cannot be reached
-BUSY = 8  # another live run uses the run directory
+BUSY = 8  # another live run uses the run directory, or it was moved under this one
 HUNG = 9  # nothing moved for run.hang_timeout
 INTERRUPTED = 75  # stopped by SIGTERM or Ctrl-C; the same command resumes
 

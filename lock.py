@@ -55,12 +55,12 @@ class FileLock:
 
     def watch(self):
         """End the process with exit code 8 when its run directory was moved or removed: it would go
-        on in a new folder of that name, without the rows and checkpoints so far.  Not with 5, after
-        which a restart would do the same."""
+        on in a new folder of that name, without the rows and checkpoints so far.  After exit code 5
+        a restart would do the same."""
         threading.Thread(target=self.watch_until_released, daemon=True).start()
 
     def watch_until_released(self):
-        seconds = 0  # that the file has been missing or another's
+        seconds = 0  # how long the file has been missing, or another file
         while seconds < 5:  # a network disk may show an old state for a moment
             if self.released.wait(1):
                 return
@@ -72,8 +72,8 @@ class FileLock:
                 is_ours = True
             seconds = 0 if is_ours else seconds + 1
         what = f"{self.path} is gone: the run directory was moved or removed under this run"
-        fix = f"put it back in the place of what is in {self.path.parent} now, and run the same "
-        fix += "command again to resume"
+        fix = f"move it back, in place of what is in {self.path.parent} now, "
+        fix += "and run the same command again to resume"
         write_error(f"{UserError(errors.BUSY, what, fix)}\n")
         os._exit(errors.BUSY)
 

@@ -193,7 +193,7 @@ def read_scaling(keys: Keys, name: str, kind: str, rope: dict) -> dict:
     original = keys.all.get("original_max_position_embeddings") or original
     factor, usual = rope.pop("factor", None), SCALINGS[kind]
     if not longest and (factor is None or (usual and not original)):
-        longest = keys.take("max_position_embeddings")  # a problem, because it is not there
+        longest = keys.take("max_position_embeddings")  # absent, which is noted as a problem
     original = original or longest
     fields = dict(rope_scaling=kind, rope_factor=longest / original if factor is None else factor)
     if usual:

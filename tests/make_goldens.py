@@ -8,8 +8,9 @@ it golden.safetensors:
   nll     [2, 47]      negative log likelihood of each next token, nats
   loss    []           their mean, as the model itself computes it
   logits  [2, 9, 96]   at the last positions (those of all positions would be most of the file)
-The weights are bfloat16 numbers and stored as such, so no bit is lost.  All is computed in float64,
-because CPUs differ by 1e-5 in float32, with eager attention and experts, and stored in float32.
+The weights are bfloat16 numbers and stored as such, so no bit is lost.  The rest is computed in
+float64, with eager attention and experts, and stored in float32.  (What transformers computes in
+float32 differs between CPUs by 1e-5.)
 """
 
 import itertools

@@ -446,7 +446,8 @@ def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     f(a).block_until_ready()
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-print(*(faults() for _ in range(60)))  # now and then a small object is in the way, once for ten
+# Sixty: where a small object lies in freed memory, several calls in a row may take new pages.
+print(*(faults() for _ in range(60)))
 c = ctypes.CDLL(None)
 c.malloc.restype = c.sbrk.restype = ctypes.c_size_t
 begin = c.sbrk(0)
