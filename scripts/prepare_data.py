@@ -466,7 +466,7 @@ def parse() -> Args:
             raise UserError(USAGE, f"--{name} is empty", f"give --{name} a name, or leave it out")
     absolute_path(args.out)  # refuses http:// and the like
     for x in args.input:
-        if is_remote(x) and not re.match("(gs|hf)://[^:]*[^:/]", x):
+        if is_remote(x) and not re.match("gs://[^/@]+(/|$)|hf://[^:]*[^:/]", x):
             fix = "give gs://bucket/path or hf://org/name:config:split"
             raise UserError(USAGE, f"--input {x} has no name, or is of an unknown kind", fix)
         if f"{real_path(x)}/".startswith(f"{real_path(args.out)}/"):

@@ -452,6 +452,7 @@ def test_a_log_file_gets_no_progress_bars(texts, tmp_path):
     (["--input", "hf://"], USAGE, "--input hf:// has no name, or is"),
     (["--stdlib", "--out="], USAGE, "--out is empty"),
     (["--stdlib", "--out", "http://x/y"], USAGE, "http://x/y is not the address of a bucket"),
+    (["--input", "gs://me:canary@b/x", "--out", "x"], USAGE, "--input gs://***@b/x has no name"),
     (["--stdlib", "--tokenizer", "s3://x/y"], USAGE, "s3://x/y is not the address of a bucket"),
     (["--input", __file__, "--field="], USAGE, "--field is empty"),
     (["--input", __file__, "--prompt_field=text"], USAGE, "and --prompt_field are both text"),

@@ -127,7 +127,9 @@ def test_a_folder_named_like_a_pattern_is_searched_as_it_is(tmp_path):
     assert [str(path) for path in found] == [str(tmp_path / "run[1]*" / "a.txt")]
 
 
-@pytest.mark.parametrize("path", ["http://x/y", "s3://bucket/x", "file:///x", "gs://", "gs:///x"])
+@pytest.mark.parametrize(
+    "path", ["http://x/y", "s3://bucket/x", "file:///x", "gs://", "gs:///x", "gs://me:canary@b/x"]
+)
 def test_an_address_that_is_not_of_a_bucket_is_refused(path):
     with pytest.raises(UserError, match="is not the address of a bucket") as e:
         files.absolute_path(path)
