@@ -55,7 +55,7 @@ def resolve(
         what = f"mesh.dp={dp} must be a multiple of the {slices} slices or nodes of the devices: "
         what += "pp and tp cannot use the slow network between them"
         fix = f"set --mesh.dp to a multiple of {slices}, and --mesh.pp and --mesh.tp to less, or "
-        fix += f"--mesh.dp 1x{dp} to let every axis use that network"
+        fix += f"on GPUs --mesh.dp 1x{dp} to let every axis use that network"
         raise UserError(USAGE, what, fix)
     cfg = replace(cfg, mesh=replace(cfg.mesh, dp=slice_ranks(slices, dp // slices), pp=pp, tp=tp))
     if rows is not None:

@@ -30,8 +30,8 @@ class Run:
     """Folder that holds run directories: a local path or gs://bucket/path."""
     start_from: str = ""
     """Another run, RUN or RUN@STEP, whose newest or given checkpoint this new run starts from.
-    Its settings may differ from that run's, but not the shapes of its weights.
-    It is not changed, and not needed once this run has a checkpoint of its own."""
+    Settings may differ from that run's, those of the model only as docs/running.md says.
+    That run is not changed, and not needed once this run has a checkpoint of its own."""
     start_with: Literal["weights", "state"] = "weights"
     """What run.start_from gives.
     weights: the weights, to train from update 0.
@@ -118,7 +118,7 @@ class Mesh:
     gather: the experts' weights are gathered over dp, like all others.
     alltoall: each expert stays on one dp rank, and the tokens are sent to it.
     Without train.capacity_factor, alltoall keeps room for all ranks' tokens on each rank.
-    Its token buffers and expert matmuls are then dp times as large."""
+    Its token buffers, and without kernels its expert matmuls, are then dp times as large."""
     slow_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type in which gradients cross the network between slices, if mesh.dp has several."""
 
