@@ -58,8 +58,9 @@ def test_dp_is_laid_over_the_slow_network_and_pp_and_tp_inside():
 
 def test_a_mesh_that_would_use_the_slow_network_for_more_is_refused_with_both_numbers():
     cfg = replace(config.tiny(), mesh=config.Mesh(1, 2, 4))
-    with pytest.raises(UserError, match="mesh.dp=1 must be a multiple of the 2 slices or nodes"):
+    with pytest.raises(UserError, match="mesh.dp=1 must be a multiple of the 2 slices") as e:
         checks.resolve(cfg, 8, slices=2)
+    assert "on GPUs --mesh.dp 1x1 " in str(e.value)
     cfg = replace(cfg, mesh=config.Mesh("4x2"))
     with pytest.raises(UserError, match=r"mesh.dp=4x2 has 4 slice\(s\), but the devices are in 2"):
         utils.mesh_of(nodes(4, 4, platform="tpu"), cfg)
