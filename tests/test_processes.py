@@ -11,6 +11,7 @@ import sys
 import time
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 from conftest import ROOT
@@ -230,6 +231,21 @@ def test_processes_with_other_settings_stop_before_they_train(base):
         assert code == USAGE and "Traceback" not in err
         assert "optim.lr is 0.01 in process 0, 0.02 in process 1" in err
     assert not run.exists()
+
+
+def test_other_versions_in_a_process_are_a_warning(monkeypatch, capsys):
+    def exchange(text: str) -> list[str]:
+        """The answers of this process and of one with another jax; digests differ always."""
+        if not text.startswith("{"):
+            return [text, "another digest"]
+        there = {name: "0.1" if name == "jax" else x for name, x in json.loads(text).items()}
+        return [text, json.dumps(there)]
+
+    monkeypatch.setattr(processes, "exchange", exchange)
+    processes.compare_settings(config.tiny())
+    what = f"jax is {jax.__version__} in process 0, 0.1 in process 1"
+    warning = f"warning: the processes run different versions: {what}\n"
+    assert capsys.readouterr().err == warning
 
 
 @pytest.mark.slow
