@@ -308,6 +308,14 @@ def test_a_run_is_evaluated_in_a_bucket_that_can_only_be_read(bucket, run_a, fla
     assert bucket.contents(run_a) == before
 
 
+@pytest.mark.parametrize("flag, path, code", [
+    ("--run.dir", "gs://no_bucket/runs", 5), ("--data.train", "gs://no_bucket/train", 3),
+])  # fmt: skip
+def test_a_bucket_that_is_not_there_is_named(bucket, flags, flag, path, code):
+    output = run(bucket, "train.py", *flags, "--run.name", "none", flag, path, code=code)
+    assert re.search(rf"^error: .*{path}.*\n  fix: ", output, re.M) and "Traceback" not in output
+
+
 def test_a_stopped_run_in_a_bucket_leaves_no_temporary_files(bucket, run_a, flags, tmp_path):
     there = copy.copy(bucket)
     there.env = bucket.env | dict(TMPDIR=str(tmp_path))
