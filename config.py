@@ -420,7 +420,7 @@ def shakespeare_char() -> Config:
 
 
 def gpt2(name: str, n_layers: int, d_model: int, n_heads: int) -> Config:
-    """GPT-2 (Radford et al. 2019, table 2) with nanoGPT's recipe."""
+    """GPT-2 (Radford et al. 2019, table 2) with nanoGPT's batch size, rates and weight decay."""
     return Config(
         run=Run(name=name),
         model=Model(vocab_size=50257, d_model=d_model, n_layers=n_layers, n_heads=n_heads,
