@@ -1,4 +1,5 @@
-"""Loss, perplexity and bits per byte of a trained model on a data set, as one line of JSON.
+"""Loss, perplexity and bits per byte of a trained model, as a line of JSON for each data set, and
+another for the tasks of --eval.tasks.
 
     python scripts/evaluate.py --run runs/demo --data data/demo/val --per_token logprob.npy
 
@@ -26,7 +27,7 @@ from mixture import read_sets
 @dataclass(frozen=True)
 class Args(cli.RunArgs):
     data: str = ""
-    """The data set; by default the run's validation set.  An imported run may have --eval.tasks
+    """The data set; by default the run's validation sets.  An imported run may have --eval.tasks
     alone."""
     per_token: str = ""
     """A .npy file to write: the log probability (nats, float32) of each token after the first.
