@@ -122,8 +122,7 @@ def prepare_run(path: epath.Path, cfg: Config, source, lock) -> FileLock | Lease
 def roll_back(path: epath.Path, cfg: Config, source):
     """Go back to the newest checkpoint of at most cfg.rollback updates: move later checkpoints and
     rows to rolled_back/, unless the last start was by this same command.  Raises UserError
-    CHECKPOINT if there is no such checkpoint, and as check_changes, check_past and
-    check_settings."""
+    CHECKPOINT if there is no such checkpoint, and as check_changes and check_past."""
     history = read_history(path)
     last = history[-1] if history else {}
     if (last.get("argv"), last.get("rollback")) == (sys.argv, cfg.rollback):
@@ -135,9 +134,12 @@ def roll_back(path: epath.Path, cfg: Config, source):
         fix = f"its checkpoints are {', '.join(map(str, saved)) or 'none'}"
         raise UserError(errors.CHECKPOINT, what, fix)
     old, new = read_record(path), json.loads(run_record(cfg, source.fingerprint, {}))
-    check_changes(changes(old, new, to), cfg)
+    check_changes(changes(old, new, to)["changes the training"], cfg)
     check_past(old, cfg, to)
-    check_settings(folder / str(to), record_facts(new), cfg)
+    # The checkpoint may be from before a --run.accept.
+    here, there = record_facts(new), saved_settings(folder / str(to))
+    differ = {n: [x, here[n]] for n, x in there.items() if x not in (None, here.get(n, x))}
+    check_changes(differ, cfg, when=f"in checkpoint {to}")
     where = free_name(path / "rolled_back" / str(to))
     where.mkdir(parents=True, exist_ok=True)
     for name in ("metrics.jsonl", "samples.jsonl"):  # the run itself drops them as it resumes
@@ -258,17 +260,16 @@ def shown(value) -> str:
     return str(value or repr(value))
 
 
-def check_changes(found: dict, cfg: Config):
-    """Raises UserError CHECKPOINT if one of `changes` changes the training and is not in
-    run.accept."""
-    flags = {name: name.removesuffix(" fingerprint") for name in found["changes the training"]}
+def check_changes(changed: dict[str, list], cfg: Config, when: str = "at this run's last start"):
+    """Raises UserError CHECKPOINT if one of these settings, {name: [value then, value here]}, is
+    not in run.accept.  when: words for then."""
+    flags = {name: name.removesuffix(" fingerprint") for name in changed}
     flags = {name: flag for name, flag in flags.items() if flag not in cfg.run.accept}
     accept = " ".join([*cfg.run.accept, *flags.values()])  # the flag may be given only once
     problems = []
     for name, flag in flags.items():
-        before, value = found["changes the training"][name]
-        what = f"{name} was {shown(before)} at this run's last start and is {shown(value)}"
-        what += ", which changes the training"
+        before, value = map(shown, changed[name])
+        what = f"{name} was {before} {when} and is {value}, which changes the training"
         fits = " if all arrays keep their shapes" if flag.startswith("model.") else ""
         fix = f"give the old value, or --run.accept {accept}{fits}, or another --run.name"
         problems.append(Problem(what, fix))
@@ -291,23 +292,12 @@ def check_past(old: dict, cfg: Config, step: int):
         raise UserError(errors.CHECKPOINT, what, fix)
 
 
-def check_settings(folder: epath.Path, here: dict, cfg: Config):
-    """Raises UserError CHECKPOINT if the checkpoint in this folder, which may be from before a
-    --run.accept, could not be restored with the settings here.  A damaged one has no settings."""
+def saved_settings(folder: epath.Path) -> dict:
+    """{name: value} of the settings that a checkpoint was saved with; {} if it is damaged."""
     try:
-        must = dict(json.loads((folder / "meta" / "metadata").read_text())["must"])
+        return dict(json.loads((folder / "meta" / "metadata").read_text())["must"])
     except (OSError, ValueError, TypeError, KeyError):
-        must = {}
-    flags = {name: name.removesuffix(" fingerprint") for name in must}
-    differ = {n: x for n, x in must.items() if x not in (None, here.get(n, x))}
-    differ = {n: x for n, x in differ.items() if flags[n] not in cfg.run.accept}
-    if differ:
-        texts = [f"{n}: {shown(x)} there, {shown(here[n])} here" for n, x in differ.items()]
-        what = f"checkpoint {folder} was saved with other settings: {'; '.join(texts[:10])}"
-        what += f", and {len(texts) - 10} more" if len(texts) > 10 else ""
-        fix = "give the checkpoint's values, or --run.accept "
-        fix += " ".join([*cfg.run.accept, *(flags[n] for n in differ)])
-        raise UserError(errors.CHECKPOINT, what, fix)
+        return {}
 
 
 # ---- history.jsonl: a line for each start
@@ -340,7 +330,7 @@ def record_start(path: epath.Path, cfg: Config, source, step: int):
     # Without a checkpoint no update counts.  With neither history nor updates, the run is new or
     # was made by convert_hf.py or average.py.
     if saved_steps(path) and (history or step):
-        check_changes(found, cfg)
+        check_changes(found["changes the training"], cfg)
         check_past(old, cfg, step)
     if history and "end" not in history[-1]:
         history[-1]["end"] = os.environ.get(LAST_END) or "not known: killed, or ended at once"

@@ -155,7 +155,8 @@ def test_a_rollback_to_before_an_accepted_change_moves_nothing_until_it_is_accep
     record["train"]["batch_size"] = 64  # as after a start with --run.accept train.batch_size
     (run / "config.json").write_text(json.dumps(record))
     error = refusal(replace(cfg, rollback=10))
-    assert error.code == CHECKPOINT and "train.batch_size: 32 there, 64 here" in str(error)
+    assert error.code == CHECKPOINT
+    assert "train.batch_size was 32 in checkpoint 10 and is 64" in str(error)
     assert saved_steps(run)[-1] == 20 and not (run / "rolled_back").exists()
     train.main(replace(cfg, rollback=10, run=replace(cfg.run, accept=("train.batch_size",))))
     assert rows(run)[20]["tokens"] == (10 * 32 + 10 * 64) * cfg.train.seq_len
