@@ -13,11 +13,11 @@ import model
 import utils
 from checkpoint import Checkpoints, Damaged
 from config import Config
-from errors import CHECKPOINT, DATA, USAGE, Problem, UserError
+from errors import CHECKPOINT, USAGE, Problem, UserError
 from files import absolute_path, run_path, write_whole
 from metrics import read_lines
 from rundir import read_record
-from shards import are_different, tokenizer_text
+from shards import check_tokenizer
 from weights import init_weights
 
 MAY_DIFFER = re.compile("rope_|yarn_|max_positions$|window$")
@@ -67,11 +67,7 @@ class Parent:
             problems.append(Problem(what, f"set --model.max_positions {there} or more"))
         if problems:
             raise UserError(CHECKPOINT, problems=problems)
-        theirs = self.path / "tokenizer.json"
-        both = [tokenizer_text(x) for x in (tokenizer, theirs) if x and x.exists()]
-        if are_different(both):
-            what = f"{tokenizer} is another tokenizer than that of the parent, {theirs}"
-            raise UserError(DATA, what, f"prepare the data with --tokenizer {theirs}")
+        check_tokenizer(self.path / "tokenizer.json", tokenizer)
 
     def has(self, item: str, abstract: dict) -> bool:
         """Whether the parent's item has just the arrays of `abstract`, {item: tree}."""

@@ -28,7 +28,7 @@ from files import free_name, is_remote, is_writable, move_folder, run_path, save
 from lock import FileLock, Lease, take_lock
 from mixture import read_ramp, trained_before
 from restart import LAST_END
-from shards import are_different, tokenizer_text
+from shards import check_tokenizer, tokenizer_text
 from utils import process_ids, run_on_lead, say, warn
 
 
@@ -176,15 +176,11 @@ def write_record(path: epath.Path, record: str, source):
     training starts, because only then is it certain that the run uses these settings.  Raises
     UserError DATA for another tokenizer than the run's."""
     tokenizer = path / "tokenizer.json"
-    text = "" if source.tokenizer is None else tokenizer_text(source.tokenizer)
-    # Without a checkpoint, an earlier start has failed: no weights belong to its tokenizer.
-    before = tokenizer_text(tokenizer) if saved_steps(path) and tokenizer.exists() else text
-    if text and are_different([before, text]):
-        what = f"{tokenizer} is another tokenizer than that of the data, {source.tokenizer}"
-        raise UserError(errors.DATA, what, f"prepare the data with --tokenizer {tokenizer}")
+    if saved_steps(path):  # otherwise an earlier start has failed, and has left no weights
+        check_tokenizer(tokenizer, source.tokenizer)
     write_whole(path / "config.json", record)
     if source.tokenizer is not None:  # so that the run can be sampled without its data
-        write_whole(tokenizer, text)
+        write_whole(tokenizer, tokenizer_text(source.tokenizer))
 
 
 def read_record(path: epath.Path) -> dict:

@@ -70,6 +70,14 @@ def are_different(texts: list[str]) -> bool:
     return len(set(texts)) > 1 and len(set(map(canonical, texts))) > 1
 
 
+def check_tokenizer(ours: epath.Path, theirs: epath.Path | None):
+    """Raise UserError DATA if a run's tokenizer.json, `ours`, and that of data, `theirs`, are of
+    different tokenizers.  Either may be missing."""
+    if are_different([tokenizer_text(x) for x in (ours, theirs) if x is not None and x.exists()]):
+        what = f"{theirs} is another tokenizer than that of the run, {ours}"
+        raise data_error(what, f"prepare the data with --tokenizer {ours}")
+
+
 # ---- pages: the units in which a file is verified
 
 PAGE = 64 * 1024

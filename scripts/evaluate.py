@@ -62,7 +62,7 @@ import train
 import utils
 from dataset import Dataset
 from scripts.outputs import check_output
-from shards import are_different, tokenizer_text
+from shards import check_tokenizer
 from tasks import open_tasks
 
 NOT_SCORED = -1.0
@@ -85,13 +85,6 @@ def main(args: Args, cfg: config.Config):
     if tasks:
         utils.say(f"evaluating in {cfg.train.dtype} on {tasks}", file=sys.stderr)
         utils.say(json.dumps(train.score_tasks(params, tasks, cfg)))
-
-
-def check_tokenizer(ours, theirs):
-    """Raise UserError DATA if the set was made with another tokenizer than the run's data."""
-    if are_different([tokenizer_text(x) for x in (ours, theirs) if x is not None and x.exists()]):
-        what = f"{theirs} is another tokenizer than that of the run, {ours}"
-        raise errors.UserError(errors.DATA, what, f"prepare the data with --tokenizer {ours}")
 
 
 def score(args: Args, cfg: config.Config, params, data: Dataset):

@@ -44,7 +44,7 @@ def test_a_branch_keeps_the_tokenizer_of_its_parent(reference, base, tmp_path):
     (parent / "tokenizer.json").write_text(published)
     branch.Parent(cfg, tokenizer)
     (parent / "tokenizer.json").write_text("{}")
-    with pytest.raises(UserError, match="another tokenizer than that of the parent"):
+    with pytest.raises(UserError, match="another tokenizer than that of the run"):
         branch.Parent(cfg, tokenizer)
 
 

@@ -382,7 +382,7 @@ def test_a_run_keeps_the_tokenizer_of_its_weights(reference, base, tmp_path):
     (run / "tokenizer.json").write_text(json.dumps(published, indent=2))
     train.main(cfg)
     (run / "tokenizer.json").write_text("{}")
-    with pytest.raises(UserError, match="another tokenizer than that of the data") as error:
+    with pytest.raises(UserError, match="another tokenizer than that of the run") as error:
         train.main(cfg)
     assert error.value.code == errors.DATA
     assert (run / "tokenizer.json").read_text() == "{}"
