@@ -31,6 +31,7 @@ from config import Config, Run
 from errors import Problem, UserError, write_error
 from files import run_path, write_whole
 from restart import LAST_END
+from rundir import record_end
 from utils import exchange, is_storage_error, process_id, process_ids, shared_store, warn
 
 # ---- connecting
@@ -361,10 +362,8 @@ class Watchdog:
     XLA's compiler, the wait for a checkpoint, the end of Weights & Biases."""
     LONG = re.compile(r"jax/_src/compiler\.py|/checkpoint(_manager)?\.py|/wandb/")
 
-    def __init__(self, stop: Stop, cfg: Config, record_end):
-        """record_end(run, text): records in the run directory why the process ends."""
+    def __init__(self, stop: Stop, cfg: Config):
         self.stop, self.run, self.seconds = stop, run_path(cfg), cfg.run.hang_timeout
-        self.record_end = record_end
         self.ended = threading.Event()
 
     def __enter__(self):
@@ -417,7 +416,7 @@ class Watchdog:
         except Exception as e:  # whatever the storage raises, the process has to end
             write_error(f"warning: {where} was not written ({e})\n")
         with suppress(TimeoutError):
-            call_within(5, lambda: self.record_end(self.run, f"exit code {errors.HUNG}"))
+            call_within(5, lambda: record_end(self.run, f"exit code {errors.HUNG}"))
         leave_last(30)
         os._exit(errors.HUNG)
 

@@ -78,7 +78,7 @@ from model import token_spec
 from norms import layer_norms, logit_sizes
 from processes import NOTICE
 from profiling import DATA_WAIT, Profile
-from rundir import open_run, record_end, record_start
+from rundir import open_run, record_start
 from tasks import Tasks, open_tasks
 from utils import with_slices
 
@@ -550,7 +550,7 @@ def main(cfg: Config, held=None) -> State | None:
     if held is not None and not utils.is_lead():
         held.release()
         held = None
-    with processes.Watchdog(stop, cfg, record_end):
+    with processes.Watchdog(stop, cfg):
         processes.compare_settings(cfg)
         cfg = utils.start_mesh(cfg)
         optim.optimizer(cfg)  # raises for a name that no table has, before anything is written
