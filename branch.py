@@ -80,22 +80,21 @@ class Parent:
 
         def with_parents_rows(path, x):
             name = utils.path_name(path)
-            shape = self.meta["leaves"][name][0] if is_position(path) else x.shape
+            shape = self.meta["leaves"][name][0] if name.endswith("/position_LD") else x.shape
             return jax.ShapeDtypeStruct(shape, x.dtype, sharding=x.sharding)
 
         @partial(jax.jit, static_argnums=(0, 2))
-        def grow(is_weight: bool, x, missing: int):
-            new = jnp.zeros((missing, *x.shape[1:]), x.dtype)
+        def grow(is_weight: bool, x, shape):
+            new = jnp.zeros(shape, x.dtype)
             if is_weight:
                 table = dict(position_LD=model.param_table(cfg)["position_LD"])
-                new = init_weights(table, cfg.run.seed)["position_LD"][-missing:]
-            return jnp.concatenate([x, new])
+                new = init_weights(table, cfg.run.seed)["position_LD"]
+            return new.at[: len(x)].set(x)
 
         def fit(path, x, want):
-            missing = want.shape[0] - x.shape[0] if is_position(path) else 0
-            if not missing:
+            if x.shape == want.shape:
                 return x
-            return jax.device_put(grow(path[0].key != "rest", x, missing), want.sharding)
+            return jax.device_put(grow(path[0].key != "rest", x, want.shape), want.sharding)
 
         wanted = jax.tree_util.tree_map_with_path(with_parents_rows, abstract)
         found = self.store.restore(wanted, self.step)
@@ -119,10 +118,6 @@ def read_name(text: str) -> tuple[epath.Path, int]:
     """(path, step) of RUN@STEP; -1 for RUN."""
     name, step = re.fullmatch(r"(?s)(.+?)(?:@(\d{1,9}))?", text).groups()
     return absolute_path(name), int(step or -1)
-
-
-def is_position(path) -> bool:
-    return getattr(path[-1], "key", "") == "position_LD"
 
 
 def refuse_other_parent(run: epath.Path, cfg: Config):

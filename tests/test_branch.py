@@ -38,7 +38,7 @@ def test_a_branch_with_the_state_goes_on_bit_for_bit(reference, base):
 
 def test_a_branch_keeps_the_tokenizer_of_its_parent(reference, base, tmp_path):
     parent = shutil.copytree(reference, tmp_path / "parent")
-    cfg, _ = branch_of(parent, base, "tokens")
+    cfg, _ = branch_of(parent, base, "same-tokens")
     tokenizer = epath.Path(reference / "tokenizer.json")
     published = json.dumps(json.loads(tokenizer.read_text()), indent=2)
     (parent / "tokenizer.json").write_text(published)
