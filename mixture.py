@@ -92,13 +92,13 @@ def in_stream(step: int, skip: list[tuple[int, int]]) -> int:
     return step
 
 
-def trained_before(step: int, skip: str, stages, ramp: dict[int, int]) -> tuple:
-    """The parts of data.skip, data.stages and train.batch_ramp (from `read_ramp`) that the first
-    `step` updates of a run have used."""
+def trained_before(step: int, skip: str, stages, ramp: str, batch_size: int) -> tuple:
+    """The parts of data.skip, data.stages and train.batch_ramp that the first `step` updates of a
+    run have used; batch_size: the sequences of each update without a ramp."""
     ranges = read_skip(skip)
     last = in_stream(step - 1, ranges) if step else -1
     begun = [word for word in stages if int(word.partition(":")[0]) <= last]
-    sizes = {start: size for start, size in ramp.items() if start <= last}
+    sizes = {n: size for n, size in read_ramp(ramp, batch_size).items() if n <= last}
     return [pair for pair in ranges if pair[0] <= last], begun, sizes
 
 

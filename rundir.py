@@ -26,7 +26,7 @@ from config import Config
 from errors import Problem, UserError
 from files import free_name, is_remote, is_writable, move_folder, run_path, saved_steps, write_whole
 from lock import FileLock, Lease, take_lock
-from mixture import read_ramp, trained_before
+from mixture import trained_before
 from restart import LAST_END
 from shards import check_tokenizer, tokenizer_text
 from utils import process_ids, run_on_lead, say, warn
@@ -276,12 +276,11 @@ def check_changes(changed: dict[str, list], cfg: Config, when: str = "at this ru
 def check_past(old: dict, cfg: Config, step: int):
     """Raises UserError CHECKPOINT if data.skip, data.stages or train.batch_ramp change updates that
     the run has made."""
-    data, t, ramps = old.get("data", {}), old.get("train", {}), [{}, {}]
-    if t.get("batch_ramp") or cfg.train.batch_ramp:
-        batch_size = t.get("batch_size", cfg.train.batch_size)
-        ramps = [read_ramp(x, batch_size) for x in (t.get("batch_ramp", ""), cfg.train.batch_ramp)]
-    before = trained_before(step, data.get("skip", ""), data.get("stages", []), ramps[0])
-    if before != trained_before(step, cfg.data.skip, cfg.data.stages, ramps[1]):
+    data, train = old.get("data", {}), old.get("train", {})
+    there = data.get("skip", ""), data.get("stages", []), train.get("batch_ramp", "")
+    here = cfg.data.skip, cfg.data.stages, cfg.train.batch_ramp
+    size = train.get("batch_size", cfg.train.batch_size)  # of both: check_changes compares it
+    if trained_before(step, *there, size) != trained_before(step, *here, size):
         what = "data.skip, data.stages or train.batch_ramp change some of the "
         what += f"{step} updates that the run has made"
         fix = "add --rollback with an update from before those, or change only later ones"
