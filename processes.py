@@ -45,7 +45,7 @@ def start_processes(cfg: Config):
     r = cfg.run
     options = dict(initialization_timeout=r.start_timeout)
     jax.config.update("jax_enable_preemption_service", False)  # Stop does this
-    exit_on_abort()
+    ctypes.CDLL(None).signal(signal.SIGABRT, aborted)
     if r.coordinator:
         options["coordinator_bind_address"] = meet(r)
         try:
@@ -445,19 +445,12 @@ def main_thread_is_in(files: re.Pattern) -> bool:
 
 @ctypes.CFUNCTYPE(None, ctypes.c_int)
 def aborted(number):
+    """The handler of SIGABRT.  When process 0 is lost, a thread of JAX calls abort.  A handler of
+    Python's signal module would wait for the main thread; this one is called in that thread."""
     what = "JAX aborted this process (its message is above), most often as another one was lost"
     fix = "look at the other processes' logs, then run the same command again in every process"
     write_error(f"{Problem(what, fix)}\n")
     os._exit(errors.DISTRIBUTED)
-
-
-def exit_on_abort():
-    """Exit with DISTRIBUTED where JAX aborts.
-
-    When process 0 is lost, a thread of JAX calls abort.  A handler of Python's signal module would
-    wait for the main thread; this one is called in that thread.
-    """
-    ctypes.CDLL(None).signal(signal.SIGABRT, aborted)
 
 
 def hide_late_errors(unraisable):
