@@ -215,7 +215,7 @@ def compare_settings(cfg: Config):
     # --fresh is left out, because only process 0 acts on it.
     settings = config.settings(cfg) | dict(eval_only=cfg.eval_only)
     shared = {name: str(value) for name, value in settings.items() if name not in OWN_FLAGS}
-    refuse_differences(shared, "start all processes of a run with the same flags", between=" is ")
+    refuse_differences(shared, "start all processes of a run with the same flags")
     ours = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
     versions = dict(python=platform.python_version(), jax=jax.__version__)
     versions |= dict(jaxlib=jaxlib.__version__, trifold=hashlib.sha256(ours).hexdigest()[:12])
@@ -223,11 +223,10 @@ def compare_settings(cfg: Config):
         warn(f"the processes run different versions: {name} is {values}")
 
 
-def refuse_differences(facts: dict[str, str], fix: str, between: str = " differs: "):
-    """Raise UserError USAGE if a fact, {name: value}, differs in another process.  between: what
-    the error has between the name and the values."""
+def refuse_differences(facts: dict[str, str], fix: str):
+    """Raise UserError USAGE if a fact, {name: value}, differs in another process."""
     if differ := differences(facts):
-        problems = [Problem(f"{name}{between}{values}", fix) for name, values in differ.items()]
+        problems = [Problem(f"{name} differs: {values}", fix) for name, values in differ.items()]
         raise UserError(errors.USAGE, problems=problems)
 
 

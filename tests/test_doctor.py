@@ -297,7 +297,7 @@ def test_what_differs_between_two_processes_is_red_in_both(corpus, tmp_path):
     data, version, setting = red["same"]
     assert re.match(r"data.train is \w{32} in process 0, \w{32} in process 1 ", data)
     assert re.match(r"optax is \d\S+ in process 0, 9.9.9 in process 1 ", version)
-    assert "optim.lr is 0.01 in process 0, 0.02 in process 1" in setting
+    assert "optim.lr differs: 0.01 in process 0, 0.02 in process 1" in setting
     assert "optax is 9.9.9" in rows(both[0][1], WARN)["versions"][0]
     assert "(process 1; shown: 1 on" in rows(both[0][1], WARN)["versions"][0]
 

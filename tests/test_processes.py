@@ -229,7 +229,7 @@ def test_processes_with_other_settings_stop_before_they_train(base):
     for process in start_two(cfg, other):
         code, _, err = finish(process)
         assert code == USAGE and "Traceback" not in err
-        assert "optim.lr is 0.01 in process 0, 0.02 in process 1" in err
+        assert "optim.lr differs: 0.01 in process 0, 0.02 in process 1" in err
     assert not run.exists()
 
 
