@@ -199,9 +199,8 @@ def take_early(cfg: Config) -> FileLock | None:
     """
     run = run_path(cfg)
     is_rank = cfg.run.process_id > 0 or any(name in os.environ for name in RANKS)
-    if is_rank or cfg.eval_only or is_remote(run):
-        return None
-    if not (run / "lock").exists() or not (run / "config.json").exists():  # not a run's, perhaps
+    # Without a config.json, the folder may not be a run's.
+    if is_rank or cfg.eval_only or is_remote(run) or not (run / "config.json").exists():
         return None
     try:
         return FileLock(run / "lock")
