@@ -89,12 +89,12 @@ def leaves_folder(path, folder) -> bool:
     return not os.path.realpath(path).startswith(root + os.sep)
 
 
-def read_limited(path, limit: int = 2**28) -> str:
+def read_limited(path) -> str:
     """The text of a file from an untrusted source.  Raises ValueError, before reading, if it has
-    more than `limit` bytes, or is a pipe or device, which may have no end."""
+    more than 256 MiB, or is a pipe or device, which may have no end."""
     file = epath.Path(path)
-    if (size := file.stat().length) > limit:
-        raise ValueError(f"it has {size} bytes, more than {limit}")
+    if (size := file.stat().length) > 2**28:
+        raise ValueError(f"it has {size} bytes, more than {2**28}")
     if not (is_remote(path) or Path(path).is_file()):  # epath's is_file is True of a pipe
         raise ValueError("it is not a file")
     return file.read_text(encoding="utf-8")
