@@ -77,14 +77,12 @@ def meet(r: Run) -> str | None:
     greeted, error = {}, None
     try:
         family, address = listening_address(r.coordinator)
-        server = socket.create_server(address, family=family)
-    except OSError as e:
-        fix = "choose a free port of this host, the same in every process's flags"
-        raise UserError(errors.DISTRIBUTED, f"run.coordinator={r.coordinator}: {e}", fix) from None
-    try:
-        with server:
+        with socket.create_server(address, family=family) as server:
             while len(greeted) < r.num_processes - 1:
                 wait_for_greeting(server, r, greeted, deadline)
+    except OSError as e:
+        fix = "choose a free port of this host, the same in every process's flags"
+        error = UserError(errors.DISTRIBUTED, f"run.coordinator={r.coordinator}: {e}", fix)
     except UserError as e:
         error = e
     answer = "" if error is None else json.dumps([error.code, *error.problems[0]])
