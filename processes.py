@@ -240,9 +240,9 @@ class Stop:
     second SIGTERM or Ctrl-C exits at once.  SIGUSR1 asks it to save.
 
     All processes stop and save after the same update.  All make the same polls, one for each update
-    and each batch of an evaluation.  One that is asked to stop writes the number of the poll NOTICE
-    after its own into the store, and at each poll all look there.  No process is past that poll by
-    then: an update needs the devices of every process, so none is NOTICE polls ahead of another.
+    and each batch of an evaluation.  A process that is asked to stop writes into the store that all
+    are to stop NOTICE polls after this one, and at each poll all look there.  No process has made
+    that poll yet: an update needs the devices of all, so none is NOTICE polls ahead of another.
     """
 
     TOGETHER = 2.0

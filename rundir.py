@@ -252,7 +252,7 @@ def changes(old: dict, new: dict, step: int) -> dict[str, dict[str, list]]:
 
 
 def shown(value) -> str:
-    """A value in a message, where an empty text would leave a hole."""
+    """A value as text for a message; an empty one as ''."""
     return str(value or repr(value))
 
 

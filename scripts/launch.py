@@ -56,10 +56,10 @@ def problems_with(args, **rules: tuple[object, str]) -> list[Problem]:
 
 # ---- workers
 
-# Runs the command in the background, and beside it `cat`, which returns when the connection ends,
-# for whatever reason.  Then train.py gets SIGTERM, and SIGKILL if it has not saved in time.
-# What waits for that is ended before the echo, which fails where the connection is gone: later the
-# number may be another process's.
+# Runs the command in the background, and beside it a shell that waits in `cat`, which returns when
+# the connection ends, for whatever reason.  That shell then sends train.py SIGTERM, and SIGKILL if
+# it has not saved in time.  It is killed before the echo, because the echo fails if the connection
+# is gone: if it lived on, its SIGKILL could reach a new process with train.py's number.
 REMOTE = """(cd {folder} && PATH="$PWD/.venv/bin:$PATH" && exec {command}) </dev/null &
 pid=$!
 (cat; kill $pid; sleep {saving}; kill -9 $pid) <&0 >/dev/null 2>&1 &
