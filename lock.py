@@ -131,21 +131,19 @@ class Lease:
         self.thread.start()
 
     def wait_until_free(self) -> str:
-        """The generation of an expired lease, "0" where there is none."""
+        """The generation of an expired lease, "0" where there is none, or where it is released
+        meanwhile."""
         patience, (before, owner) = 3 * self.renew_every, self.file.read()
-        if before == "0":
-            return before
-        what = f"waiting {patience:.0f} s for the lease of an earlier run to expire: {owner}"
-        print(what, flush=True)
-        deadline = time.monotonic() + patience
-        while time.monotonic() < deadline:
+        now, deadline = before, time.monotonic() + patience
+        if now != "0":
+            what = f"waiting {patience:.0f} s for the lease of an earlier run to expire: {owner}"
+            print(what, flush=True)
+        while now != "0" and time.monotonic() < deadline:
             time.sleep(self.renew_every / 5)
             now = self.file.read()[0]
-            if now == "0":  # the earlier run has released it
-                return now
-            if now != before:
+            if now not in ("0", before):
                 raise busy_error(self.path, owner)
-        return before
+        return now
 
     def write(self, beat: int, generation: str) -> str | None:
         """The new generation; None if another run has written the lease."""
