@@ -4,7 +4,7 @@ it is computed from the seed and the row's number, so there is nothing to save.
 
 import math
 import zlib
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from fractions import Fraction
 
 import numpy as np
@@ -140,11 +140,6 @@ class Order:
         k = np.searchsorted(self.ramp_starts, update, side="right") - 1
         return int(self.ramp_rows[k] + (update - self.ramp_starts[k]) * self.ramp_sizes[k])
 
-    def update_of(self, row: int) -> int:
-        """The update of the stream that has this row."""
-        k = np.searchsorted(self.ramp_rows, row, side="right") - 1
-        return int(self.ramp_starts[k] + (row - self.ramp_rows[k]) // self.ramp_sizes[k])
-
     def batch_rows(self, step: int) -> np.ndarray:
         """The rows of the stream that update step + 1 of the run trains on."""
         update = self.in_stream(step)
@@ -220,28 +215,19 @@ class Order:
 
     def updates_of(self, source: int, windows: range) -> list[int]:
         """The updates of the run, counted from 1, that train on one of a source's windows."""
-        n, steps = int(self.n_windows[source]), self.cfg.train.steps
-        end = self.in_stream(steps - 1) + 1
-        n_rows, found = int(self.counts(end)[source]), set()
-        for epoch in range(-(-n_rows // n)):
+        n, steps = int(self.n_windows[source]), range(self.cfg.train.steps)
+        stream = range(self.in_stream(steps[-1]) + 1)
+
+        def rows_before(update: int) -> int:
+            return int(self.counts(update)[source])
+
+        found = set()
+        for epoch in range(-(-rows_before(len(stream)) // n)):
             i = permute(np.array(windows), n, self.key(source, epoch), inverse=True)
-            counts = [epoch * n + k for k in i.tolist()]
-            found |= {self.row_of(source, count) for count in counts if count < n_rows}
-        before = {self.step_of_row(row) for row in found} - {None}
-        return sorted(step + 1 for step in before if step < steps)
-
-    def row_of(self, source: int, count: int) -> int:
-        """The inverse of `place`: the source's row of the stream that comes after `count` others
-        of it."""
-        s = max(s for s, before in enumerate(self.before) if before[source] <= count)
-        pattern = self.patterns[s]
-        periods, rest = divmod(count - int(self.before[s][source]), int(pattern.weights[source]))
-        place = int(np.flatnonzero(pattern.sources == source)[rest])
-        return int(self.starts[s]) + periods * pattern.period + place
-
-    def step_of_row(self, row: int) -> int | None:
-        """How many updates the run makes before it trains on this row; None if it is left out."""
-        update = self.update_of(row)
-        if any(first <= update < stop for first, stop in self.skip):
-            return None
-        return update - sum(stop - first for first, stop in self.skip if stop <= update)
+            for count in (epoch * n + i).tolist():  # the source's rows before the window's
+                update = bisect_right(stream, count, key=rows_before) - 1
+                step = bisect_left(steps, update, key=self.in_stream)
+                is_reached = count < rows_before(update + 1)
+                if is_reached and self.in_stream(step) == update:  # else data.skip leaves it out
+                    found.add(step + 1)
+        return sorted(found)

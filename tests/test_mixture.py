@@ -119,7 +119,7 @@ def test_updates_that_are_left_out_move_the_later_ones_up(sized):
         assert [*cut.trained_on(step + 1).values()] == [counted[n] for n in range(3)]
 
 
-def test_the_updates_that_a_window_feeds_are_found_without_a_search(sized):
+def test_the_updates_that_a_window_feeds_are_found(sized):
     sized = replace(sized, train=replace(sized.train, steps=40))
     order = order_of(sized, **MIXED)
     fed = {}
