@@ -258,17 +258,6 @@ class Mixture(Source):
     def __str__(self):
         return "; ".join(f"{name}: {source}" for name, source in self.parts.items())
 
-    def problems(self) -> list[Problem]:
-        found, needed = [], self.cfg.train.seq_len + 1
-        for name, source in self.parts.items():
-            found += source.problems()
-            if source.n_tokens < needed:
-                what = (
-                    f"data.train: {name} holds {source.n_tokens} tokens; one window needs {needed}"
-                )
-                found.append(Problem(what, "give more data, or set a smaller --train.seq_len"))
-        return found
-
     def windows(self, rows: np.ndarray) -> np.ndarray:
         return self.gather(rows, "windows", np.int32)
 
@@ -359,12 +348,14 @@ class Dataset:
         data, source, t = self.cfg.data, self.source, self.cfg.train
         name = f"data.{self.split}={getattr(data, self.split)}"
         is_train = self.split == "train"
-        yield from source.problems()
         needed = t.seq_len + 1 if is_train else 2  # evaluation pads its last window
-        if source.n_tokens < needed:
-            window = f"train.seq_len + 1 = {needed}" if is_train else needed
-            what = f"{name} holds {source.n_tokens} tokens; one window needs {window}"
-            yield Problem(what, "give more data, or set a smaller --train.seq_len")
+        for part, x in parts_of(source).items():
+            yield from x.problems()
+            if x.n_tokens < needed:
+                holder = f"data.train: {part}" if part else name
+                window = f"train.seq_len + 1 = {needed}" if is_train else needed
+                what = f"{holder} holds {x.n_tokens} tokens; one window needs {window}"
+                yield Problem(what, "give more data, or set a smaller --train.seq_len")
         if data.document_mask and data.end_id < 0:
             what = f"data.document_mask=True, but {name} does not say which token ends a document"
             yield Problem(what, "set --data.end_id")
