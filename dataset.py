@@ -104,9 +104,6 @@ class TokenFiles(Source):
         check_is_part(tokenizer)
         self.tokenizer = tokenizer if tokenizer.exists() else None
         self.is_incomplete = "tokenizer" in manifest and self.tokenizer is None
-        if self.tokenizer and (size := tokenizer.stat().length) > 2**28:  # it is read and copied
-            what = f"{tokenizer} has {size:,} bytes, and those of tokenizers have at most {2**28:,}"
-            raise UserError(DATA, what, "copy the tokenizer of the data there")
 
     def __str__(self):
         more = ", masked" if any(self.masks) else ""

@@ -35,12 +35,11 @@ def n_ids(tokenizer) -> int:
 
 
 def tokenizer_text(path: epath.Path) -> str:
-    """The text of a tokenizer.json.  Raises UserError DATA if it is not UTF-8."""
+    """The text of a tokenizer.json.  Raises UserError DATA if it is too large or not UTF-8."""
     try:
-        return path.read_text()
-    except UnicodeDecodeError as e:
-        fix = "copy it again"
-        raise UserError(DATA, f"{path} is damaged: {str(e)[:200]}", fix) from None
+        return read_limited(path)
+    except ValueError as e:
+        raise data_error(f"{path} is damaged: {str(e)[:200]}", "copy it again") from None
 
 
 def parse_tokenizer(text: str):

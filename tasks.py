@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 
 from config import END, Config
 from errors import DATA, Problem, UserError
-from files import absolute_path
+from files import absolute_path, read_limited
 from mixture import read_tasks
 from model import token_spec
 from shards import n_ids, parse_tokenizer
@@ -33,7 +33,7 @@ def load_tokenizer(path: epath.Path | None, cfg: Config, fix: str):
         absent = "tokenizer.json does not exist: the run's data had none"
         raise UserError(DATA, f"{path} is not a file" if path else absent, fix)
     try:
-        tokenizer = parse_tokenizer(path.read_bytes().decode(errors="replace"))
+        tokenizer = parse_tokenizer(read_limited(path))
     except ValueError as e:
         what = f"{path} is not a tokenizer.json of the tokenizers library: {e}"
         raise UserError(DATA, what, fix) from None

@@ -612,8 +612,9 @@ def test_a_tokenizer_of_gigabytes_is_not_read(cfg, corpus, tmp_path):
     folder = tmp_path / "data"
     shutil.copytree(corpus / "train", folder)
     os.truncate(folder / "tokenizer.json", 2**31)
-    with pytest.raises(UserError, match="has 2,147,483,648 bytes") as error:
-        Dataset(replace(cfg, data=replace(cfg.data, train=str(folder))), "train")
+    source = open_set(cfg, folder).source
+    with pytest.raises(UserError, match="has 2147483648 bytes") as error:
+        dataset.check_tokenizers({"data.train": source})  # the first that a start reads
     assert error.value.code == DATA
 
 
