@@ -49,6 +49,7 @@ from scripts.readers import PIECE, Document, Options, Piece
 from scripts.shard_tasks import (
     SPLITS,
     Task,
+    batches,
     encode_texts,
     hash_documents,
     load_tokenizer,
@@ -165,24 +166,16 @@ def cut_corpus(files: list[File], options: Options, val_fraction: float) -> list
         return list(chain.from_iterable(found))
 
 
-def group(pieces: Iterable[Piece], size: int) -> Iterator[list[Piece]]:
-    """Lists of consecutive pieces, each of at least `size` bytes except for the last.
-
-    Pieces that follow each other in a file are joined, so that it is opened once.
-    """
-    found, n_bytes = [], 0
+def join(pieces: list[Piece]) -> list[Piece]:
+    """The pieces, with those joined that follow each other in a file, so that it is opened once."""
+    found = []
     for piece in pieces:
         last = found[-1] if found else None
         if last and piece.rank is None and last[:2] == piece[:2] and last.stop == piece.start > 0:
             found[-1] = last._replace(stop=piece.stop, size=last.size + piece.size)
         else:
             found.append(piece)
-        n_bytes += piece.size
-        if n_bytes >= size:
-            yield found
-            found, n_bytes = [], 0
-    if found:
-        yield found
+    return found
 
 
 # ---- the plan: the tokenizer, and what the tasks are
@@ -201,7 +194,7 @@ def sample_texts(
         for found in readers.read_documents(piece, options):
             if isinstance(found, Document) and found.rank >= threshold:
                 yield "".join(text for text, _ in found.parts)
-                left -= found.n_bytes
+                left -= found.size
             if left <= 0:
                 break
 
@@ -504,7 +497,8 @@ def main(args: Args):
     pieces = cut_corpus(files, options, args.val_fraction)
     plan = make_plan(args, out, pieces, options, recipe, times)
     common = str(out), options, args.shard_tokens, args.end_token, plan["threshold"]
-    tasks = [Task(n, found, *common) for n, found in enumerate(group(pieces, plan["size"]))]
+    lists = batches(pieces, plan["size"])
+    tasks = [Task(n, join(found), *common) for n, found in enumerate(lists)]
     # Starting a process takes about as long as tokenizing a million bytes.
     has_affinity = hasattr(os, "sched_getaffinity")  # not on macOS
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1

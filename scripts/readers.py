@@ -65,7 +65,8 @@ class Document(NamedTuple):
     """Its line or row in the piece, from 1."""
     parts: list[tuple[str, bool]]
     """Its text in parts, and whether each part is scored."""
-    n_bytes: int
+    size: int
+    """Bytes of text."""
     rank: int
     """The first 64 bits of its hash, which decide whether it is held out."""
     key: bytes

@@ -8,7 +8,7 @@ not been done.
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -126,16 +126,18 @@ def documents_of(task: Task, facts: dict) -> Iterator[Document]:
         facts["rows"].append(row)
 
 
-def batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    """Lists of consecutive documents, each of at least a million bytes except for the last."""
-    batch, n_bytes = [], 0
-    for document in documents:
-        batch.append(document)
-        n_bytes += document.n_bytes
-        if n_bytes >= 1_000_000:
-            yield batch
-            batch, n_bytes = [], 0
-    yield batch
+def batches(items: Iterable, size: float) -> Iterator[list]:
+    """Lists of consecutive pieces or documents.  Each has at least `size` bytes, except for the
+    last."""
+    found, n_bytes = [], 0
+    for item in items:
+        found.append(item)
+        n_bytes += item.size
+        if n_bytes >= size:
+            yield found
+            found, n_bytes = [], 0
+    if found:
+        yield found
 
 
 def hash_documents(task: Task):
@@ -153,7 +155,7 @@ def write_shards(task: Task):
     dtype = "uint16" if n_ids(tokenizer) <= 65536 else "uint32"
     train, val = writers = [ShardWriter(task, split, dtype) for split in SPLITS]
     facts = {}
-    for batch in batches(documents_of(task, facts)):
+    for batch in batches(documents_of(task, facts), 1_000_000):
         texts = [text for document in batch for text, _ in document.parts]
         encodings = iter(encode_texts(tokenizer, texts))
         for document in batch:
@@ -162,7 +164,7 @@ def write_shards(task: Task):
                 writer.add(next(encodings).ids, is_scored)
             if document.ends:
                 writer.add([end_id], document.parts[-1][1])
-            writer.n_bytes += document.n_bytes
+            writer.n_bytes += document.size
             writer.documents += document.ends
             if writer.n_tokens >= 2 * task.shard_tokens:
                 writer.close_shard()
