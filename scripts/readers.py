@@ -143,14 +143,13 @@ def split_text(file: File, val_fraction: float) -> list[Piece]:
     except UnicodeDecodeError:
         raise UserError(DATA, f"{file.name} is not UTF-8", "give text in UTF-8") from None
     target = round(file.size * (1 - val_fraction))
-    cut = find_cut(file.source, target)
-    if not 0 < cut < file.size:  # a file of one line
-        cut = find_cut(file.source, target, seek_line=False)
-    if not 0 < cut < file.size:
-        what = f"{file.name} is too short to hold out {val_fraction} of it"
-        raise UserError(DATA, what, "give more text")
-    train = text_pieces(file.source, 0, cut, 2**64 - 1)
-    return train + text_pieces(file.source, cut, file.size, 0)
+    for seek_line in (True, False):  # False for a file of one line
+        cut = find_cut(file.source, target, seek_line)
+        if 0 < cut < file.size:
+            train = text_pieces(file.source, 0, cut, 2**64 - 1)
+            return train + text_pieces(file.source, cut, file.size, 0)
+    what = f"{file.name} is too short to hold out {val_fraction} of it"
+    raise UserError(DATA, what, "give more text")
 
 
 def skip_mark(f):
