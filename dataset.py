@@ -190,7 +190,7 @@ SYNTHETIC_WINDOWS = dict(train=2**32, val=256)
 class Synthetic(Source):
     """Random tokens with structure, which need no files: for benchmarks and first tries.
 
-    Each token has SUCCESSORS successors, the same in every set, of which one is drawn to follow it.
+    Each token has SUCCESSORS successors, the same in every set; one of them is drawn to follow it.
     So the best model's loss is log(SUCCESSORS), 1.386 nats, or a little less where some of a
     token's successors are the same.
     """

@@ -60,7 +60,7 @@ class Pattern:
     """The source of each row, which repeats after a period: integer weights, spread evenly."""
 
     def __init__(self, weights: dict[str, Fraction], names: list[str]):
-        """weights: of some or all of the sources, whose order names gives."""
+        """weights: for some or all of the sources; names: all of them, in order."""
         parts = [weights.get(name, Fraction(0)) for name in names]
         scale = math.lcm(*(part.denominator for part in parts))
         whole = [int(part * scale) for part in parts]
@@ -92,8 +92,8 @@ def spread(weights: list[int]) -> np.ndarray:
     """The source of each row of a period.  In every prefix each source has its share of the rows,
     to within less than one row.
 
-    Of the sources that would not be ahead with the row, the one with the earliest deadline gets it:
-    Pfair scheduling (Baruah and others 1996), for one processor.
+    A source may have the row if that does not put it ahead of its share.  Among those, the one with
+    the earliest deadline gets it: Pfair scheduling (Baruah and others 1996), for one processor.
     """
     period, had, order = sum(weights), [0] * len(weights), []
     for row in range(period):
@@ -111,12 +111,12 @@ class Order:
     """Which window of which source each row of a run is: the sources alternate in the pattern of
     the stage, and each source gives all of its windows once an epoch, in a seeded order.
 
-    The stream is the rows of a run without data.skip: its update u, counted from 0, trains on the
-    rows after those of the updates before it.  A run with data.skip leaves updates of it out.
+    The stream is what a run without data.skip trains on: the rows of its update 0, then those of
+    update 1, and so on.  A run with data.skip leaves some updates of the stream out.
     """
 
     def __init__(self, cfg: Config, n_windows: list[int]):
-        """n_windows: of each source, in the order in which data.train names them."""
+        """n_windows: one number for each source, in the order in which data.train names them."""
         self.cfg, self.n_windows = cfg, np.array(n_windows)
         parts = read_sets(cfg.data.train)
         ramp = read_ramp(cfg.train.batch_ramp, cfg.train.batch_size)
@@ -136,7 +136,7 @@ class Order:
         return in_stream(step, self.skip)
 
     def rows_before(self, update: int) -> int:
-        """How many rows of the stream come before those of an update of it."""
+        """How many rows the stream has before an update."""
         k = np.searchsorted(self.ramp_starts, update, side="right") - 1
         return int(self.ramp_rows[k] + (update - self.ramp_starts[k]) * self.ramp_sizes[k])
 
@@ -180,7 +180,7 @@ class Order:
         return {self.names[s]: e for s, e in zip(sources[begins].tolist(), epochs, strict=True)}
 
     def key(self, source: int, epoch: int) -> int:
-        """The key of an epoch's permutation: the seed, the epoch and the source's name."""
+        """The key of an epoch's permutation, from the seed, the epoch and the source's name."""
         name = np.array([zlib.crc32(self.names[source].encode())], np.uint64)
         return self.cfg.run.seed << 32 ^ epoch ^ int(scramble(name)[0])
 

@@ -1,9 +1,9 @@
 """Reading tokens of shards: many pieces at once, from disk or a bucket, verified where there are
 digests.
 
-Of a shard with digests whole pages are read, each is compared with its digest and kept: some in
-memory, and those from a bucket on local disk too.  Of other shards only the bytes that are asked
-for are read.
+A shard with digests is read in whole pages.  Each is compared with its digest and kept for a while
+in memory, and if it came from a bucket on local disk too.  From other shards only the bytes that
+are asked for are read.
 """
 
 import itertools
@@ -54,8 +54,11 @@ def fetch(blocks: list[Block]) -> list[bytes | Exception]:
 
 
 def is_page(block: Block, data: bytes) -> bool:
-    """Whether these are the bytes of a block with a digest.  Of a file that is shorter than its
-    manifest says, the digest alone would fit."""
+    """Whether these are the bytes of a block with a digest.
+
+    The length is compared too: where a manifest promises more bytes than the file has, the last
+    page still fits its digest.
+    """
     return len(data) == block.stop - block.start and shards.page_digest(data) == block.digest
 
 

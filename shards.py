@@ -121,7 +121,7 @@ class Shard:
         return self.offset + self.n_tokens * self.itemsize
 
 
-# Of .npy shards; those of a manifest are unsigned.
+# A bare .npy file may have any of these; a shard of a manifest has one of the first two.
 DTYPES = ("uint16", "uint32", "int32", "int64")
 
 
@@ -212,7 +212,7 @@ class TokenSet:
 
     shards: list[Shard]
     masks: list[Shard | None]
-    """Of each shard, a file with a byte for each token: 0 where it is not scored."""
+    """For each shard, a file with a byte for each token: 0 where it is not scored."""
     manifest: dict
     """{} without one."""
 
@@ -220,8 +220,8 @@ class TokenSet:
 def read_manifest(folder: epath.Path) -> TokenSet:
     """The shards that manifest.json lists.
 
-    Of format 2 nothing else is read.  Shard names are plain file names, so that a manifest cannot
-    reach outside its folder.
+    In format 2 that is the only file read.  Shard names are plain file names, so that a manifest
+    cannot reach outside its folder.
     """
     path = folder / "manifest.json"
     fix = "make the data set again with scripts/prepare_data.py"
@@ -341,7 +341,7 @@ def file_sha256(path: epath.Path) -> str:
 
 
 SAMPLES, SAMPLE = 64, 16 * 1024
-"""Of a shard without a checksum the fingerprint covers SAMPLES samples of SAMPLE bytes each."""
+"""For a shard without a checksum the fingerprint covers SAMPLES samples of SAMPLE bytes each."""
 
 
 def sample_pages(shard: Shard) -> bytes:

@@ -1,7 +1,7 @@
 """Text as rows of tokens, and the tasks of eval.tasks: questions from files in the form of DCLM's
 CORE, whose answers the eval step scores.
 
-A row is (ids, n): a sequence of tokens, of which the last n are scored.
+A row is (ids, n): a sequence of tokens, and how many at its end are scored.
 
 Dimension key: A accumulation slices, M microbatches, B sequences, L sequence length.
 """
@@ -164,7 +164,7 @@ class Tasks:
         """{"NAME/FILE/accuracy": number, "NAME/FILE/centred_accuracy": number}, and under "NAME/.."
         the means over its files.  Centred: 0 is chance, 1 is perfect.
 
-        nll, is_top: of each row, the loss, and whether all of its tokens are the most likely ones.
+        nll, is_top: for each row, its loss, and whether all of its tokens are the most likely ones.
         """
         found = {}
         for task, questions in self.questions.items():

@@ -75,7 +75,7 @@ class Args:
     """With --input: use only files whose names end with this, such as .txt or .md."""
     field: str = "text"
     """Field or column with a document's text, or with the messages of a chat.
-    Of a chat, only the assistant's messages are scored."""
+    In a chat only the assistant's messages are scored."""
     prompt_field: str = ""
     """Field or column with a prompt that precedes the text and is not scored."""
     document_per_line: Flag = False
@@ -184,8 +184,8 @@ def join(pieces: list[Piece]) -> list[Piece]:
 def sample_texts(
     pieces: list[Piece], options: Options, threshold: int, limit: int, n_pieces: int = 256
 ) -> Iterator[str]:
-    """The texts of which the rank is not below the threshold.  Of a corpus of more than `limit`
-    bytes, about that many: the beginnings of `n_pieces` pieces spread evenly over it."""
+    """The texts whose rank is not below the threshold.  From a corpus of more than `limit` bytes
+    about that many: the beginnings of `n_pieces` pieces spread evenly over it."""
     if sum(piece.size for piece in pieces) > limit:
         pieces = pieces[:: -(-len(pieces) // n_pieces)]
         limit //= len(pieces)
@@ -270,8 +270,8 @@ NOT_RECIPE = ("out", "input", "strict", "workers", "ray")
 
 
 def make_recipe(args: Args, files: list[File]) -> tuple[dict, str]:
-    """(recipe, times): what decides the content of the data set, and a hash of when the files were
-    modified, of those whose time is known."""
+    """(recipe, times): what decides the content of the data set, and a hash of the times when the
+    files were modified, as far as they are known."""
 
     def digest(values: list) -> str:
         return hashlib.sha256(json.dumps(values).encode()).hexdigest()
