@@ -165,7 +165,8 @@ class TokenFiles(Source):
             file, L = files[n], self.cfg.train.seq_len
             start, stop = ((at - file.offset) // file.itemsize for at in e.block[1:3])
             begin, end = self.first(n) + max(0, start), self.first(n) + stop
-            e.windows = range(max(0, -(-(begin - L) // L)), (end - 1) // L + 1)
+            # Window w has tokens w * L to w * L + L.
+            e.windows = range(max(0, (begin - 1) // L), (end - 1) // L + 1)
             raise
 
     def check_tokens(self, piece: np.ndarray, n: int, first: int):

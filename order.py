@@ -216,18 +216,18 @@ class Order:
     def updates_of(self, source: int, windows: range) -> list[int]:
         """The updates of the run, counted from 1, that train on one of a source's windows."""
         n, steps = int(self.n_windows[source]), range(self.cfg.train.steps)
-        stream = range(self.in_stream(steps[-1]) + 1)
+        stream, found = range(self.in_stream(steps[-1]) + 1), set()
 
-        def rows_before(update: int) -> int:
+        def count_before(update: int) -> int:
+            """How many of the source's rows the stream has before an update."""
             return int(self.counts(update)[source])
 
-        found = set()
-        for epoch in range(-(-rows_before(len(stream)) // n)):
+        for epoch in range(-(-count_before(len(stream)) // n)):
             i = permute(np.array(windows), n, self.key(source, epoch), inverse=True)
-            for count in (epoch * n + i).tolist():  # the source's rows before the window's
-                update = bisect_right(stream, count, key=rows_before) - 1
+            for count in (epoch * n + i).tolist():
+                update = bisect_right(stream, count, key=count_before) - 1
                 step = bisect_left(steps, update, key=self.in_stream)
-                is_reached = count < rows_before(update + 1)
+                is_reached = count < count_before(update + 1)
                 if is_reached and self.in_stream(step) == update:  # else data.skip leaves it out
                     found.add(step + 1)
         return sorted(found)
