@@ -112,22 +112,22 @@ class TokenFiles(Source):
 
     def windows(self, rows: np.ndarray) -> np.ndarray:
         L = self.cfg.train.seq_len
-        return self.cut(rows * L, L + 1, self.shards, -1, np.int32)
+        return self.cut(rows * L, L + 1, self.shards, -1)
 
     def scored(self, rows: np.ndarray) -> np.ndarray | None:
         if not any(self.masks):
             return None
         L = self.cfg.train.seq_len
-        return self.cut(rows * L, L + 1, self.masks, 1, np.uint8) != 0
+        return self.cut(rows * L, L + 1, self.masks, 1) != 0
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens start to stop - 1 as int32."""
-        return self.cut(np.array([start]), stop - start, self.shards, -1, np.int32)[0]
+        return self.cut(np.array([start]), stop - start, self.shards, -1)[0]
 
-    def cut(self, starts: np.ndarray, length: int, files: list, fill: int, dtype) -> np.ndarray:
-        """[len(starts), length]: what begins at these tokens of the files, which are self.shards or
+    def cut(self, starts: np.ndarray, length: int, files: list, fill: int) -> np.ndarray:
+        """int32 [len(starts), length]: what begins at these tokens of the files, self.shards or
         self.masks; `fill` after the last token, and where a shard has no mask."""
-        windows = np.full((len(starts), length), fill, dtype)
+        windows = np.full((len(starts), length), fill, np.int32)
         places, pieces = [], []
         for window, at in zip(windows, starts.tolist(), strict=True):
             for n, start, stop in self.spans(at, min(at + length, self.n_tokens)):
