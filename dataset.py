@@ -132,7 +132,7 @@ class TokenFiles(Source):
         for window, at in zip(windows, starts.tolist(), strict=True):
             for n, start, stop in self.spans(at, min(at + length, self.n_tokens)):
                 if files[n] is not None:
-                    first = start + self.first(n) - at
+                    first = start + self.first_token(n) - at
                     places.append((window[first : first + stop - start], n, start))
                     pieces.append((files[n], start, stop))
         for (place, n, start), piece in zip(places, self.read_pieces(pieces), strict=True):
@@ -141,7 +141,7 @@ class TokenFiles(Source):
             place[:] = piece
         return windows
 
-    def first(self, n: int) -> int:
+    def first_token(self, n: int) -> int:
         """The index in the whole set of shard n's first token."""
         return int(self.ends[n]) - self.shards[n].n_tokens
 
@@ -150,7 +150,7 @@ class TokenFiles(Source):
         while start < stop:
             n = int(np.searchsorted(self.ends, start, side="right"))
             end = min(stop, int(self.ends[n]))
-            yield n, start - self.first(n), end - self.first(n)
+            yield n, start - self.first_token(n), end - self.first_token(n)
             start = end
 
     def read_pieces(self, pieces: list) -> list[np.ndarray]:
@@ -164,7 +164,7 @@ class TokenFiles(Source):
                 raise
             file, L = files[n], self.cfg.train.seq_len
             start, stop = ((at - file.offset) // file.itemsize for at in e.block[1:3])
-            begin, end = self.first(n) + max(0, start), self.first(n) + stop
+            begin, end = self.first_token(n) + max(0, start), self.first_token(n) + stop
             # Window w has tokens w * L to w * L + L.
             e.windows = range(max(0, (begin - 1) // L), (end - 1) // L + 1)
             raise

@@ -11,7 +11,7 @@ import numpy as np
 
 from config import Config
 from errors import DATA, UserError
-from mixture import in_stream, read_ramp, read_sets, read_skip, read_stages
+from mixture import read_ramp, read_sets, read_skip, read_stages, stream_index
 
 # ---- permutations
 
@@ -131,9 +131,9 @@ class Order:
         for pattern, n_rows in zip(self.patterns, np.diff(self.starts), strict=False):
             self.before.append(self.before[-1] + pattern.counts(int(n_rows)))
 
-    def in_stream(self, step: int) -> int:
+    def stream_index(self, step: int) -> int:
         """The index in the stream of the run's update step + 1."""
-        return in_stream(step, self.skip)
+        return stream_index(step, self.skip)
 
     def rows_before(self, update: int) -> int:
         """How many rows the stream has before an update."""
@@ -142,12 +142,12 @@ class Order:
 
     def batch_rows(self, step: int) -> np.ndarray:
         """The rows of the stream that update step + 1 of the run trains on."""
-        update = self.in_stream(step)
+        update = self.stream_index(step)
         return np.arange(self.rows_before(update), self.rows_before(update + 1))
 
     def batch_sizes(self, first: int, last: int) -> list[int]:
         """The sizes of the batches of the run's updates first + 1 .. last, each once."""
-        updates = [self.in_stream(first), self.in_stream(last - 1)]
+        updates = [self.stream_index(first), self.stream_index(last - 1)]
         begin, end = np.searchsorted(self.ramp_starts, updates, side="right")
         return sorted({*self.ramp_sizes[begin - 1 : end].tolist()})
 
@@ -192,7 +192,7 @@ class Order:
 
     def trained_on(self, step: int) -> dict[str, int]:
         """{name: rows of that source that the first `step` updates of the run trained on}."""
-        end = self.in_stream(step - 1) + 1 if step else 0
+        end = self.stream_index(step - 1) + 1 if step else 0
         rows = self.counts(end)
         for first, stop in self.skip:
             if stop <= end:
@@ -205,7 +205,7 @@ class Order:
         limit = self.n_windows * epochs
 
         def is_beyond(step: int) -> np.ndarray:
-            return self.counts(self.in_stream(step - 1) + 1) > limit
+            return self.counts(self.stream_index(step - 1) + 1) > limit
 
         steps = range(1, self.cfg.train.steps + 1)
         n = bisect_left(steps, True, key=lambda step: is_beyond(step).any())
@@ -216,7 +216,7 @@ class Order:
     def updates_of(self, source: int, windows: range) -> list[int]:
         """The updates of the run, counted from 1, that train on one of a source's windows."""
         n, steps = int(self.n_windows[source]), range(self.cfg.train.steps)
-        stream, found = range(self.in_stream(steps[-1]) + 1), set()
+        stream, found = range(self.stream_index(steps[-1]) + 1), set()
 
         def count_before(update: int) -> int:
             """How many of the source's rows the stream has before an update."""
@@ -226,8 +226,8 @@ class Order:
             i = permute(np.array(windows), n, self.key(source, epoch), inverse=True)
             for count in (epoch * n + i).tolist():
                 update = bisect_right(stream, count, key=count_before) - 1
-                step = bisect_left(steps, update, key=self.in_stream)
+                step = bisect_left(steps, update, key=self.stream_index)
                 is_reached = count < count_before(update + 1)
-                if is_reached and self.in_stream(step) == update:  # else data.skip leaves it out
+                if is_reached and self.stream_index(step) == update:  # else data.skip leaves it out
                     found.add(step + 1)
         return sorted(found)

@@ -90,7 +90,7 @@ def describe_row(source, window: int, cfg) -> list[str]:
     L, lines = cfg.train.seq_len, []
     start = window * L
     for n, a, b in source.spans(start, min(start + L + 1, source.n_tokens)):
-        shard, first = source.shards[n], source.first(n)
+        shard, first = source.shards[n], source.first_token(n)
         tokens = source.read(first + a, first + b)
         starts = [f"{a + int(i) + 1:,}" for i in np.flatnonzero(tokens[:-1] == source.end_id)]
         line = f"{shard.path.name} tokens {a:,} to {b - 1:,}"
@@ -163,7 +163,7 @@ def read_rows(args: Args, cfg: config.Config) -> list[Row]:
     batch = data.batch(args.step - 1)
     tokens, targets = (np.asarray(x).reshape(-1, cfg.train.seq_len) for x in batch)
     print(f"update {args.step} of {args.run}: {len(tokens)} rows of {cfg.train.seq_len}")
-    if (number := data.order.in_stream(args.step - 1) + 1) != args.step:
+    if (number := data.order.stream_index(args.step - 1) + 1) != args.step:
         what = f"data.skip also counts the updates left out before, so there it is {number}"
         print(f"{what}: --data.skip {cfg.data.skip},{number} leaves it out too")
     if args.row >= len(tokens):

@@ -80,7 +80,7 @@ def find_remote(pattern: str, suffix: str) -> list[File]:
     return files
 
 
-def without_descriptions(files: list[File]) -> list[File]:
+def drop_descriptions(files: list[File]) -> list[File]:
     """The files, without those that only describe .arrow files in the same folder, or in folders
     for each split."""
     folders = {os.path.dirname(x.source) for x in files if x.source.endswith(".arrow")}
@@ -109,4 +109,4 @@ def find_input(pattern: str, suffix: str) -> list[File]:
         ending = f" ending in {suffix!r}" if suffix else ""
         what = f"no files{ending} in {pattern}" if exists else f"--input {pattern} does not exist"
         raise UserError(DATA, what, "give a file, a folder with files, or a pattern within quotes")
-    return without_descriptions(found)
+    return drop_descriptions(found)

@@ -255,14 +255,14 @@ def check_columns(file: File, names: list[str], options: Options):
         raise UserError(DATA, what, "rename one of them")
 
 
-def with_bytes(t: pa.DataType) -> pa.DataType:
+def bytes_type(t: pa.DataType) -> pa.DataType:
     """The type, with bytes in place of text, also within lists and structs."""
     if pa.types.is_struct(t):
-        return pa.struct([field.with_type(with_bytes(field.type)) for field in t])
+        return pa.struct([field.with_type(bytes_type(field.type)) for field in t])
     if pa.types.is_list(t):
-        return pa.list_(with_bytes(t.value_type))
+        return pa.list_(bytes_type(t.value_type))
     if pa.types.is_large_list(t):
-        return pa.large_list(with_bytes(t.value_type))
+        return pa.large_list(bytes_type(t.value_type))
     return {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}.get(t, t)
 
 
@@ -270,7 +270,7 @@ def rows_of(batch, options: Options) -> Iterator[dict]:
     """The rows of a batch of pyarrow, with text as bytes, because it may not be UTF-8."""
     schema = pa.schema([batch.schema.field(name) for name in columns_of(options)])
     batch = batch.select(schema.names)
-    batch = batch.cast(pa.schema([field.with_type(with_bytes(field.type)) for field in schema]))
+    batch = batch.cast(pa.schema([field.with_type(bytes_type(field.type)) for field in schema]))
     batch.validate(full=True)  # the offsets of a damaged file may point outside of it
     yield from batch.to_pylist()
 
