@@ -121,8 +121,6 @@ class Order:
         parts = read_sets(cfg.data.train)
         ramp = read_ramp(cfg.train.batch_ramp, cfg.train.batch_size)
         self.ramp_starts, self.ramp_sizes = np.array([*ramp]), np.array([*ramp.values()])
-        rows = np.diff(self.ramp_starts) * self.ramp_sizes[:-1]
-        self.ramp_rows = np.append(0, rows.cumsum())  # before each stage of the ramp
         self.names, self.skip = list(parts), read_skip(cfg.data.skip)
         stages = read_stages(cfg.data.stages, parts)
         self.patterns = [Pattern(weights, self.names) for weights in stages.values()]
@@ -137,8 +135,8 @@ class Order:
 
     def rows_before(self, update: int) -> int:
         """How many rows the stream has before an update."""
-        k = np.searchsorted(self.ramp_starts, update, side="right") - 1
-        return int(self.ramp_rows[k] + (update - self.ramp_starts[k]) * self.ramp_sizes[k])
+        n_updates = np.maximum(0, update - self.ramp_starts)  # since each stage of the ramp began
+        return int(n_updates @ np.diff(self.ramp_sizes, prepend=0))
 
     def batch_rows(self, step: int) -> np.ndarray:
         """The rows of the stream that update step + 1 of the run trains on."""
