@@ -149,19 +149,16 @@ class Order:
         begin, end = np.searchsorted(self.ramp_starts, updates, side="right")
         return sorted({*self.ramp_sizes[begin - 1 : end].tolist()})
 
-    def place(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(source, how many rows of it come before) of each row of the stream."""
-        sources, counts = np.empty_like(rows), np.empty_like(rows)
-        stage = np.searchsorted(self.starts, rows, side="right") - 1
-        for s in np.unique(stage):
-            here = stage == s
-            found, before = self.patterns[s].place(rows[here] - self.starts[s])
-            sources[here], counts[here] = found, before + self.before[s][found]
-        return sources, counts
+    def place(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """(source, how many rows of it come before) of each row that update step + 1 trains on."""
+        rows = self.batch_rows(step)
+        s = np.searchsorted(self.starts, rows[0], side="right") - 1  # stages begin with an update
+        sources, before = self.patterns[s].place(rows - self.starts[s])
+        return sources, before + self.before[s][sources]
 
     def batch(self, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(source, epoch, window) of each row of the batch that update step + 1 trains on."""
-        sources, counts = self.place(self.batch_rows(step))
+        sources, counts = self.place(step)
         epochs, i = np.divmod(counts, self.n_windows[sources])
         windows = np.empty_like(i)
         for s, e in sorted({*zip(sources.tolist(), epochs.tolist(), strict=True)}):
@@ -171,7 +168,7 @@ class Order:
 
     def new_epochs(self, step: int) -> dict[str, int]:
         """{source: number of the epoch, from 2 on, that it begins with the batch of step + 1}."""
-        sources, counts = self.place(self.batch_rows(step))
+        sources, counts = self.place(step)
         n = self.n_windows[sources]
         begins = (counts % n == 0) & (counts > 0)
         epochs = (counts // n + 1)[begins].tolist()
