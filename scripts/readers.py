@@ -247,12 +247,11 @@ def columns_of(options: Options) -> list[str]:
 
 
 def check_columns(file: File, names: list[str], options: Options):
-    if missing := [name for name in columns_of(options) if name not in names]:
-        what = f"{file.name} has no column {missing[0]!r}, only {', '.join(names)[:200]}"
-        raise UserError(DATA, what, "name one of them with --field or --prompt_field")
-    if twice := [name for name in columns_of(options) if names.count(name) > 1]:
-        what = f"{file.name} has {names.count(twice[0])} columns {twice[0]!r}"
-        raise UserError(DATA, what, "rename one of them")
+    for name in columns_of(options):
+        if (n := names.count(name)) != 1:
+            what = f"{file.name} has {n or 'no'} columns {name!r} among {', '.join(names)[:200]}"
+            fix = "name a column that is there once with --field or --prompt_field"
+            raise UserError(DATA, what, fix)
 
 
 def bytes_type(t: pa.DataType) -> pa.DataType:
@@ -268,9 +267,8 @@ def bytes_type(t: pa.DataType) -> pa.DataType:
 
 def rows_of(batch, options: Options) -> Iterator[dict]:
     """The rows of a batch of pyarrow, with text as bytes, because it may not be UTF-8."""
-    schema = pa.schema([batch.schema.field(name) for name in columns_of(options)])
-    batch = batch.select(schema.names)
-    batch = batch.cast(pa.schema([field.with_type(bytes_type(field.type)) for field in schema]))
+    batch = batch.select(columns_of(options))
+    batch = batch.cast(pa.schema([x.with_type(bytes_type(x.type)) for x in batch.schema]))
     batch.validate(full=True)  # the offsets of a damaged file may point outside of it
     yield from batch.to_pylist()
 
