@@ -304,20 +304,20 @@ class TensorMap:
 
     def to_weight(self, x, j: int):
         """Part j of the tensor x, with its dims in the weight's order."""
-        lengths = [part.sizes[part.file_dims[self.joined_dim]] for part in self.parts]
-        part, start = self.parts[j], sum(lengths[:j])
+        part = self.parts[j]
+        ends = np.cumsum([part.sizes[part.file_dims[self.joined_dim]] for part in self.parts])
         shape = [part.sizes[dim] for dim in part.file_dims]
-        shape[self.joined_dim] = sum(lengths)
-        x = x.reshape(shape).take(range(start, start + lengths[j]), self.joined_dim)
+        shape[self.joined_dim] = -1
+        x = np.split(x.reshape(shape), ends[:-1], self.joined_dim)[j]
         if self.interleaved and "T" in part.file_dims:
             x = x.take(rotary_order(part.sizes["T"]), part.file_dims.index("T"))
-        return x.transpose([part.file_dims.index(dim) for dim in part.weight_dims])
+        return np.einsum(f"{part.file_dims}->{part.weight_dims}", x)
 
     def from_weights(self, xs: list):
         """The tensor made of its parts, whose dims are in the weights' order."""
         in_file_order = []
         for part, x in zip(self.parts, xs, strict=True):
-            x = x.transpose([part.weight_dims.index(dim) for dim in part.file_dims])
+            x = np.einsum(f"{part.weight_dims}->{part.file_dims}", x)
             if self.interleaved and "T" in part.file_dims:
                 order = np.argsort(rotary_order(part.sizes["T"]))
                 x = x.take(order, part.file_dims.index("T"))
@@ -334,12 +334,11 @@ def weight_part(weight: str, dims: str, index: dict, shape: tuple, vocab_size: i
     """The Part of a weight of that shape.  dims: the tensor's, in the file's order.  index:
     {dim: index} for the dims of the weight in which the tensor is one entry."""
     letters = weight.rsplit("_", 1)[1]
-    sizes = dict(zip(letters, shape[-len(letters) :], strict=True))
+    letters = "N" * (len(shape) - len(letters)) + letters  # stacked layers have one more dim
+    sizes = dict(zip(letters, shape, strict=True))
     if "V" in sizes:  # the files have no padding rows
         sizes["V"] = vocab_size
     entry = tuple(index.get(dim, slice(sizes[dim])) for dim in letters)
-    if len(shape) > len(letters):
-        entry = (index["N"], *entry)
     weight_dims = "".join(dim for dim in letters if dim not in index)
     return Part(weight, entry, dims.replace(" ", ""), weight_dims, sizes)
 
