@@ -336,28 +336,25 @@ def run_config(hf: dict, run) -> Config:
         raise UserError(DATA, problems=e.problems) from None
 
 
-def weight_blocks(found: dict[str, StoredTensor], tensors: list[TensorMap], shapes: dict, padding):
+def weight_blocks(found: dict[str, StoredTensor], tensors: list[TensorMap], shapes: dict):
     """{"params/embed_VD": [(index, function)]}: function(bar) returns that part of the weight, and
-    advances the progress bar.
-
-    padding: zero rows to add, because our vocabulary has more rows than the file's.
-    """
+    advances the progress bar."""
     blocks = {}
 
-    def read(tensor: TensorMap, j: int, bar):
-        part = tensor.parts[j]
+    def read(tensor: TensorMap, j: int, shape: list[int], bar):
         x = tensor.to_weight(found[tensor.name].read(), j)
-        if "V" in part.weight_dims:
-            x = np.pad(x, [(0, padding if dim == "V" else 0) for dim in part.weight_dims])
-        bar.update(x.nbytes)
-        return np.ascontiguousarray(x)
+        padded = np.zeros(shape, np.float32)  # the embedding has more rows than the file's
+        padded[tuple(map(slice, x.shape))] = x
+        bar.update(padded.nbytes)
+        return padded
 
     for tensor in tensors:
         for j, part in enumerate(tensor.parts):
             name = f"params/{part.weight}"
             sizes = zip(part.entry, shapes[name], strict=True)
             index = tuple(at if isinstance(at, int) else slice(n) for at, n in sizes)
-            blocks.setdefault(name, []).append((index, partial(read, tensor, j)))
+            shape = [at.stop for at in index if isinstance(at, slice)]
+            blocks.setdefault(name, []).append((index, partial(read, tensor, j, shape)))
     return blocks
 
 
@@ -368,8 +365,7 @@ def write_checkpoint(found: dict[str, StoredTensor], tensors: list[TensorMap], r
     """
     state = train.checkpoint_items(train.state_shapes(cfg))
     shapes = {name: x.shape for name, x in utils.leaf_table(state).items()}
-    padding = cfg.model.vocab_rows - cfg.model.vocab_size
-    blocks, digests, broken = weight_blocks(found, tensors, shapes, padding), {}, []
+    blocks, digests, broken = weight_blocks(found, tensors, shapes), {}, []
     with progress_bar("read and verify", tensors) as bar:
         for name, shape in shapes.items():
             if name in blocks:
@@ -459,7 +455,10 @@ def open_weights(run, cfg: Config, step: int, item: str, tensors) -> tuple[int, 
         meta = store.read_meta(step, {item: model.param_shapes(cfg)})
         saved = SavedWeights(path / item, utils.leaf_table(model.param_table(cfg)))
         with progress_bar("read and verify", tensors) as bar:
-            verify(saved, {name: leaf[2] for name, leaf in meta["leaves"].items()}, item, bar)
+            for name, array in saved.arrays.items():
+                digest, _ = hf_arrays.digest_blocks(hf_arrays.read_chunks(array, bar), array.shape)
+                if digest != meta["leaves"][f"{item}/{name}"][2]:
+                    raise checkpoint.Damaged(f"{name} is not as saved")
     except ValueError as e:  # a checkpoint.Damaged, or of tensorstore
         what = f"checkpoint {path} is damaged: {str(e)[:200]}"
         fix = "give --step another one, or restore it from a copy"
@@ -473,14 +472,6 @@ def slab_order(weights: SavedWeights, tensor: TensorMap):
     slab = weights.slab(part.weight, part.entry)
     starts, numbers = [s.start for s in slab], [at for at in part.entry if isinstance(at, int)]
     return part.weight, starts, numbers
-
-
-def verify(weights: SavedWeights, digests: dict, item: str, bar: tqdm):
-    """Raise checkpoint.Damaged unless every weight is as it was saved."""
-    for name, array in weights.arrays.items():
-        digest, _ = hf_arrays.digest_blocks(hf_arrays.read_chunks(array, bar), array.shape)
-        if digest != digests[f"{item}/{name}"]:
-            raise checkpoint.Damaged(f"{name} is not as saved")
 
 
 def file_dtype(tensor: TensorMap, dtype: str) -> str:
