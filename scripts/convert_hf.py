@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import tyro
 
@@ -67,9 +67,7 @@ class Export:
 
 
 def parse() -> Import | Export:
-    subcommand = tyro.conf.subcommand
-    commands = Annotated[Import, subcommand("import")] | Annotated[Export, subcommand("export")]
-    args = tyro.cli(commands, use_underscores=True, description=__doc__)
+    args = tyro.cli(Import | Export, use_underscores=True, description=__doc__)
     if isinstance(args, Export):
         cli.check_at_least(args, shard_size=1)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # an accelerator has nothing to do here
