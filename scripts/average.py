@@ -37,9 +37,8 @@ class Args:
 
 def parse() -> tuple[Args, config.Config]:
     args = tyro.cli(Args, use_underscores=True, description=__doc__)
-    steps = [int(x) for x in re.findall(r"\d+", args.steps)]
-    is_list = re.fullmatch(r"\d{1,9}(,\d{1,9})+", args.steps)
-    if not is_list or len(set(steps)) < len(steps):
+    steps, is_list = args.steps.split(","), re.fullmatch(r"\d{1,9}(,\d{1,9})+", args.steps)
+    if not is_list or len({*map(int, steps)}) < len(steps):
         what = f"steps={args.steps!r} must be two or more different numbers of updates"
         raise UserError(USAGE, what, "give them as in --steps 300,350,400")
     name = Path(args.out).name
