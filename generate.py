@@ -48,8 +48,8 @@ def own_layers(cfg: Config, group: str) -> list[tuple[str, int]]:
 def decoding_weights(params, cfg: Config) -> dict:
     """The weights as `next_logits` uses them: cast, and those of the layers in lists.
 
-    A token's time is that of reading each weight once.  Casting them and slicing stacked ones for
-    each token, which copies, made it 2.9 times as long (gpt2_124m in float32, one row, one CPU
+    A token takes as long as reading each weight once.  Casting them and slicing stacked ones for
+    each token, which copies, made that 2.9 times as long (gpt2_124m in float32, one row, one CPU
     core).  The price is a program that grows with the number of layers: a tiny model with 48
     compiles in 19 s instead of 2, once for prompts and once for a token.
     """
