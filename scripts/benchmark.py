@@ -210,15 +210,21 @@ class Contestant(NamedTuple):
     """The loss before the first update."""
 
 
-def on_first_device(f, *args):
-    """f(*args) with a mesh of only the first device as the ambient one."""
-    options = dict(axis_types=(AxisType.Auto,) * 3, devices=jax.local_devices()[:1])
-    with jax.set_mesh(jax.make_mesh((1, 1, 1), utils.AXES, **options)):
+def on_mesh(mesh: Mesh, f, *args):
+    """f(*args) with this mesh as the ambient one."""
+    with jax.set_mesh(mesh):
         return f(*args)
 
 
-def compile_contestant(name: str, step, begin, batch, cfg: Config) -> Contestant:
+def on_first_device(f, *args):
+    """f(*args) with a mesh of only the first device as the ambient one."""
+    options = dict(axis_types=(AxisType.Auto,) * 3, devices=jax.local_devices()[:1])
+    return on_mesh(jax.make_mesh((1, 1, 1), utils.AXES, **options), f, *args)
+
+
+def compile_contestant(name: str, step, batch, cfg: Config) -> Contestant:
     """A contestant from a jitted function of (state, *batch, cfg), on the ambient mesh."""
+    begin = partial(on_mesh, jax.sharding.get_mesh(), train.init_state, cfg)
     state, start = begin(), time.perf_counter()
     program = utils.compile_program(step, state, *batch, cfg)
     seconds, use = time.perf_counter() - start, program.memory_analysis()
@@ -228,28 +234,21 @@ def compile_contestant(name: str, step, begin, batch, cfg: Config) -> Contestant
     return Contestant(name, n_devices, begin, lambda s: program(s, *batch), seconds, memory, loss)
 
 
-def make_trifold(window_BL, cfg: Config, mesh: Mesh, name: str = "trifold") -> Contestant:
-    """train.train_step on a mesh.  window_BL: the batch in windows of L + 1 tokens, int32."""
-    t = cfg.train
+def make_trifold(window_BL, cfg: Config, name: str = "trifold") -> Contestant:
+    """train.train_step on the ambient mesh.  window_BL: the batch in windows of L + 1 tokens,
+    int32."""
+    t, sharding = cfg.train, utils.shardings(token_spec())
     shape = t.grad_accum, t.microbatches, -1, t.seq_len
-
-    def begin() -> train.State:
-        with jax.set_mesh(mesh):
-            return train.init_state(cfg)
-
-    with jax.set_mesh(mesh):
-        sharding = utils.shardings(token_spec())
-        inputs = window_BL[:, :-1], window_BL[:, 1:]
-        batch = [jax.device_put(x.reshape(shape), sharding) for x in inputs]
-        return compile_contestant(name, train.train_step, begin, batch, cfg)
+    inputs = window_BL[:, :-1], window_BL[:, 1:]
+    batch = [jax.device_put(x.reshape(shape), sharding) for x in inputs]
+    return compile_contestant(name, train.train_step, batch, cfg)
 
 
 def make_plain(window_BL, cfg: Config) -> Contestant:
-    """plain_step on one device."""
+    """plain_step on the one device of the ambient mesh."""
     shape = cfg.train.grad_accum, -1, cfg.train.seq_len
     batch = [jnp.array(x.reshape(shape)) for x in (window_BL[:, :-1], window_BL[:, 1:])]
-    begin = partial(on_first_device, train.init_state, cfg)
-    return compile_contestant("plain jit", plain_step, begin, batch, cfg)
+    return compile_contestant("plain jit", plain_step, batch, cfg)
 
 
 def make_torch(name: str, window_BL, cfg: Config) -> Contestant:
@@ -258,10 +257,9 @@ def make_torch(name: str, window_BL, cfg: Config) -> Contestant:
     Raises UserError: USAGE where it cannot run here, DATA where it has no such model.
     """
     if missing := [name for name in ("torch", "transformers") if not find_spec(name)]:
-        what = f"{' and '.join(missing)} not installed"
-        raise UserError(errors.USAGE, what, "pip install torch transformers")
+        raise UserError(errors.USAGE, f"{' and '.join(missing)} not installed")
     if platform() not in ("cpu", "gpu"):
-        raise UserError(errors.USAGE, f"is not measured on {platform()}", "leave it out")
+        raise UserError(errors.USAGE, f"is not measured on {platform()}")
     if cfg.optim.name != "adamw":
         raise UserError(errors.USAGE, f"is not measured with optim.name={cfg.optim.name}")
     import torch
@@ -287,14 +285,14 @@ PEERS = dict(
 
 def make_peers(names, window_BL, cfg: Config) -> tuple[list[Contestant], dict[str, str]]:
     """The peers of these names, and the reason for each that is left out."""
-    peers, left_out = [], {}
     values = {name: config.field_value(cfg, name) for name in PLAIN}
     missing = [f"{name}={x}" for name, x in values.items() if x != PLAIN[name]]
     missing += ["several processes"] if jax.process_count() > 1 else []
+    if missing:
+        return [], dict.fromkeys(names, f"has no {', no '.join(missing)}")
+    peers, left_out = [], {}
     for name in names:
         try:
-            if missing:
-                raise UserError(errors.USAGE, f"has no {', no '.join(missing)}")
             peers.append(on_first_device(PEERS[name], window_BL, cfg))
         except UserError as e:
             left_out[name] = e.problems[0].what
@@ -351,8 +349,8 @@ def matmul_flops(dtype: str) -> float:
 
 
 def palm_flops_per_token(cfg: Config) -> float:
-    """model.flops_per_token as PaLM counts (appendix B), with masked keys too: a query sees L of
-    them, as many as on average in a causal sequence of 2 L - 1."""
+    """model.flops_per_token as PaLM counts (appendix B): masked keys count too, so every query has
+    L keys.  In a causal sequence of 2 L - 1 tokens that is the mean."""
     twice_as_long = replace(cfg.train, seq_len=2 * cfg.train.seq_len - 1)
     return model.flops_per_token(replace(cfg, train=twice_as_long))
 
@@ -421,18 +419,18 @@ def measure(args: Args, cfg: Config, others: dict[str, tuple[Config, Mesh]]) -> 
     t, n_steps = cfg.train, args.steps or (3 if platform() == "cpu" else 20)
     shape, rng = (t.batch_size, t.seq_len + 1), np.random.default_rng(cfg.run.seed)
     window_BL = rng.integers(cfg.model.vocab_size, size=shape, dtype=np.int32)
-    contestants = [make_trifold(window_BL, cfg, jax.sharding.get_mesh())]
+    contestants = [make_trifold(window_BL, cfg)]
     stats = jax.local_devices()[0].memory_stats() or {}  # before the peers use memory
     peers, left_out = make_peers(args.peers, window_BL, cfg)
     contestants += peers
-    contestants += [make_trifold(window_BL, *others[name], name) for name in others]
-    turns, matmul_rates = [[] for _ in contestants], []
+    for name, (other, mesh) in others.items():
+        contestants.append(on_mesh(mesh, make_trifold, window_BL, other, name))
+    turns, matmul_rates = [], []
     for _ in train.progress(range(args.repeats), "measure", "turn"):
         matmul_rates.append(on_first_device(matmul_flops, t.dtype))
-        for contestant, seconds in zip(contestants, turns, strict=True):
-            seconds.append(time_steps(contestant, n_steps))
+        turns.append([time_steps(contestant, n_steps) for contestant in contestants])
     matmul_rate = float(np.median(matmul_rates))
-    pairs = zip(contestants, turns, strict=True)
+    pairs = zip(contestants, zip(*turns, strict=True), strict=True)
     first, *rest = (summarize(contestant, x, matmul_rate, cfg) for contestant, x in pairs)
     return dict(
         rows=[first, *rest],
