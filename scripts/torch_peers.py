@@ -91,22 +91,21 @@ class NanoGPT(nn.Module):
         if name != "gpt2" or m.activation == "relu2":
             what = f"is not measured on a {name} with {m.activation}"
             raise UserError(DATA, what, "give a model of GPT-2's kind")
-        parts = dict(wte=nn.Embedding(m.vocab_size, m.d_model))
-        parts |= dict(wpe=nn.Embedding(m.max_positions, m.d_model))
-        parts |= dict(h=nn.ModuleList(NanoGPTLayer(m) for _ in range(m.n_layers)))
-        parts |= dict(ln_f=nn.LayerNorm(m.d_model, m.norm_eps))
-        self.transformer = nn.ModuleDict(parts)
+        self.wte = nn.Embedding(m.vocab_size, m.d_model)
+        self.wpe = nn.Embedding(m.max_positions, m.d_model)
+        self.h = nn.ModuleList(NanoGPTLayer(m) for _ in range(m.n_layers))
+        self.ln_f = nn.LayerNorm(m.d_model, m.norm_eps)
         weights = initial_weights("gpt2", cfg)
+        weights = {name.removeprefix("transformer."): x for name, x in weights.items()}
         # transformers stores these matrices as [inputs, outputs], nn.Linear as [outputs, inputs].
         weights = {n: x.T if ".c_" in n and x.ndim == 2 else x for n, x in weights.items()}
         self.load_state_dict(weights)
 
     def forward(self, token_BL):
-        t = self.transformer
-        x_BLD = t.wte(token_BL) + t.wpe.weight[: token_BL.shape[1]]
-        for layer in t.h:
+        x_BLD = self.wte(token_BL) + self.wpe.weight[: token_BL.shape[1]]
+        for layer in self.h:
             x_BLD = layer(x_BLD)
-        return functional.linear(t.ln_f(x_BLD), t.wte.weight)
+        return functional.linear(self.ln_f(x_BLD), self.wte.weight)
 
 
 NETWORKS = dict(transformers=TransformersModel, nanogpt=NanoGPT)
