@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.random import threefry2x32_p
+from jax.nn import initializers
 from jax.sharding import PartitionSpec as P
 
 from utils import AXES, with_slices
@@ -70,16 +71,14 @@ def normal(fan_in) -> Normal:
 
 def norm_gain(*shape, adds_one: bool, spec=None, initial: float = 1.0) -> Param:
     """The gain of a norm, by default the same on every device."""
-    spec, stored = spec or P(*[None] * len(shape)), initial - adds_one
-    init = lambda key, shape: jnp.full(shape, stored, jnp.float32)  # noqa: E731
+    spec, init = spec or P(*[None] * len(shape)), initializers.constant(initial - adds_one)
     return Param(shape, spec, init, is_matrix=False, adds_one=adds_one)
 
 
 def zero_bias(*shape, spec=None, stays_sharded=False) -> Param:
     """A bias, initially zero, by default the same on every device."""
     spec = spec or P(*[None] * len(shape))
-    init = lambda key, shape: jnp.zeros(shape)  # noqa: E731
-    return Param(shape, spec, init, is_matrix=False, stays_sharded=stays_sharded)
+    return Param(shape, spec, initializers.zeros, is_matrix=False, stays_sharded=stays_sharded)
 
 
 # ---- initial values
