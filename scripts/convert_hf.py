@@ -363,16 +363,14 @@ def write_checkpoint(found: dict[str, StoredTensor], tensors: list[TensorMap], r
     """
     state = train.checkpoint_items(train.state_shapes(cfg))
     shapes = {name: x.shape for name, x in utils.leaf_table(state).items()}
-    blocks, digests, broken = weight_blocks(found, tensors, shapes), {}, []
+    blocks, broken = weight_blocks(found, tensors, shapes), []
+    digests = {name: hf_arrays.zero_digest(shape) for name, shape in shapes.items()}
     with progress_bar("read and verify", tensors) as bar:
-        for name, shape in shapes.items():
-            if name in blocks:
-                parts = ((index, read(bar)) for index, read in blocks[name])
-                digests[name], finite = hf_arrays.digest_blocks(parts, shape)
-                if not finite:
-                    broken.append(name)
-            else:
-                digests[name] = hf_arrays.zero_digest(shape)
+        for name, readers in blocks.items():
+            parts = ((index, read(bar)) for index, read in readers)
+            digests[name], finite = hf_arrays.digest_blocks(parts, shapes[name])
+            if not finite:
+                broken.append(name)
     if broken:
         what = f"{len(broken)} weights hold a NaN or infinity: {', '.join(broken[:10])}"
         raise UserError(DATA, what, "fetch the model again")
