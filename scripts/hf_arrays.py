@@ -160,15 +160,11 @@ class SavedWeights:
     def slab(self, name: str, entry: tuple) -> tuple[slice, ...]:
         """The smallest slab that contains `entry`, an index of numbers and slices: whole chunks in
         the dims where it has a number, and all of the other dims."""
-        array = self.arrays[name]
-        chunk, slices = array.chunk_layout.read_chunk.shape, []
-        for at, c, n in zip(entry, chunk, array.shape, strict=True):
-            if isinstance(at, int):
-                start = at // c * c
-                slices.append(slice(start, min(start + c, n)))
-            else:
-                slices.append(slice(0, n))
-        return tuple(slices)
+        array, slab = self.arrays[name], []
+        for at, c, n in zip(entry, array.chunk_layout.read_chunk.shape, array.shape, strict=True):
+            start, length = (at // c * c, c) if isinstance(at, int) else (0, n)
+            slab.append(slice(start, min(start + length, n)))
+        return tuple(slab)
 
     def read(self, name: str, entry: tuple):
         """weight[entry], from the kept slab if that contains it."""
