@@ -6,7 +6,7 @@ config files in cli.py.
 
 import math
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial, reduce
 from typing import Annotated, Literal
 
@@ -30,8 +30,8 @@ class Run:
     """Folder that holds run directories: a local path or gs://bucket/path."""
     start_from: str = ""
     """Another run, RUN or RUN@STEP, whose newest or given checkpoint this new run starts from.
-    Settings may differ from that run's, those of the model only as docs/running.md says.
-    That run is not changed, and not needed once this run has a checkpoint of its own."""
+    Its settings may differ from that run's, but not the shapes of its weights.
+    It is not changed, and not needed once this run has a checkpoint of its own."""
     start_with: Literal["weights", "state"] = "weights"
     """What run.start_from gives.
     weights: the weights, to train from update 0.
@@ -118,7 +118,7 @@ class Mesh:
     gather: the experts' weights are gathered over dp, like all others.
     alltoall: each expert stays on one dp rank, and the tokens are sent to it.
     Without train.capacity_factor, alltoall keeps room for all ranks' tokens on each rank.
-    Its token buffers, and without kernels its expert matmuls, are then dp times as large."""
+    Its token buffers and expert matmuls are then dp times as large."""
     slow_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type in which gradients cross the network between slices, if mesh.dp has several."""
 
@@ -419,47 +419,44 @@ def shakespeare_char() -> Config:
     )
 
 
-def gpt2(name: str, n_layers: int, d_model: int, n_heads: int) -> Config:
-    """GPT-2 (Radford et al. 2019, table 2) with nanoGPT's batch size, rates and weight decay."""
-    return Config(
-        run=Run(name=name),
-        model=Model(vocab_size=50257, d_model=d_model, n_layers=n_layers, n_heads=n_heads,
-                    n_kv_heads=n_heads, d_head=64, d_ff=4 * d_model, tie_embeddings=True,
-                    attn_bias=True, mlp_bias=True, norm="layer", norm_bias=True, norm_eps=1e-5,
-                    activation="gelu_tanh", positions="learned", max_positions=1024),
-        data=Data(train="data/openwebtext/train.bin", val="data/openwebtext/val.bin"),
-        train=Train(seq_len=1024, batch_size=480, grad_accum=10, steps=20_000, eval_every=500,
-                    eval_batches=20),
-        optim=Optim(lr=6e-4, warmup_steps=500),
-        checkpoint=Checkpoint(every=500),
-    )
-
-
-def llama_1b() -> Config:
-    """A model in the style of Llama with 0.9 billion parameters, for one node."""
-    return Config(
-        run=Run(name="llama_1b"),
-        model=Model(vocab_size=32768, d_model=2048, n_layers=16, n_heads=16, n_kv_heads=8,
-                    d_head=128, d_ff=5632),
-        data=Data(train="data/train", val="data/val"),
-        train=Train(seq_len=2048, batch_size=512, grad_accum=4, steps=20_000, eval_every=500,
-                    eval_batches=20),
-        optim=Optim(lr=4e-4, warmup_steps=1000),
-        checkpoint=Checkpoint(every=500),
-    )
-
-
-def large(name: str, model: Model, seq_len: int, lr: float, **train) -> Config:
-    """A published architecture with one recipe for all: 4 million tokens per update."""
+def recipe(name: str, model: Model, lr: float, warmup_steps=1000, keep=2, **train) -> Config:
+    """A model and how it is trained: 20,000 updates, unless `train`, settings of that section, says
+    otherwise."""
+    train = dict(steps=20_000, eval_every=500, eval_batches=20) | train
     return Config(
         run=Run(name=name),
         model=model,
         data=Data(train="data/train", val="data/val"),
-        train=Train(seq_len=seq_len, batch_size=2**22 // seq_len, grad_accum=4, steps=100_000,
-                    eval_every=1000, eval_batches=20, **train),
-        optim=Optim(lr=lr, warmup_steps=2000),
-        checkpoint=Checkpoint(every=500, keep=3),
+        train=Train(**train),
+        optim=Optim(lr=lr, warmup_steps=warmup_steps),
+        checkpoint=Checkpoint(every=500, keep=keep),
     )
+
+
+def gpt2(name: str, n_layers: int, d_model: int, n_heads: int) -> Config:
+    """GPT-2 (Radford et al. 2019, table 2) with nanoGPT's batch size, rates and weight decay."""
+    model = Model(vocab_size=50257, d_model=d_model, n_layers=n_layers, n_heads=n_heads,
+                  n_kv_heads=n_heads, d_head=64, d_ff=4 * d_model, tie_embeddings=True,
+                  attn_bias=True, mlp_bias=True, norm="layer", norm_bias=True, norm_eps=1e-5,
+                  activation="gelu_tanh", positions="learned", max_positions=1024)
+    cfg = recipe(name, model, lr=6e-4, warmup_steps=500, seq_len=1024, batch_size=480,
+                 grad_accum=10)
+    data = Data(train="data/openwebtext/train.bin", val="data/openwebtext/val.bin")
+    return replace(cfg, data=data)
+
+
+def llama_1b() -> Config:
+    """A model in the style of Llama with 0.9 billion parameters, for one node."""
+    model = Model(vocab_size=32768, d_model=2048, n_layers=16, n_heads=16, n_kv_heads=8,
+                  d_head=128, d_ff=5632)
+    return recipe("llama_1b", model, lr=4e-4, seq_len=2048, batch_size=512, grad_accum=4)
+
+
+def large(name: str, model: Model, seq_len: int, lr: float, **train) -> Config:
+    """A published architecture with one recipe for all: 4 million tokens per update."""
+    batch = dict(seq_len=seq_len, batch_size=2**22 // seq_len, grad_accum=4)
+    return recipe(name, model, lr, warmup_steps=2000, keep=3, steps=100_000, eval_every=1000,
+                  **batch, **train)
 
 
 def llama3_8b() -> Config:
@@ -506,21 +503,14 @@ def jaxformer_1b() -> Config:
     """The model of JAXformer's published run: MLA, and 8 blocks of five dense layers and one moe
     layer with 16 experts (2 active) and 2 shared experts.  The recipe is ours.  JAXformer's shared
     experts are linear maps whose output is dropped; here they are complete experts."""
-    return Config(
-        run=Run(name="jaxformer_1b"),
-        mesh=Mesh(dp=-1, pp=2, tp=2),
-        model=Model(vocab_size=100277, d_model=768, n_layers=48, pattern="dense*5,moe",
-                    attention="mla", n_heads=12, d_head=64, q_rank=128,
-                    kv_rank=128, d_rope=64, d_value=64, d_ff=3072, activation="gelu_tanh",
-                    mlp_bias=True, norm_bias=True, tie_embeddings=True, n_experts=16, n_active=2,
-                    n_shared=2, d_expert=3072, router="sigmoid", norm_scores=True,
-                    router_bias=True),
-        data=Data(train="data/train", val="data/val"),
-        train=Train(seq_len=1024, batch_size=512, grad_accum=2, steps=20_000, eval_every=500,
-                    eval_batches=20, balance_loss=0.01),
-        optim=Optim(lr=6e-4, warmup_steps=1000),
-        checkpoint=Checkpoint(every=500),
-    )
+    model = Model(vocab_size=100277, d_model=768, n_layers=48, pattern="dense*5,moe",
+                  attention="mla", n_heads=12, d_head=64, q_rank=128, kv_rank=128, d_rope=64,
+                  d_value=64, d_ff=3072, activation="gelu_tanh", mlp_bias=True, norm_bias=True,
+                  tie_embeddings=True, n_experts=16, n_active=2, n_shared=2, d_expert=3072,
+                  router="sigmoid", norm_scores=True, router_bias=True)
+    cfg = recipe("jaxformer_1b", model, lr=6e-4, seq_len=1024, batch_size=512, grad_accum=2,
+                 balance_loss=0.01)
+    return replace(cfg, mesh=Mesh(dp=-1, pp=2, tp=2))
 
 
 # fmt: on
