@@ -72,14 +72,12 @@ def read_documentation(name: str, path: Path) -> dict[str, str]:
     if name == TOPICS:
         topics = next(node for node in ast.walk(tree) if isinstance(node, ast.Dict))
         return {f"{name}:{topic}": text for topic, text in ast.literal_eval(topics).items()}
-    kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = {name: [tree]}  # {document: the nodes whose docstrings it has}
-    for statement in tree.body:
-        inside = [node for node in ast.walk(statement) if isinstance(node, kinds)]
-        nodes[f"{name}:{statement.lineno}"] = inside
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    # {document: the nodes whose docstrings it has}
+    nodes = {name: [tree]} | {f"{name}:{x.lineno}": ast.walk(x) for x in tree.body}
     documents = {}
     for document, described in nodes.items():
-        texts = [ast.get_docstring(node) or "" for node in described]
+        texts = [ast.get_docstring(x) or "" for x in described if isinstance(x, kinds)]
         documents[document] = "\n\n".join(text for text in texts if len(text) >= 80)
     return documents
 
