@@ -100,11 +100,9 @@ def cpu_choices(cfg: Config) -> dict:
     """
     m, t, pp = cfg.model, cfg.train, cfg.mesh.pp
     rows = math.gcd(*batch_sizes(cfg)) // (t.grad_accum * cfg.mesh.sizes[0])
-    microbatches = t.microbatches
-    if not microbatches:
-        counts = [n for n in divisors(rows) if n % pp == 0]
-        small = [n for n in counts if rows // n * t.seq_len <= CPU_TOKENS]
-        microbatches = min(small) if small else max(counts)
+    counts = [n for n in divisors(rows) if n % pp == 0]
+    small = [n for n in counts if rows // n * t.seq_len <= CPU_TOKENS]
+    microbatches = t.microbatches or min(small, default=max(counts))
     tokens = rows // microbatches * t.seq_len
     width = max(m.d_ff, m.n_active * m.d_expert) / cfg.mesh.tp
     inputs = 16 + (m.n_active if m.n_experts else 0)
