@@ -8,14 +8,7 @@ from typing import NamedTuple
 
 from config import Config
 from scripts.chips import CHIPS, chip_of
-from scripts.cost_model import (
-    Cost,
-    bodies,
-    count_cost,
-    flatten,
-    trace_step,
-    work_shares,
-)
+from scripts.cost_model import Cost, bodies, count_cost, flatten, trace_step, work_shares
 from utils import AXES
 
 COLOURS = dict(slice="#b07aa1", dp="#4e79a7", pp="#f28e2b", tp="#59a14f")
@@ -48,14 +41,13 @@ def boxes_in(jaxpr, cfg: Config, chip, times: float = 1, shares=()) -> tuple[Cos
         share = next(shares, 1) if op.name == "cond" else 1
         for body, n in bodies(op):
             runs, inner_shares = times * n * share, work_shares(n, cfg)
-            cost, own = Cost(), Cost()
-            cost.add(count_cost(body, cfg, chip, inner_shares), runs)
-            if not cost.flops and not cost.calls:
+            own = Cost()
+            own.add(count_cost(body, cfg, chip, inner_shares), runs)
+            if not own.flops and not own.calls:
                 continue
+            total.add(own, 1)
             inner, inside = boxes_in(body, cfg, chip, runs, inner_shares)
-            own.add(cost, 1)
             own.add(inner, -1)
-            total.add(cost, 1)
             boxes.append(Box(title(body, op, runs), own, inside))
     return total, boxes
 
