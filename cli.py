@@ -274,16 +274,15 @@ def config_of_run(run: str, mesh: Mesh, *flags: str) -> Config:
 
     Also calls simulate_devices.  Raises UserError USAGE.
     """
-    mesh_flags = [word for axis, x in asdict(mesh).items() for word in (f"--mesh.{axis}", str(x))]
-    # A batch that passes the checks on this mesh; resolve() replaces it.
-    rows = str(max(1, mesh.sizes[0]) * max(1, mesh.pp))
-    batch = ["--train.batch_size", rows, "--train.grad_accum", "1", "--train.microbatches", "0"]
-    batch += ["--train.batch_ramp="]
+    # A batch that passes the checks on this mesh; checks.resolve replaces it.
+    rows = max(1, mesh.sizes[0]) * max(1, mesh.pp)
+    train = dict(batch_size=rows, batch_ramp="", grad_accum=1, microbatches=0)
     # The trainer's choices may not suit this mesh or platform.
-    batch += ["--train.remat", "layer", "--train.attention", "auto"]
-    one_process = ["--run.coordinator=", "--run.num_processes", "0", "--run.process_id=-1"]
-    file = f"{run.rstrip('/')}/config.json"
-    cfg = parse(["--config", file, *mesh_flags, *batch, *one_process, *flags])
+    train |= dict(remat="layer", attention="auto")
+    one_process = dict(coordinator="", num_processes=0, process_id=-1)
+    sections = dict(mesh=asdict(mesh), train=train, run=one_process)
+    changes = [f"--{s}.{name}={x}" for s, values in sections.items() for name, x in values.items()]
+    cfg = parse(["--config", f"{run.rstrip('/')}/config.json", *changes, *flags])
     simulate_devices(mesh)
     return cfg
 
