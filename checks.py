@@ -441,8 +441,7 @@ def other_problems(cfg: Config):
         if "://" in (folder := field_value(cfg, name)):
             what = f"{name}={folder!r} must be a local folder"
             yield Problem(what, f"leave --{name} out, or name a folder on this host's disk")
-    n_auto = cfg.mesh.sizes.count(-1)
-    if n_auto > 1:
+    if (n_auto := cfg.mesh.sizes.count(-1)) > 1:
         what = f"mesh: {n_auto} axes are -1, at most one may be"
         yield Problem(what, "set all but one of --mesh.dp --mesh.pp --mesh.tp")
     first, n = t.profile

@@ -65,10 +65,8 @@ class Run:
 
 def read_ranks(words: list[str]) -> int | str:
     """A value of mesh.dp: a number of ranks, or SLICESxRANKS.  Raises ValueError."""
-    if re.fullmatch(r"-?\d{1,18}", words[0]):
-        return int(words[0])
-    if re.fullmatch(r"[1-9]\d{0,8}x[1-9]\d{0,8}", words[0]):
-        return words[0]
+    if re.fullmatch(r"-?\d{1,18}|[1-9]\d{0,8}x[1-9]\d{0,8}", words[0]):
+        return words[0] if "x" in words[0] else int(words[0])
     raise ValueError(f"{words[0]!r} is not a number such as 8, or slices and their ranks as in 2x4")
 
 
@@ -129,8 +127,7 @@ class Mesh:
     @property
     def sizes(self) -> tuple[int, int, int]:
         """(dp over all slices, pp, tp)"""
-        dp = math.prod(map(int, self.dp.split("x"))) if isinstance(self.dp, str) else self.dp
-        return dp, self.pp, self.tp
+        return math.prod(map(int, str(self.dp).split("x"))), self.pp, self.tp
 
     @property
     def shape(self) -> dict[str, int]:
