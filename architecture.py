@@ -28,12 +28,12 @@ class Model:
     scale_embedding: bool = False
     """Multiply the embedding by the root of model.d_model, or of model.mup_base_width if set."""
     mup_base_width: int = 0
-    """model.d_model of the model whose learning rate this one is to share (muP); 0 uses no muP.
+    """model.d_model of muP's base, whose learning rate this model is to share; 0 uses no muP.
     Rates of the layers' matrices, logits and initial values are scaled by the ratio of widths."""
     mup_base_depth: int = 0
-    """Its model.n_layers: a layer's output is scaled by the ratio (CompleteP); 0 scales nothing."""
+    """model.n_layers of the base; the ratio scales layers' outputs (CompleteP); 0 scales none."""
     mup_base_head: int = 0
-    """Its model.d_head: attention scores fall as 1 / width of a head; 0 takes this model's."""
+    """model.d_head of the base; scores fall as 1 / width of a head; 0 takes this model's."""
     logit_softcap: float = 0.0
     """Bound c on the logits, which become c * tanh(logit / c); 0 sets no bound."""
 

@@ -168,7 +168,7 @@ class Data:
     cache: str = ""
     """Local folder for pages of shards from gs://; by default in the system's temporary folder."""
     cache_gb: float = 4.0
-    """Size of that folder at most, in units of 2**30 bytes; 0 keeps no pages on disk."""
+    """Largest size of data.cache, in units of 2**30 bytes; 0 keeps no pages on disk."""
 
 
 @dataclass(frozen=True)

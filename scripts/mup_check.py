@@ -38,7 +38,7 @@ class Args:
     coordinate_widths: tuple[int, ...] = (64, 128, 256, 512)
     """Widths of the coordinate check."""
     coordinate_rate: float = 2.0**-8
-    """Its learning rate."""
+    """Learning rate in the coordinate check."""
     widths: tuple[int, ...] = (64, 128, 256)
     """Widths whose best learning rates are compared.  The first is muP's base."""
     rates: tuple[float, ...] = tuple(2.0 ** -(n + 0.5) for n in range(10, 3, -1))
@@ -46,9 +46,9 @@ class Args:
     steps: int = 150
     """Updates with each rate."""
     depth: int = 4
-    """Layers."""
+    """Number of layers."""
     seeds: tuple[int, ...] = (0,)
-    """Of the initial weights; the losses are means over them."""
+    """Seeds of the initial weights; the losses are means over them."""
 
 
 def parse() -> tuple[Args, config.Config]:
