@@ -47,17 +47,6 @@ class Total(NamedTuple):
     """Sums of the layers' statistics, by group ("layers" or "prefix") and kind like params;
     "prefix" is {} in a model without one."""
 
-    def grads_of(self, names) -> dict:
-        return {name: self.grads[name] for name in names}
-
-    def with_grads(self, grads: dict) -> "Total":
-        """A Total with these gradients, {name: gradient}, instead of those it has."""
-        return self._replace(grads=self.grads | grads)
-
-    def with_stats(self, **groups) -> "Total":
-        """A Total with these groups of statistics instead of those it has."""
-        return self._replace(stats=self.stats | groups)
-
 
 def zero_total(w, cfg: Config) -> Total:
     """The Total before the first microbatch; w: weights from `prepare_parts`."""
@@ -69,10 +58,10 @@ def zero_total(w, cfg: Config) -> Total:
             found |= dict(load_E=jnp.zeros((*n, E)), **{name: jnp.zeros(n) for name in MOE_STATS})
         return found
 
-    def group_stats(group):
-        return {kind: kind_stats(kind, weights) for kind, weights in w.get(group, {}).items()}
-
-    stats = dict(layers=group_stats("layers"), prefix=group_stats("prefix"))
+    stats = {
+        group: {kind: kind_stats(kind, weights) for kind, weights in w.get(group, {}).items()}
+        for group in ("layers", "prefix")
+    }
     grads = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), w)
     zero = lax.pcast(jnp.float32(0), with_slices(*BATCH), to="varying")
     return Total(zero, grads, mark_varying(stats))
@@ -133,8 +122,8 @@ def head_names(cfg: Config) -> list[str]:
 
 
 def score_and_gradient(head, grads, y_BLD, target_BL, n_tokens, cfg: Config):
-    """(loss, grads, gradient of y_BLD): a microbatch's share of the mean loss over n_tokens; grads,
-    float32 sums, with the gradient of head added.
+    """(loss, grads, gradient of y_BLD): a microbatch's share of the mean loss over n_tokens; those
+    of the sums grads that belong to weights of head, with their gradient added.
 
     All stages score the last stage's y_BLD together, each a part of the sequence.  The gradient of
     a chunk is made while its logits are in memory, so that none are kept or made twice.
@@ -229,17 +218,15 @@ def balance_cotangent(stats, cfg: Config):
     in the objective."""
     weight = cfg.train.balance_loss / cfg.train.batch_size
 
-    def cotangent(kind_stats):
-        zeros = jax.tree.map(jnp.zeros_like, kind_stats)
-        if "balance" in zeros:
-            zeros["balance"] = jnp.full_like(zeros["balance"], weight)
-        return zeros
+    def cotangent(path, x):
+        return jnp.full_like(x, weight if path[-1].key == "balance" else 0)
 
-    return {kind: cotangent(kind_stats) for kind, kind_stats in stats.items()}
+    return jax.tree.map_with_path(cotangent, stats)
 
 
 class SliceWork:
-    """The pipeline.Work of one accumulation slice: all microbatches of this dp rank."""
+    """What `run_schedule` does in one accumulation slice, with all microbatches of this dp rank.
+    `total` is the sum over all microbatches."""
 
     def __init__(self, w, token_MBL, target_MBL, total, key, first_row, n_tokens, cfg: Config):
         """See `add_slice_gradient`."""
@@ -284,37 +271,42 @@ class SliceWork:
         return y_BLD, stats, backward
 
     def begin(self, x_BLD, m, total):
+        """(x_BLD, total): the embedding of microbatch m; the x_BLD given only has the shape."""
         x_BLD, stats, _ = self.apply_front(m, self.front, None)
         prefix = accumulate(total.stats["prefix"], stats)
-        return x_BLD, total.with_stats(prefix=prefix)
+        return x_BLD, total._replace(stats=total.stats | dict(prefix=prefix))
 
     def forward(self, x_BLD, m, r, total):
+        """(y_BLD, saved, total): microbatch m through part r; saved: what `backward` needs."""
         y_BLD, stats, backward = self.forward_part(m, r, total, x_BLD)
         layers = total.stats["layers"]
         part = accumulate(self.schedule.take_part(layers, r), stats)
-        total = total.with_stats(layers=self.schedule.put_part(layers, r, part))
+        layers = self.schedule.put_part(layers, r, part)
+        total = total._replace(stats=total.stats | dict(layers=layers))
         return y_BLD, self.saved.pack(backward), total
 
     def score(self, y_BLD, m, total):
-        args = self.head, total.grads_of(self.head), y_BLD, self.target_MBL[m], self.n_tokens
+        """(gradient of y_BLD, total): by all stages together, of the last stage's y_BLD."""
+        args = self.head, total.grads, y_BLD, self.target_MBL[m], self.n_tokens
         loss, grads, y_grad_BLD = score_and_gradient(*args, self.cfg)
-        return y_grad_BLD, total._replace(loss=total.loss + loss).with_grads(grads)
+        return y_grad_BLD, total._replace(loss=total.loss + loss, grads=total.grads | grads)
 
     def backward(self, grad_BLD, saved, m, r, total):
+        """(gradient of the x_BLD of `forward`, total)."""
         layers, grads = self.part(total, r)
         backward = self.saved.unpack(saved, layers)
         stats_grad = balance_cotangent(self.stats, self.cfg)
         _, grads, grad_BLD = backward((grad_BLD, stats_grad, grads))
         grads = self.schedule.put_part(total.grads["layers"], r, grads)
-        return grad_BLD, total.with_grads(dict(layers=grads))
+        return grad_BLD, total._replace(grads=total.grads | dict(layers=grads))
 
     def finish(self, grad_BLD, m, total):
-        """Recomputes `begin`, for its backward pass."""
-        grads = total.grads_of(self.front)
+        """The total after the backward pass of `begin`, which is computed again for it."""
+        grads = {name: total.grads[name] for name in self.front}
         outputs, backward = jax.vjp(partial(self.apply_front, m), self.front, grads)
         _, stats, _ = outputs
         _, grads = backward((grad_BLD, balance_cotangent(stats, self.cfg), grads))
-        return total.with_grads(grads)
+        return total._replace(grads=total.grads | grads)
 
 
 def add_slice_gradient(

@@ -9,7 +9,7 @@ Single letters: s is a stage, t a tick, j a work item, m a microbatch, r a part 
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -158,29 +158,11 @@ def make_schedule(cfg: Config, microbatches: int) -> Schedule:
     return Schedule(pp, parts, microbatches, after_all if gpipe else after_one)
 
 
-class Work(Protocol):
-    """What `run_schedule` does with a microbatch.  `total` is the sum over all microbatches."""
-
-    def begin(self, x_BLD, m, total):
-        """-> (x_BLD, total): the embedding of microbatch m; the x_BLD given only has the shape."""
-
-    def forward(self, x_BLD, m, r, total):
-        """-> (y_BLD, saved, total): microbatch m through part r; saved: what backward needs."""
-
-    def score(self, y_BLD, m, total):
-        """-> (gradient of y_BLD, total): by all stages together, of the last stage's y_BLD."""
-
-    def backward(self, grad_BLD, saved, m, r, total):
-        """-> (gradient of forward's x_BLD, total)."""
-
-    def finish(self, grad_BLD, m, total):
-        """-> total: the backward pass of `begin`."""
-
-
-def run_schedule(schedule: Schedule, work: Work, x_BLD, saved, total, branch: Callable):
+def run_schedule(schedule: Schedule, work, x_BLD, saved, total, branch: Callable):
     """Do the work of a schedule in one loop over its ticks; returns the total.
 
-    x_BLD and saved are examples, for shapes.  branch(due, f, skip, *args) calls f or skip;
+    work: has the methods begin, forward, score, backward and finish of gradient.SliceWork.  x_BLD
+    and saved are examples, for shapes.  branch(due, f, skip, *args) calls f or skip;
     due(s) says whether stage s has that work.  Each kind of work is a branch of its own, and total
     chains one to the next, because XLA on a CPU runs independent collectives at once and mixes up
     those of one group.
@@ -235,7 +217,7 @@ def run_schedule(schedule: Schedule, work: Work, x_BLD, saved, total, branch: Ca
     return lax.scan(tick, start, jnp.arange(schedule.ticks))[0][-1]
 
 
-def with_buffer(work: Work, size: int, y_waits: bool):
+def with_buffer(work, size: int, y_waits: bool):
     """(forward, backward): those of the work, which also write what backward needs, and if y_waits
     the output, to a buffer and read it from there.
 
