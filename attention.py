@@ -256,13 +256,11 @@ def splash_attention(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int, interpre
         attn_logits_soft_cap=cfg.model.attn_softcap or None,
         interpret=interpret,
     )
-    segments = []
+    segments = None
     if at.document_BL is not None:
-        segments.append(splash.SegmentIds(at.document_BL, at.document_BS))
+        segments = splash.SegmentIds(at.document_BL, at.document_BS)
+    run = jax.vmap(kernel)
     typed = partial(typed_kernel_outputs, splash, jax.typeof(q_BLHK).manual_axis_type)
-
-    def run(q_BHLK, k_BGSK, v_BGSW, segments):
-        return jax.vmap(kernel)(q_BHLK, k_BGSK, v_BGSW, *segments)
 
     # JAX traces a backward pass after this function has returned, when module.jax is back in place.
     # In a custom_vjp it can be replaced once more.
@@ -273,7 +271,7 @@ def splash_attention(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int, interpre
 
     def forward(q_BHLK, k_BGSK, v_BGSW, segments):
         with typed():
-            return jax.vjp(partial(run, segments=segments), q_BHLK, k_BGSK, v_BGSW)
+            return jax.vjp(lambda *qkv: run(*qkv, segments), q_BHLK, k_BGSK, v_BGSW)
 
     def backward(back, grad_BHLW):
         with typed():
