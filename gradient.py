@@ -115,15 +115,9 @@ def reduce_total(total: Total, params, cfg: Config):
 # ---- the last norm, the logits and the loss
 
 
-def head_names(cfg: Config) -> list[str]:
-    """The weights after the last layer."""
-    unembed = "embed_VD" if cfg.model.tie_embeddings else "unembed_DV"
-    return [unembed, *norm_table(cfg)]
-
-
-def score_and_gradient(head, grads, y_BLD, target_BL, n_tokens, cfg: Config):
-    """(loss, grads, gradient of y_BLD): a microbatch's share of the mean loss over n_tokens; those
-    of the sums grads that belong to weights of head, with their gradient added.
+def score_and_gradient(w, grads, y_BLD, target_BL, n_tokens, cfg: Config):
+    """(loss, grads, gradient of y_BLD): a microbatch's share of the mean loss over n_tokens; the
+    sums of grads for the weights of the last norm and the logits, with their gradients added.
 
     All stages score the last stage's y_BLD together, each a part of the sequence.  The gradient of
     a chunk is made while its logits are in memory, so that none are kept or made twice.
@@ -150,8 +144,8 @@ def score_and_gradient(head, grads, y_BLD, target_BL, n_tokens, cfg: Config):
         (_, loss), (unembed_grads, x_grad) = gradient(unembed, *chunk)
         return accumulate(total, (loss, unembed_grads)), x_grad
 
-    gains = {name: head[name] for name in norm_table(cfg)}
-    unembed = {name: x for name, x in head.items() if name not in gains}
+    unembed_name = "embed_VD" if cfg.model.tie_embeddings else "unembed_DV"
+    unembed, gains = {unembed_name: w[unembed_name]}, {name: w[name] for name in norm_table(cfg)}
     x_BLD, norm_backward = jax.vjp(scatter_and_norm, gains, y_BLD)
     B, L, D = x_BLD.shape
     target_BL = sequences_to_rows(target_BL)
@@ -160,7 +154,7 @@ def score_and_gradient(head, grads, y_BLD, target_BL, n_tokens, cfg: Config):
     x_chunks = split_chunks(x_BLD.reshape(-1, D), cfg)
     chunks = x_chunks, split_chunks(target_BL.reshape(-1), cfg, padding=-1)
     zero = lax.pcast(jnp.float32(0), with_slices(*BATCH), to="varying")
-    total = zero, {name: grads[name] for name in unembed}
+    total = zero, {unembed_name: grads[unembed_name]}
     (loss, unembed_grads), x_grad = lax.scan(add_chunk, total, chunks)
     gain_grads, y_grad_BLD = norm_backward(x_grad.reshape(-1, D)[: B * L].reshape(B, L, D))
     gain_grads = accumulate({name: grads[name] for name in gains}, gain_grads)
@@ -231,8 +225,7 @@ class SliceWork:
     def __init__(self, w, token_MBL, target_MBL, total, key, first_row, n_tokens, cfg: Config):
         """See `add_slice_gradient`."""
         self.token_MBL, self.target_MBL, self.key, self.cfg = token_MBL, target_MBL, key, cfg
-        self.first_row, self.n_tokens, self.layers = first_row, n_tokens, w["layers"]
-        self.head = {name: w[name] for name in head_names(cfg)}
+        self.first_row, self.n_tokens, self.w = first_row, n_tokens, w
         front = ("embed_VD", "position_LD", "prefix")
         self.front = {name: x for name, x in w.items() if name in front}
         self.schedule = make_schedule(cfg, token_MBL.shape[0])
@@ -262,7 +255,7 @@ class SliceWork:
     def part(self, total: Total, r):
         """Part r of the layers' weights, and of their gradient so far."""
         take = self.schedule.take_part
-        return take(self.layers, r), take(total.grads["layers"], r)
+        return take(self.w["layers"], r), take(total.grads["layers"], r)
 
     def forward_part(self, m, r, total: Total, x_BLD):
         """(y_BLD, statistics, backward function) of `apply_part`."""
@@ -287,7 +280,7 @@ class SliceWork:
 
     def score(self, y_BLD, m, total):
         """(gradient of y_BLD, total): by all stages together, of the last stage's y_BLD."""
-        args = self.head, total.grads, y_BLD, self.target_MBL[m], self.n_tokens
+        args = self.w, total.grads, y_BLD, self.target_MBL[m], self.n_tokens
         loss, grads, y_grad_BLD = score_and_gradient(*args, self.cfg)
         return y_grad_BLD, total._replace(loss=total.loss + loss, grads=total.grads | grads)
 
