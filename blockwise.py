@@ -59,15 +59,11 @@ def choose_options(P: int, R: int, L: int, scale: float, cap: float, window: int
     return Options(scale, cap, window, block, unrolled, pairs_at_once)
 
 
-slice_at = lax.dynamic_slice_in_dim
+slice_at, update_at = lax.dynamic_slice_in_dim, lax.dynamic_update_slice_in_dim
 
 
-def replace_at(x, start, new, dim: int):
-    return lax.dynamic_update_slice_in_dim(x, new, start, dim)
-
-
-def add_at(x, start, new, dim: int):
-    return replace_at(x, start, slice_at(x, start, new.shape[dim], dim) + new, dim)
+def add_at(x, new, start, dim: int):
+    return update_at(x, slice_at(x, start, new.shape[dim], dim) + new, start, dim)
 
 
 def visit_blocks(visit: Callable, carry, L: int, how: Options):
@@ -124,7 +120,7 @@ def forward(q_PRLK, k_PLK, v_PLW, document_PL, sink_PR, how: Options):
             rescale_PRQ1 * total_PRQ1 + exp_PRQS.sum(-1, keepdims=True),
             new_max_PRQ1,
         )
-        return tuple(replace_at(x, i, y, 2) for x, y in zip(sums, new, strict=True))
+        return tuple(update_at(x, y, i, 2) for x, y in zip(sums, new, strict=True))
 
     *PRL, _ = q_PRLK.shape
     zeros = partial(jnp.zeros_like, q_PRLK, jnp.float32)  # of the type of q in shard_map
@@ -160,9 +156,9 @@ def backward(q_PRLK, k_PLK, v_PLW, document_PL, sink_PR, y_PRLW, z_PRL1, g_PRLW,
         q_PQK, g_PQW = (x.reshape(P, -1, x.shape[-1]) for x in (q_PRQK, g_PRQW))
         q_grad, k_grad, v_grad = grads
         return (
-            add_at(q_grad, i, multiply("PRQS,PSK->PRQK", grad_PRQS, k_PSK, jnp.float32), 2),
-            add_at(k_grad, j, multiply("PQS,PQK->PSK", grad_PQS, q_PQK, jnp.float32), 1),
-            add_at(v_grad, j, multiply("PQS,PQW->PSW", prob_PQS, g_PQW, jnp.float32), 1),
+            add_at(q_grad, multiply("PRQS,PSK->PRQK", grad_PRQS, k_PSK, jnp.float32), i, 2),
+            add_at(k_grad, multiply("PQS,PQK->PSK", grad_PQS, q_PQK, jnp.float32), j, 1),
+            add_at(v_grad, multiply("PQS,PQW->PSW", prob_PQS, g_PQW, jnp.float32), j, 1),
         )
 
     zeros = tuple(jnp.zeros_like(x, jnp.float32) for x in (q_PRLK, k_PLK, v_PLW))
