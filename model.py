@@ -500,20 +500,20 @@ def apply_front(params, token_BL, at: Span, cfg: Config, key=None, grads=None):
 # ---- the whole model, forward only
 
 
-def hidden_states(params, token_MBL, make_span: Callable, cfg: Config):
-    """The residual stream after the last layer, x_MBLD, for this device's microbatches.
-
-    make_span(m): the Span of microbatch m.
-    """
+def hidden_states(params, token_MBL, cfg: Config):
+    """The residual stream after the last layer, x_MBLD, for this device's microbatches."""
+    # Each stage needs the tokens of every microbatch, for the documents that they are in.
+    all_MBL = lax.all_gather(token_MBL, "pp", axis=0, tiled=True)
     kinds, slots, s = layer_kinds(cfg.model.pattern), token_MBL.shape[0], lax.axis_index("pp")
 
     def front(microbatch):
         token_BL, m = microbatch
-        return apply_front(params, token_BL, make_span(m), cfg)[0]
+        return apply_front(params, token_BL, full_row_span(all_MBL, m, cfg), cfg)[0]
 
     def stage(x_BLD, m, carry):
+        at = full_row_span(all_MBL, m, cfg)
         # Without dropout, the layers' numbers do not matter.
-        return apply_layers(params["layers"], kinds, 0, x_BLD, make_span(m), cfg)[0], carry
+        return apply_layers(params["layers"], kinds, 0, x_BLD, at, cfg)[0], carry
 
     x_MBLD = lax.map(front, (token_MBL, s * slots + jnp.arange(slots)))
     return forward_pipeline(stage, x_MBLD, None)[0]
@@ -531,9 +531,7 @@ def score_tokens(params, token_MBL, target_MBL, cfg: Config):
     """(nll_MBL, is_top_MBL): negative log likelihood (nats) of each target of this device, and
     whether no token is more likely, without a gradient."""
     params = prepare_weights(params, cfg, cfg.train.dtype)
-    # Each stage needs the tokens of every microbatch, for the documents that they are in.
-    all_MBL = lax.all_gather(token_MBL, "pp", axis=0, tiled=True)
-    x_MBLD = hidden_states(params, token_MBL, lambda m: full_row_span(all_MBL, m, cfg), cfg)
+    x_MBLD = hidden_states(params, token_MBL, cfg)
 
     def score(microbatch):
         x_BLD, target_BL = microbatch

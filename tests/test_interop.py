@@ -21,7 +21,6 @@ from conftest import ROOT
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-import attention
 import checkpoint
 import cli
 import config
@@ -124,9 +123,7 @@ def score(params, token_MBL, target_MBL, cfg):
     @jax.shard_map(in_specs=(model.param_specs(cfg), spec, spec), out_specs=(P(*spec, "tp"), spec))
     def per_device(params, token_MBL, target_MBL):
         w = model.prepare_weights(params, cfg, cfg.train.dtype)
-        index_BL = jnp.arange(token_MBL.shape[-1])[None]
-        span = attention.Span(index_BL, index_BL)
-        x_MBLD = model.hidden_states(w, token_MBL, lambda m: span, cfg)
+        x_MBLD = model.hidden_states(w, token_MBL, cfg)
 
         def score_rows(rows):
             x_BLD, target_BL = rows
