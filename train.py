@@ -146,9 +146,8 @@ def checkpoint_items(state: State) -> dict:
     """A State as the items of a checkpoint.  The weights are an item of their own, so that they can
     be read alone, and so are the parts that only some runs have."""
     items = dict(params=state.params, rest=dict(step=state.step, opt=state.opt))
-    items |= {} if state.ema is None else dict(ema=state.ema)
-    norms = state.recent_norms
-    return items | ({} if norms is None else dict(recent_norms=dict(norm_U=norms)))
+    items |= dict(ema=state.ema, recent_norms=dict(norm_U=state.recent_norms))
+    return {name: tree for name, tree in items.items() if jax.tree.leaves(tree)}
 
 
 def state_of(items: dict) -> State:
