@@ -164,9 +164,7 @@ class MetricsLog:
             what = f"{run / 'metrics.jsonl'} has lost {len(lost)} of the rows up to update {step}"
             warn(f"{what}, from that of update {lost[0]} on: they cannot be made again")
         self.wandb = run_on_lead(start_wandb, run, cfg)
-        self.tensorboard = None
-        if cfg.log.tensorboard:
-            self.tensorboard = run_on_lead(TensorBoard, run, step)
+        self.tensorboard = run_on_lead(TensorBoard, run, step) if cfg.log.tensorboard else None
         if step < cfg.train.steps:
             say(f"updates {step + 1} to {cfg.train.steps}")
 
