@@ -20,7 +20,16 @@ from architecture import layer_kinds
 from attention import full_row_span
 from config import SLICE, Config
 from experts import MOE_STATS
-from layers import BATCH, STAGE, gather_rows, mark_varying, norm, norm_table, sequences_to_rows
+from layers import (
+    BATCH,
+    STAGE,
+    gather_rows,
+    mark_varying,
+    norm,
+    norm_table,
+    scatter_sum,
+    sequences_to_rows,
+)
 from model import (
     apply_front,
     apply_layers,
@@ -129,7 +138,7 @@ def score_and_gradient(w, grads, y_BLD, target_BL, n_tokens, cfg: Config):
         """This stage's part of the sequence of the last stage's y_BLD, padded and normed."""
         if pp > 1:  # XLA on a CPU would copy y even for a scatter to one stage
             y_BLD = jnp.pad(jnp.where(s == pp - 1, y_BLD, 0), ((0, 0), (0, padding), (0, 0)))
-            y_BLD = lax.psum_scatter(y_BLD, "pp", scatter_dimension=1, tiled=True)
+            y_BLD = scatter_sum(y_BLD, "pp", 1)
         return gather_rows(norm(y_BLD, gains, "norm", cfg))
 
     def objective(unembed, x_BLD, target_BL):

@@ -121,18 +121,43 @@ def typed_kernel_outputs(module, axis_type):
         module.jax = original
 
 
+def uses_gloo() -> bool:
+    """Whether collectives go through gloo, as between processes on CPUs.
+
+    There a reduce-scatter sometimes sends bytes that it has already overwritten (jax issue 40830):
+    with two processes on a busy machine one update in 500 had a wrong loss.  So `gather`, whose
+    transpose is a reduce-scatter, and `scatter_sum` exchange by all-to-all there.
+    """
+    return platform() == "cpu" and jax.process_count() > 1
+
+
+def gather(x, axis: str, dim: int):
+    """The x of all shards of a mesh axis, one after the other along dim."""
+    if uses_gloo():
+        x_SX = jnp.broadcast_to(x, (lax.axis_size(axis), *x.shape))  # a copy for each shard
+        return lax.all_to_all(x_SX, axis, 0, dim + 1, tiled=True)[0]
+    return lax.all_gather(x, axis, axis=dim, tiled=True)
+
+
+def scatter_sum(y, axis: str, dim: int):
+    """The sum over a mesh axis; each shard keeps its own part along dim."""
+    if uses_gloo():
+        return lax.all_to_all(y[None], axis, dim + 1, 0, tiled=True).sum(0)
+    return lax.psum_scatter(y, axis, scatter_dimension=dim, tiled=True)
+
+
 def gather_over_dp(w: dict, table: dict) -> dict:
     """FSDP: gather weights over dp.  The transpose reduce-scatters their gradient."""
     # With dp=1 XLA would still copy, which on a CPU costs more than a decoding step.
     if lax.axis_size("dp") == 1:
         return w
 
-    def gather(x, p: Param):
+    def gather_weight(x, p: Param):
         if p.stays_sharded or "dp" not in p.spec:
             return x
-        return lax.all_gather(x, "dp", axis=p.spec.index("dp"), tiled=True)
+        return gather(x, "dp", p.spec.index("dp"))
 
-    return jax.tree.map(gather, w, table)
+    return jax.tree.map(gather_weight, w, table)
 
 
 def tp_part(x, dim):
@@ -145,14 +170,14 @@ def gather_over_tp(x, dim: int):
     """The x of all tp shards, one after the other along dim."""
     if lax.axis_size("tp") == 1:  # XLA would copy
         return x
-    return lax.all_gather(x, "tp", axis=dim, tiled=True)
+    return gather(x, "tp", dim)
 
 
 def scatter_over_tp(y, dim: int):
     """The sum over tp; each shard keeps its own part along dim."""
     if lax.axis_size("tp") == 1:
         return y
-    return lax.psum_scatter(y, "tp", scatter_dimension=dim, tiled=True)
+    return scatter_sum(y, "tp", dim)
 
 
 def gather_rows(x_BLD):

@@ -32,6 +32,7 @@ from jax.extend.core import jaxprs_in_params
 
 import config
 import gradient
+import layers
 import train
 
 # ---- on any mesh
@@ -147,6 +148,22 @@ def test_stages_that_do_not_divide_the_sequence_share_its_scores():
 def test_schedules_and_fsdp_do_not_change_the_gradient(cfg, mesh, how):
     got = gradient_on(mesh, replace(cfg, mesh=config.Mesh(**how)))
     assert_same_gradient(got, one_device_gradient(cfg))
+
+
+@pytest.mark.parametrize("cfg, how", [
+    (RICH, {}),
+    (MOE, dict(experts="alltoall", fsdp="step")),
+    pytest.param(MOE, {}, marks=SLOW),
+], ids=["rich", "moe-step", "moe"])  # fmt: skip
+def test_processes_on_cpus_need_no_reduce_scatter(cfg, how, monkeypatch):
+    monkeypatch.setattr(layers, "uses_gloo", lambda: True)
+    # A name of its own, so that JAX does not take what another test has traced.
+    ours = replace(cfg, run=replace(cfg.run, name="gloo"), mesh=config.Mesh(**how))
+    assert_same_gradient(gradient_on((2, 2, 2), ours), one_device_gradient(cfg))
+    ours = on_mesh(ours, (2, 2, 2))
+    f = jax.jit(train.loss_and_grads, static_argnames="cfg")
+    program = f.lower(params_of(ours), *batch(ours), jax.random.key(0), ours).as_text()
+    assert "all_to_all" in program and "reduce_scatter" not in program
 
 
 def test_a_replicated_norm_is_one_value_on_every_device():
