@@ -134,8 +134,8 @@ def uses_gloo() -> bool:
 def gather(x, axis: str, dim: int):
     """The x of all shards of a mesh axis, one after the other along dim."""
     if uses_gloo():
-        x_SX = jnp.broadcast_to(x, (lax.axis_size(axis), *x.shape))  # a copy for each shard
-        return lax.all_to_all(x_SX, axis, 0, dim + 1, tiled=True)[0]
+        for_each = jnp.broadcast_to(x, (lax.axis_size(axis), *x.shape))
+        return lax.all_to_all(for_each, axis, 0, dim + 1, tiled=True)[0]
     return lax.all_gather(x, axis, axis=dim, tiled=True)
 
 

@@ -22,9 +22,9 @@ from errors import USAGE, UserError
 
 # A module imports only modules that stand before it here.
 MODULES = """
-    errors architecture config mixture checks files cli lock restart utils processes weights layers
-    blockwise attention grouped experts pipeline model gradient generate muon optim norms panels
-    order shards pages dataset tasks rundir boards metrics digests checkpoint branch profiling train
+    errors architecture config mixture checks files cli lock restart utils shards rundir processes
+    weights layers blockwise attention grouped experts pipeline model gradient generate muon optim
+    norms panels order pages dataset tasks boards metrics digests checkpoint branch profiling train
 """.split()  # noqa: SIM905
 
 
