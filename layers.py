@@ -122,13 +122,13 @@ def typed_kernel_outputs(module, axis_type):
 
 
 def uses_gloo() -> bool:
-    """Whether collectives go through gloo, as between processes on CPUs.
+    """Whether collectives go through gloo: on CPUs, in a run of several processes.
 
     There a reduce-scatter sometimes sends bytes that it has already overwritten (jax issue 40830):
     with two processes on a busy machine one update in 500 had a wrong loss.  So `gather`, whose
     transpose is a reduce-scatter, and `scatter_sum` exchange by all-to-all there.
     """
-    return platform() == "cpu" and jax.process_count() > 1
+    return platform() == "cpu" and jax.distributed.is_initialized()
 
 
 def gather(x, axis: str, dim: int):
