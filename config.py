@@ -417,8 +417,7 @@ def shakespeare_char() -> Config:
 
 
 def recipe(name: str, model: Model, lr: float, warmup_steps=1000, keep=2, **train) -> Config:
-    """A model and how it is trained: 20,000 updates, unless `train`, settings of that section, says
-    otherwise."""
+    """A model and its recipe, of 20,000 updates by default.  train: settings of that section."""
     train = dict(steps=20_000, eval_every=500, eval_batches=20) | train
     return Config(
         run=Run(name=name),

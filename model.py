@@ -322,7 +322,7 @@ def keep_products(primitive, *types, **params):
 def rematerialize(layer: Callable, cfg: Config) -> Callable:
     """The layer, with a backward pass that recomputes what train.remat says.
 
-    Weights that the layer gathers are never kept, but gathered again.
+    Weights that the layer gathers are never kept, but gathered again; except with gloo, on CPUs.
     """
     remat, policies = cfg.train.remat, jax.checkpoint_policies
 

@@ -8,6 +8,7 @@ are asked for are read.
 
 import itertools
 import os
+import re
 import tempfile
 import threading
 import uuid
@@ -92,17 +93,18 @@ class DiskCache:
 
     def trim(self):
         self.added, found = 0, []
-        digit = "[0-9a-f]"
-        for path in self.folder.glob(f"{digit * 2}/{digit * 32}*"):
+        for path in self.folder.glob("[0-9a-f][0-9a-f]/*"):
             with suppress(OSError):  # another process has removed it
                 facts = path.stat()
-                found.append((facts.st_mtime, facts.st_size, path))
+                if re.fullmatch(r"[0-9a-f]{32}(\.part)?", path.name):
+                    found.append((facts.st_mtime, facts.st_size, path))
         excess = sum(size for _, size, _ in found) - self.limit
         for _, size, path in sorted(found):
-            if excess > 0:
-                with suppress(OSError):
-                    path.unlink()
-                excess -= size
+            if excess <= 0:
+                break
+            with suppress(OSError):
+                path.unlink()
+            excess -= size
 
 
 class DamagedPage(UserError):

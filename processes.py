@@ -443,7 +443,7 @@ def main_thread_is_in(files: re.Pattern) -> bool:
 @ctypes.CFUNCTYPE(None, ctypes.c_int)
 def aborted(number):
     """The handler of SIGABRT.  When process 0 is lost, a thread of JAX calls abort.  A handler of
-    Python's signal module would wait for the main thread; this one is called in that thread."""
+    Python's signal module would wait for the main thread; this one runs in the thread of JAX."""
     what = "JAX aborted this process (its message is above), most often as another one was lost"
     fix = "look at the other processes' logs, then run the same command again in every process"
     write_error(f"{Problem(what, fix)}\n")

@@ -178,9 +178,10 @@ def write_record(path: epath.Path, record: str, source):
     tokenizer = path / "tokenizer.json"
     if saved_steps(path):  # otherwise an earlier start has failed, and has left no weights
         check_tokenizer(tokenizer, source.tokenizer)
+    text = source.tokenizer and tokenizer_text(source.tokenizer)
     write_whole(path / "config.json", record)
-    if source.tokenizer is not None:  # so that the run can be sampled without its data
-        write_whole(tokenizer, tokenizer_text(source.tokenizer))
+    if text:  # so that the run can be sampled without its data
+        write_whole(tokenizer, text)
 
 
 def read_record(path: epath.Path) -> dict:
@@ -279,7 +280,7 @@ def check_past(old: dict, cfg: Config, step: int):
     data, train = old.get("data", {}), old.get("train", {})
     there = data.get("skip", ""), data.get("stages", []), train.get("batch_ramp", "")
     here = cfg.data.skip, cfg.data.stages, cfg.train.batch_ramp
-    size = train.get("batch_size", cfg.train.batch_size)  # of both: check_changes compares it
+    size = train.get("batch_size", cfg.train.batch_size)  # check_changes has compared them
     if trained_before(step, *there, size) != trained_before(step, *here, size):
         what = "data.skip, data.stages or train.batch_ramp change some of the "
         what += f"{step} updates that the run has made"

@@ -341,7 +341,7 @@ def weight_blocks(found: dict[str, StoredTensor], tensors: list[TensorMap], shap
 
     def read(tensor: TensorMap, j: int, shape: list[int], bar):
         x = tensor.to_weight(found[tensor.name].read(), j)
-        padded = np.zeros(shape, np.float32)  # the embedding has more rows than the file's
+        padded = np.zeros(shape, np.float32)  # our embedding has more rows than the file's
         padded[tuple(map(slice, x.shape))] = x
         bar.update(padded.nbytes)
         return padded

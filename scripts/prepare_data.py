@@ -460,7 +460,7 @@ def parse() -> Args:
     absolute_path(args.out)  # refuses http:// and the like
     for x in args.input:
         if is_remote(x) and not re.match("gs://[^/@]+(/|$)|hf://[^:]*[^:/]", x):
-            fix = "give gs://bucket/path or hf://org/name:config:split"
+            fix = "give gs://bucket/path without credentials, or hf://org/name:config:split"
             raise UserError(USAGE, f"--input {x} has no name, or is of an unknown kind", fix)
         if f"{real_path(x)}/".startswith(f"{real_path(args.out)}/"):
             what = f"--input {x} lies in --out {args.out}, where only this command may write"

@@ -249,7 +249,8 @@ def columns_of(options: Options) -> list[str]:
 def check_columns(file: File, names: list[str], options: Options):
     for name in columns_of(options):
         if (n := names.count(name)) != 1:
-            what = f"{file.name} has {n or 'no'} columns {name!r} among {', '.join(names)[:200]}"
+            found = f"{n} columns" if n else "no column"
+            what = f"{file.name} has {found} {name!r}; its columns: {', '.join(names)[:200]}"
             fix = "name a column that is there once with --field or --prompt_field"
             raise UserError(DATA, what, fix)
 
