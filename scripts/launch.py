@@ -353,7 +353,11 @@ class Tpu:
         self.nodes = slices if self.slices > 1 else [self.name]
         with tempfile.TemporaryDirectory() as folder:
             archive = write_archive(f"{folder}/trifold.tgz")
-            if state := self.state():
+            try:
+                state = self.state()
+            except CloudError as e:
+                raise UserError(DISTRIBUTED, str(e), "run the command again") from None
+            if state:
                 text = f"{self.name} exists ({state}): it is used, and not deleted at the end, "
                 say(text + "unless it was preempted and is made anew")
             try:

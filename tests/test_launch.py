@@ -435,6 +435,14 @@ def test_what_gcloud_will_never_do_ends_it_at_once(cloud, error):
     assert len(cloud.calls("create")) == 1 and cloud.calls("delete") == []
 
 
+def test_a_cloud_that_does_not_answer_at_first_is_told_in_two_lines(cloud):
+    fake_gcloud.write("fails", dict(describe=1))
+    code, _, err = finish(cloud.launch(*POD, "--", "a"))
+    assert code == 7 and "Traceback" not in err
+    assert "error: gcloud queued-resources describe" in err and "fix: run" in err
+    assert cloud.calls("create") == []
+
+
 def test_a_pod_that_cannot_be_deleted_is_named(cloud):
     fake_gcloud.write("fails", dict(delete=99))
     code, _, err = finish(cloud.launch(*POD, "--", "python", "-c", ""))
