@@ -20,7 +20,7 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import tyro
@@ -510,9 +510,12 @@ def parse(words: list[str]) -> Tpu | Slurm | Ssh:
     if "--fresh" in args.command and not isinstance(args, Ssh):
         fix = "leave it out, and choose another --run.name or move the old run"
         found.append(Problem("--fresh would start the run over at each restart", fix))
+    own = {f"--{field.name}" for field in fields(args)}
     for word in args.extra:
-        if isinstance(args, Ssh) or not re.match("--[a-z]", word):
-            found.append(Problem(f"{word!r} is unknown", "see --help, and write --flag=value"))
+        is_misplaced = word.partition("=")[0] in own  # before the name of the subcommand
+        if isinstance(args, Ssh) or is_misplaced or not re.match("--[a-z]", word):
+            fix = "see --help; give its flags after tpu, slurm or ssh, others as --flag=value"
+            found.append(Problem(f"{word!r} is unknown", fix))
     if not args.dry_run and not shutil.which(args.tool):
         fix = f"install {args.tool}, or see with --dry_run what it would do"
         found.append(Problem(f"{args.tool} is not installed here", fix))

@@ -110,6 +110,7 @@ def test_what_launches_does_not_import_jax():
 @pytest.mark.parametrize("words, problems", [
     ([*POD], ["no command"]),
     ([*POD, "--network", "mine", "--", "a"], ["'mine' is unknown"]),
+    (["--dry_run", *POD, "--", "a"], ["'--dry_run' is unknown"]),
     ([*POD, "--restarts", "-1", "--", "a"], ["restarts cannot be -1"]),
     (["tpu", "-pod;rm", "--type", "v5p-16", "--zone", "us-east5-a", "--", "a"], None),
     (["tpu", "my pod", "--type", "v9-16", "--zone", "a b", "--slices", "0", "--", "a"],
