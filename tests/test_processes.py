@@ -168,7 +168,7 @@ def test_process_0_listens_at_its_name_or_where_it_can_be_reached(coordinator, a
 
 @pytest.mark.slow
 def test_two_processes_train_like_one_stop_together_and_resume_as_one(base, reference):
-    cfg, run = new_run(base, "two", checkpoint=dict(every=1000))
+    cfg, run = new_run(base, "two", checkpoint=dict(every=1000), log=dict(hlo=True))
     both = start_two(cfg)
     wait_for_step(both[0], run, 12)
     both[1].send_signal(signal.SIGTERM)
@@ -177,6 +177,8 @@ def test_two_processes_train_like_one_stop_together_and_resume_as_one(base, refe
         assert code == INTERRUPTED, err
     np.testing.assert_allclose(loss_curve(run)[:10], loss_curve(reference)[:10], rtol=1e-6)
     assert rows(run, "eval")[10]["tokens"] == rows(reference, "eval")[10]["tokens"]
+    # Gloo's is wrong now and then, see layers.uses_gloo.
+    assert "reduce-scatter" not in (run / "step.hlo.txt").read_text()
     # Scripts run in one process.
     assert cli.config_of_run(str(run), config.Mesh(1, 1, 1)).run.coordinator == ""
     train.main(cfg)
