@@ -19,7 +19,7 @@ from errors import UserError
 from files import is_remote, local_folder, write_whole
 from mixture import read_sets
 from panels import PANELS, write_png
-from rundir import read_record
+from rundir import read_history, read_record
 from utils import (
     finite_or_none,
     format_duration,
@@ -157,10 +157,11 @@ class MetricsLog:
         self.metrics_file = RowFile(run / "metrics.jsonl", step, patience, self.track)
         self.samples_file = RowFile(run / "samples.jsonl", step, patience)
         self.sampled_steps = {row["step"] for row in self.samples_file.rows}
-        before = step if self.metrics_file.rows else begin
-        first = min(self.train_losses, default=before + 1)
+        starts = [line.get("step") for line in run_on_lead(read_history, run) or []]
+        firsts = [start + 1 for start in starts if isinstance(start, int)]
+        first = min([*self.train_losses, *firsts], default=step + 1)
         lost = sorted(set(range(first, step + 1)) - self.train_losses.keys())
-        if lost and (run / "metrics.jsonl").exists():
+        if lost:
             what = f"{run / 'metrics.jsonl'} has lost {len(lost)} of the rows up to update {step}"
             warn(f"{what}, from that of update {lost[0]} on: they cannot be made again")
         self.wandb = run_on_lead(start_wandb, run, cfg)

@@ -139,6 +139,16 @@ def test_positions_may_grow(base, tmp_path):
     assert "below the parent's 20" in str(refusal(shorter))
 
 
+def test_fresh_moves_no_run_for_a_branch_that_cannot_be(reference, base):
+    cfg, run = branch_of(reference, base, "fresh-branch")
+    shutil.copytree(reference, run)
+    before = contents(run)
+    for parent in (f"{reference}@15", str(run), str(run.with_name("typo"))):
+        start_from = replace(cfg.run, start_from=parent)
+        assert refusal(replace(cfg, run=start_from, fresh=True)).code == CHECKPOINT
+        assert contents(run) == before
+
+
 def test_a_branch_that_cannot_be_is_refused(reference, base, tmp_path):
     def refused(name, start="", how="weights", **sections):
         return refusal(branch_of(reference, base, f"bad-{name}", start, how, **sections)[0])
