@@ -14,7 +14,7 @@ from etils import epath
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from cli import quit_on_error
+from cli import REMOTE_SECONDS, call_within, quit_on_error
 from errors import DATA, UserError
 from files import absolute_path
 
@@ -39,7 +39,8 @@ FIELDS = dict(
 def read_rows(path: epath.Path, *fields: str) -> list[dict]:
     """The rows of a .jsonl file, without one at its end that is still being written, or that a kill
     left incomplete.  Raises UserError DATA for a row that lacks one of `fields`, or of FIELDS."""
-    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    is_there = call_within(REMOTE_SECONDS, path.exists)
+    lines = path.read_bytes().split(b"\n")[:-1] if is_there else []
     try:
         rows = [dict(json.loads(line)) for line in lines]
         for row in rows:

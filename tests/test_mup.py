@@ -155,12 +155,19 @@ def test_a_ladder_predicts_its_largest_run(tmp_path):
         sizes = dict(d_model=d, n_layers=4, d_head=8, n_heads=d // 8, n_kv_heads=d // 8, d_ff=3 * d)
         (folders[-1] / "config.json").write_text(json.dumps(dict(model=sizes)))
         n = 4 * d * (4 * d + 9 * d)
-        row = dict(kind="eval", step=1, loss=8 * n**-0.125)
-        (folders[-1] / "metrics.jsonl").write_text(json.dumps(row) + "\n")
-    done = run("scripts/recipes/ladder.py", "--runs", *folders, "--out", tmp_path / "ladder.png")
+        update = dict(kind="train", step=1, loss=9, grad_norm=1, tokens=1)
+        update |= dict(step_time=1, tokens_per_sec=1)
+        score = dict(kind="eval", step=1, loss=8 * n**-0.125, tokens=1, bits_per_byte=1)
+        lines = "".join(json.dumps(row) + "\n" for row in (update, score))
+        (folders[-1] / "metrics.jsonl").write_text(lines)
+    command = "scripts/recipes/ladder.py", "--out", tmp_path / "ladder.png", "--runs"
+    done = run(*command, *folders)
     assert done.returncode == 0, done.stderr
     assert "8.000 * N^-0.125" in done.stdout and "+0.00%" in done.stdout.replace("-0.00%", "+0.00%")
     assert (tmp_path / "ladder.png").stat().st_size > 10_000
+    for wrong in (folders[:2], [*folders, tmp_path / "typo"]):
+        done = run(*command, *wrong)
+        assert done.returncode == USAGE and "Traceback" not in done.stderr
 
 
 def test_a_scaled_model_is_not_exported_as_another():

@@ -5,13 +5,21 @@
 N is the number of parameters in the layers.  The last run takes no part in the fit.
 """
 
-import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
 import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import cli
+from config import Mesh
+from errors import DATA, USAGE, UserError
+from files import absolute_path
+from scripts.report import read_metrics
 
 
 @dataclass(frozen=True)
@@ -22,13 +30,22 @@ class Args:
     """The picture to write."""
 
 
+def parse() -> Args:
+    args = tyro.cli(Args, use_underscores=True, description=__doc__)
+    if len(args.runs) < 3:
+        what = f"--runs has {len(args.runs)} of the 3 runs or more that a fit and a prediction need"
+        raise UserError(USAGE, what, "name runs of models of different sizes")
+    return args
+
+
 def read_run(run: str) -> tuple[int, float]:
-    """(parameters in the layers, final validation loss) of a run whose layers are dense."""
-    m = json.loads(Path(run, "config.json").read_text())["model"]
-    heads = 2 * m["d_head"] * (m["n_heads"] + m["n_kv_heads"])
-    rows = [json.loads(line) for line in Path(run, "metrics.jsonl").read_text().splitlines()]
-    loss = [row["loss"] for row in rows if row["kind"] == "eval"][-1]
-    return m["n_layers"] * m["d_model"] * (heads + 3 * m["d_ff"]), loss
+    """(parameters in the layers, final validation loss) of a run whose layers are dense.  Raises
+    UserError USAGE and DATA."""
+    m, evals = cli.config_of_run(run, Mesh(1, 1, 1)).model, read_metrics(absolute_path(run))[1]
+    if not evals:
+        raise UserError(DATA, f"{run} has no validation loss", "train it to its end")
+    heads = 2 * m.d_head * (m.n_heads + m.n_kv_heads)
+    return m.n_layers * m.d_model * (heads + 3 * m.d_ff), evals[-1]["loss"]
 
 
 def main(args: Args):
@@ -55,4 +72,4 @@ def main(args: Args):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, use_underscores=True, description=__doc__))
+    cli.quit_on_error(main, cli.quit_on_error(parse))
