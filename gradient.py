@@ -23,6 +23,7 @@ from experts import MOE_STATS
 from layers import (
     BATCH,
     STAGE,
+    accumulate,
     gather_rows,
     mark_varying,
     norm,
@@ -38,6 +39,7 @@ from model import (
     prepare_weights,
     split_chunks,
     stacked_shape,
+    unstack_layers,
 )
 from pipeline import branch_policy, layers_to_parts, make_schedule, run_schedule
 from utils import AXES, with_slices
@@ -76,15 +78,15 @@ def zero_total(w, cfg: Config) -> Total:
     return Total(zero, grads, mark_varying(stats))
 
 
-def accumulate(total, new):
-    """total + new, in the dtype of total."""
-    return jax.tree.map(lambda x, new: x + new.astype(x.dtype), total, new)
-
-
 def prepare_parts(params, cfg: Config, dtype) -> dict:
-    """`prepare_weights`, with the layers in the parts of the schedule."""
-    w = prepare_weights(params, cfg, dtype)
-    return w | dict(layers=layers_to_parts(w["layers"], cfg))
+    """`prepare_weights`, with the layers in the parts of the schedule, and unstacked where there is
+    no loop over them."""
+    w, m = prepare_weights(params, cfg, dtype), cfg.model
+    dim = 1 if cfg.mesh.virtual_stages > 1 else 0
+    layers = layers_to_parts(w["layers"], cfg)
+    w |= dict(layers=unstack_layers(layers, layer_kinds(m.pattern), cfg, dim))
+    prefix = unstack_layers(w.get("prefix", {}), layer_kinds(m.prefix), cfg)
+    return w | (dict(prefix=prefix) if prefix else {})
 
 
 def copy_to_slices(params, cfg: Config):

@@ -310,6 +310,11 @@ add_bias_on_gpu = jax.custom_vjp(add_in_float32)
 add_bias_on_gpu.defvjp(lambda x, bias: (add_in_float32(x, bias), bias), add_bias_backward)
 
 
+def accumulate(total, new):
+    """Trees: total + new, in the dtype of total."""
+    return jax.tree.map(lambda x, new: x + new.astype(x.dtype), total, new)
+
+
 def add_to_row(total, new, row):
     """total with `new` added to total[row], a row that exists.
 

@@ -150,6 +150,17 @@ def test_schedules_and_fsdp_do_not_change_the_gradient(cfg, mesh, how):
     assert_same_gradient(got, one_device_gradient(cfg))
 
 
+@pytest.mark.parametrize("cfg, mesh, how", [
+    (MIXED, (1, 1, 1), {}),
+    (RICH, (2, 2, 2), dict(schedule="interleaved", virtual_stages=2)),
+    pytest.param(MIXED, (2, 2, 2), dict(schedule="1f1b"), marks=SLOW),
+    pytest.param(MOE, (2, 2, 2), dict(fsdp="step", experts="alltoall"), marks=SLOW),
+], ids=["mixed", "rich-2", "mixed-1f1b", "moe-step"])  # fmt: skip
+def test_layers_without_a_loop_have_the_same_gradient(cfg, mesh, how):
+    got = gradient_on(mesh, replace(cfg, mesh=config.Mesh(**how)), unroll=16)
+    assert_same_gradient(got, one_device_gradient(cfg))
+
+
 @pytest.mark.parametrize("cfg, how", [
     (RICH, {}),
     (MOE, dict(experts="alltoall", fsdp="step")),
