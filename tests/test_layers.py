@@ -1,5 +1,6 @@
 """The building blocks of a layer: dropout, and the order of tokens that are gathered over tp."""
 
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -119,3 +120,26 @@ def test_the_gradient_of_a_bias_is_a_float32_sum(on_gpu, monkeypatch):
     np.testing.assert_array_equal(y, (x.astype(jnp.float32) + bias).astype(jnp.bfloat16))
     np.testing.assert_array_equal(x_grad, grad)
     np.testing.assert_allclose(bias_grad, np.float64(grad).sum((0, 1)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+@pytest.mark.parametrize("dims, x_shape, w_shape", [
+    ("BLD,DF->BLF", (2, 64, 96), (96, 80)),
+    ("PRQK,PSK->PRQS", (3, 2, 32, 16), (3, 64, 16)),
+    ("BLF,BLD->FD", (2, 40, 64), (2, 40, 96)),
+    ("BLD,DF->BLF", (2, 1, 96), (96, 80)),
+], ids=["layer", "scores", "weights", "decoding"])  # fmt: skip
+def test_cpus_with_slow_bfloat16_multiply_float32_copies(
+    dims, x_shape, w_shape, is_slow, monkeypatch
+):
+    on_mesh(RICH)
+    monkeypatch.setattr(layers, "has_slow_bfloat16", lambda: is_slow)
+    rng = np.random.default_rng(0)
+    x, w = (jnp.bfloat16(rng.normal(size=shape)) for shape in (x_shape, w_shape))
+    want = np.einsum(dims, *(np.asarray(a, np.float64) for a in (x, w)))
+    for dtype, rtol in (None, 2**-8), (jnp.float32, 1e-5):
+        multiply = jax.jit(partial(layers.multiply, dims, dtype=dtype))
+        np.testing.assert_allclose(np.float64(multiply(x, w)), want, rtol, atol=1e-5)
+        products = re.findall("dot_general.*", multiply.lower(x, w).as_text())
+        has_copies = is_slow and x_shape[1] > 1
+        assert [("bf16" not in line) for line in products] == [has_copies]
