@@ -93,8 +93,8 @@ def cpu_choices(cfg: Config) -> dict:
     """The automatic settings of section train for a CPU, whose programs depend more on caches and
     copies than an accelerator's.
 
-    With 1,024 tokens a microbatch, a model of 5 million parameters took 1.2 times as long with
-    remat=layer, and 1.08 times with a loop over layers.  In a pipeline arrays wait between forward
+    With 512 tokens a microbatch, a model of 5 million parameters took 1.18 times as long with
+    remat=layer, and 1.12 times with a loop over layers.  In a pipeline arrays wait between forward
     and backward pass, outside of the caches: to keep them takes the demo 1.08 times as long as to
     recompute them.
     """

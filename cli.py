@@ -238,8 +238,7 @@ def parse(words: list[str]) -> Config:
 @dataclass(frozen=True)
 class Precision:
     dtype: Literal["", "bfloat16", "float32"] = ""
-    """Type of the computations; by default the run's.
-    A CPU without bfloat16 instructions is faster in float32."""
+    """Type of the computations; by default the run's."""
 
     @property
     def flags(self) -> list[str]:

@@ -79,14 +79,10 @@ def zero_total(w, cfg: Config) -> Total:
 
 
 def prepare_parts(params, cfg: Config, dtype) -> dict:
-    """`prepare_weights`, with the layers in the parts of the schedule, and unstacked where there is
-    no loop over them."""
-    w, m = prepare_weights(params, cfg, dtype), cfg.model
-    dim = 1 if cfg.mesh.virtual_stages > 1 else 0
-    layers = layers_to_parts(w["layers"], cfg)
-    w |= dict(layers=unstack_layers(layers, layer_kinds(m.pattern), cfg, dim))
-    prefix = unstack_layers(w.get("prefix", {}), layer_kinds(m.prefix), cfg)
-    return w | (dict(prefix=prefix) if prefix else {})
+    """`prepare_weights`, with the layers in the parts of the schedule and by `unstack_layers`."""
+    w = prepare_weights(params, cfg, dtype)
+    w |= dict(layers=layers_to_parts(w["layers"], cfg))
+    return unstack_layers(w, cfg, dim=1 if cfg.mesh.virtual_stages > 1 else 0)
 
 
 def copy_to_slices(params, cfg: Config):

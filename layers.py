@@ -232,15 +232,16 @@ def is_hopper() -> bool:
 
 @functools.cache
 def has_slow_bfloat16() -> bool:
-    """Whether this host has an x86 CPU that multiplies bfloat16 more slowly than float32: one
-    without instructions for it, or Intel's with those of AVX-512 but without AMX, as in many
-    virtual machines (80 against 133 billion operations a second)."""
+    """Whether to expect that bfloat16 products are slower than float32 ones on this host: on an x86
+    CPU without instructions for them (not measured), and on Intel's with those of AVX-512 but
+    without AMX, as in many virtual machines (80 against 133 billion operations a second)."""
+    if machine() != "x86_64":
+        return False
     try:
         facts = Path("/proc/cpuinfo").read_text()
     except OSError:  # not Linux
         return False
-    is_fast = "amx_bf16" in facts or ("avx512_bf16" in facts and "GenuineIntel" not in facts)
-    return machine() == "x86_64" and not is_fast
+    return not ("amx_bf16" in facts or ("avx512_bf16" in facts and "GenuineIntel" not in facts))
 
 
 def multiply(dims: str, x, w, dtype=None):
@@ -248,18 +249,17 @@ def multiply(dims: str, x, w, dtype=None):
     "BLD,DF->BLF".
 
     On a CPU bfloat16 is multiplied into float32 and rounded afterwards, because only then does XLA
-    use the bfloat16 instructions that some CPUs have; they take half the time.  (So remat=dots
-    keeps float32 arrays there.)  Where these are slow, float32 copies are multiplied: on an Intel
-    CPU an update of a model of 5 million parameters took 0.69 times as long.  Not for few rows, as
-    in decoding, where copying the weights would take longer than the product.
+    use the bfloat16 instructions that some CPUs have; on an AMD EPYC they take half the time.  (So
+    remat=dots keeps float32 arrays there.)  By `has_slow_bfloat16`, float32 copies are multiplied:
+    on an Intel Xeon an update of a model of 5 million parameters took 0.69 times as long.  Not if x
+    has few rows, as in decoding, where copying w would take longer than the product.
     """
     assert x.dtype == w.dtype, (dims, x.dtype, w.dtype)
     if platform() != "cpu" or x.dtype == jnp.float32:
         return jnp.einsum(dims, x, w, preferred_element_type=dtype)
     x_dims, w_dims, _ = re.split(",|->", dims)
-    x_rows = math.prod(n for d, n in zip(x_dims, x.shape, strict=True) if d not in w_dims)
-    w_rows = math.prod(n for d, n in zip(w_dims, w.shape, strict=True) if d not in x_dims)
-    if min(x_rows, w_rows) >= 64 and has_slow_bfloat16():
+    n_rows = math.prod(n for d, n in zip(x_dims, x.shape, strict=True) if d not in w_dims)
+    if n_rows >= 64 and has_slow_bfloat16():
         y = jnp.einsum(dims, x.astype(jnp.float32), w.astype(jnp.float32))
         return y.astype(dtype or x.dtype)
     # XLA (jaxlib 0.10 to 0.12) fails on some such products, as "ZD,ZCF->DCF" ("Unsupported element

@@ -159,7 +159,8 @@ class MetricsLog:
         self.sampled_steps = {row["step"] for row in self.samples_file.rows}
         starts = [line.get("step") for line in run_on_lead(read_history, run) or []]
         firsts = [start + 1 for start in starts if isinstance(start, int)]
-        first = min([*self.train_losses, *firsts], default=step + 1)
+        # The run may have started at 0, and become a branch before it saved anything.
+        first = max(begin + 1, min([*self.train_losses, *firsts], default=step + 1))
         lost = sorted(set(range(first, step + 1)) - self.train_losses.keys())
         if lost:
             what = f"{run / 'metrics.jsonl'} has lost {len(lost)} of the rows up to update {step}"

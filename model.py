@@ -360,29 +360,32 @@ def kind_runs(kinds: list[str]) -> list[tuple[str, int, int]]:
     return found
 
 
-def block_of(kinds: list[str]) -> list[str]:
-    """The kinds of the shortest block of layers: one, if all are the same."""
-    return kinds[:1] if len(set(kinds)) == 1 else kinds
-
-
-def unstack_layers(layers: dict, kinds: list[str], cfg: Config, dim: int = 0) -> dict:
-    """{kind: stacked weights} as {kind: [the weights of each layer]}, if train.unroll leaves no
-    loop over the layers, which are blocks of `kinds`.  dim: that of the layers.
+def unstack_layers(w: dict, cfg: Config, dim: int = 0) -> dict:
+    """The weights, with {kind: stacked weights} as {kind: [the weights of each layer]} in "layers"
+    and "prefix", if train.unroll is all of their layers.  dim: that of the layers in "layers".
 
     From a list no microbatch has to slice weights, and none has to write its gradients into a part
     of a sum: with it an update of a model of 5 million parameters took 0.93 times as long on a CPU.
     """
-    lists = [isinstance(w, list) for w in layers.values()]
-    n_layers = sum(jax.tree.leaves(w)[0].shape[dim] for w in layers.values())
-    if any(lists) or cfg.train.unroll * len(block_of(kinds)) < n_layers:
-        return layers
 
-    def split(w):
-        leaves, tree = jax.tree.flatten(w)  # lax.split, because its transpose is one concatenation
+    def split(stacked, dim: int):
+        leaves, tree = jax.tree.flatten(stacked)
+        # lax.split, because its transpose is one concatenation.
         parts = ([y.squeeze(dim) for y in lax.split(x, (1,) * x.shape[dim], dim)] for x in leaves)
         return [tree.unflatten(layer) for layer in zip(*parts, strict=True)]
 
-    return {kind: split(w) for kind, w in layers.items()}
+    for group, group_dim in dict(layers=dim, prefix=0).items():
+        kinds = w.get(group, {})
+        n_layers = sum(jax.tree.leaves(stacked)[0].shape[group_dim] for stacked in kinds.values())
+        if kinds and cfg.train.unroll >= n_layers:
+            lists = {kind: split(stacked, group_dim) for kind, stacked in kinds.items()}
+            w = w | {group: lists}
+    return w
+
+
+def is_unstacked(group: dict) -> bool:
+    """Whether `unstack_layers` has made lists of the layers in {kind: weights}."""
+    return any(isinstance(layers, list) for layers in group.values())
 
 
 def scan_layers(layer: Callable, x, kinds: list[str], inputs: dict, first_layer, unroll: int):
@@ -391,10 +394,11 @@ def scan_layers(layer: Callable, x, kinds: list[str], inputs: dict, first_layer,
     inputs, {kind: tree of [N, ...], or list of trees}: the layers' weights and other inputs of each
     layer.  layer(kind, x, (input, n)) -> (x, output) runs layer number n, counted from first_layer;
     outputs, {kind: tree of [N, ...]}, are stacked.  Blocks are one scan, and so is a run of equal
-    kinds in a block: the program does not grow with the number of layers, unless they are in lists.
+    kinds in a block: the program does not grow with the number of layers.  Layers in lists are
+    not in a loop, whatever unroll is.
     """
-    kinds = block_of(kinds)
-    if any(isinstance(tree, list) for tree in inputs.values()):
+    kinds = kinds[:1] if len(set(kinds)) == 1 else kinds
+    if is_unstacked(inputs):
         outputs = {kind: [] for kind in inputs}
         for n in range(sum(map(len, inputs.values()))):
             kind = kinds[n % len(kinds)]
@@ -425,7 +429,11 @@ def scan_layers(layer: Callable, x, kinds: list[str], inputs: dict, first_layer,
         return x, outputs
 
     numbers = first_layer + len(kinds) * jnp.arange(times)
-    x, outputs = lax.scan(block, x, (inputs, numbers), unroll=unroll)
+    if times == 1:  # not a scan, which would stack what the backward pass needs, and slice it again
+        x, outputs = block(x, jax.tree.map(itemgetter(0), (inputs, numbers)))
+        outputs = jax.tree.map(lambda x: x[None], outputs)
+    else:
+        x, outputs = lax.scan(block, x, (inputs, numbers), unroll=unroll)
     several_outputs = {kind: outputs[kind] for kind in several}
     return x, outputs | jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), several_outputs)
 
@@ -451,7 +459,7 @@ def fold_key(key, n):
 @jax.custom_vjp
 def tap_gradient(grads, w, row):
     """(grads, w) unchanged.  In the backward pass the gradient of w is added to one row of the
-    cotangent of grads, or where row is None, to all of it.
+    cotangent of grads; or, where row is None and both are lists of layers, to all of it.
 
     That cotangent is a running sum of gradients: the caller of the backward pass gives the sum so
     far as the cotangent of the grads returned, and gets the new sum as the gradient of grads, whose
@@ -476,7 +484,8 @@ tap_gradient.defvjp(lambda grads, w, row: ((grads, w), row), tap_gradient_backwa
 def apply_layers(
     params, kinds: list[str], first_layer, x_BLD, at: Span, cfg: Config, key=None, grads=None
 ):
-    """(x_BLD, statistics, grads): x through the layers of params, blocks of `kinds`.
+    """(x_BLD, statistics, grads): x through the layers of params, blocks of `kinds`, stacked or as
+    `unstack_layers` makes them.
 
     key: for dropout, in training.  grads: a tree like params whose cotangent is the sum that
     gradients are added to (`tap_gradient`); with None, params get the gradient.
@@ -496,12 +505,12 @@ def apply_layers(
         x_BLD, stats = rematerialize(partial(compute, kind), cfg)(x_BLD, w, n)
         return (x_BLD, grads), stats
 
-    params = unstack_layers(params, kinds, cfg)
-    inputs = {kind: (w, jnp.arange(stacked_shape(w)[0])) for kind, w in params.items()}
-    if any(isinstance(w, list) for w in params.values()):
+    if is_unstacked(params):
         if grads is not None:
             grads, params = tap_gradient(grads, params, None)
         inputs = {kind: [(w, None) for w in layers] for kind, layers in params.items()}
+    else:
+        inputs = {kind: (w, jnp.arange(stacked_shape(w)[0])) for kind, w in params.items()}
     args = (x_BLD, grads), kinds, inputs, first_layer, cfg.train.unroll
     (x_BLD, grads), stats = scan_layers(layer, *args)
     return x_BLD, mark_varying(stats), grads
@@ -567,7 +576,7 @@ def split_chunks(x, cfg: Config, padding=0):
 def score_tokens(params, token_MBL, target_MBL, cfg: Config):
     """(nll_MBL, is_top_MBL): negative log likelihood (nats) of each target of this device, and
     whether no token is more likely, without a gradient."""
-    params = prepare_weights(params, cfg, cfg.train.dtype)
+    params = unstack_layers(prepare_weights(params, cfg, cfg.train.dtype), cfg)
     x_MBLD = hidden_states(params, token_MBL, cfg)
 
     def score(microbatch):

@@ -556,7 +556,8 @@ def main(cfg: Config, held=None) -> State | None:
         optim.warn_of_warmup(cfg)
         train, vals, tasks = open_data(cfg)
         cfg = train.cfg  # now with the data's end-of-document id
-        if cfg.fresh and cfg.run.start_from:  # or open_run would move the old run for nothing
+        # A parent that cannot be used is refused before open_run moves the old run.
+        if cfg.fresh and cfg.run.start_from:
             Parent(cfg, train.source.tokenizer)
         with open_run(cfg, train.source, held) as run:
             store, state = restore_or_init(run, train, cfg)

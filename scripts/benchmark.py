@@ -331,7 +331,7 @@ def multiply_repeatedly(x, w, times: int):
 
 
 def matmul_flops(dtype: str) -> float:
-    """FLOP/s of a device in large matmuls; on a CPU, FLOP per CPU second."""
+    """FLOP/s of a device in large matmuls by `layers.multiply`; on a CPU, FLOP per CPU second."""
     on_cpu = platform() == "cpu"
     n, times = (2048, 3) if on_cpu else (8192, 50)
     x = jax.random.normal(jax.random.key(0), (n, n), dtype)

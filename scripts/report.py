@@ -38,7 +38,8 @@ FIELDS = dict(
 
 def read_rows(path: epath.Path, *fields: str) -> list[dict]:
     """The rows of a .jsonl file, without one at its end that is still being written, or that a kill
-    left incomplete.  Raises UserError DATA for a row that lacks one of `fields`, or of FIELDS."""
+    left incomplete.  Raises UserError DATA for a row that lacks one of `fields`, or of FIELDS;
+    TimeoutError where nothing says within REMOTE_SECONDS whether the file exists."""
     is_there = call_within(REMOTE_SECONDS, path.exists)
     lines = path.read_bytes().split(b"\n")[:-1] if is_there else []
     try:

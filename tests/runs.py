@@ -53,7 +53,7 @@ def final_weights(run: Path, step: int = -1) -> dict:
 
 def flags(cfg: Config, *more) -> list[str]:
     """cfg as command line flags, and more; a list in `more` replaces that of cfg."""
-    words = []
+    words = ["--fresh"] if cfg.fresh else []
     for section, fields in json.loads(cli.to_json(cfg)).items():
         for name, value in fields.items():
             flag = f"--{section}.{name}"

@@ -147,6 +147,10 @@ def test_fresh_moves_no_run_for_a_branch_that_cannot_be(reference, base):
         start_from = replace(cfg.run, start_from=parent)
         assert refusal(replace(cfg, run=start_from, fresh=True)).code == CHECKPOINT
         assert contents(run) == before
+    for process in start_two(replace(cfg, run=start_from, fresh=True)):
+        code, _, err = finish(process)
+        assert code == CHECKPOINT and "Traceback" not in err, err
+    assert contents(run) == before
 
 
 def test_a_branch_that_cannot_be_is_refused(reference, base, tmp_path):

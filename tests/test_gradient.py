@@ -33,6 +33,7 @@ from jax.extend.core import jaxprs_in_params
 import config
 import gradient
 import layers
+import model
 import train
 
 # ---- on any mesh
@@ -159,6 +160,14 @@ def test_schedules_and_fsdp_do_not_change_the_gradient(cfg, mesh, how):
 def test_layers_without_a_loop_have_the_same_gradient(cfg, mesh, how):
     got = gradient_on(mesh, replace(cfg, mesh=config.Mesh(**how)), unroll=16)
     assert_same_gradient(got, one_device_gradient(cfg))
+
+
+def test_one_block_of_several_layers_keeps_its_loops():
+    """Also if there is no other block: train.unroll counts layers."""
+    w = dict(layers=dict(dense=dict(norm_D=jnp.zeros((3, 2))), moe=dict(norm_D=jnp.zeros((1, 2)))))
+    for unroll, is_unstacked in (1, False), (3, False), (4, True):
+        cfg = replace(PLAIN, train=replace(PLAIN.train, unroll=unroll))
+        assert model.is_unstacked(model.unstack_layers(w, cfg)["layers"]) == is_unstacked
 
 
 @pytest.mark.parametrize("cfg, how", [

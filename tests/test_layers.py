@@ -126,9 +126,10 @@ def test_the_gradient_of_a_bias_is_a_float32_sum(on_gpu, monkeypatch):
 @pytest.mark.parametrize("dims, x_shape, w_shape", [
     ("BLD,DF->BLF", (2, 64, 96), (96, 80)),
     ("PRQK,PSK->PRQS", (3, 2, 32, 16), (3, 64, 16)),
+    ("PRQS,PSW->PRQW", (3, 2, 32, 40), (3, 40, 16)),
     ("BLF,BLD->FD", (2, 40, 64), (2, 40, 96)),
     ("BLD,DF->BLF", (2, 1, 96), (96, 80)),
-], ids=["layer", "scores", "weights", "decoding"])  # fmt: skip
+], ids=["layer", "scores", "values", "weights", "decoding"])  # fmt: skip
 def test_cpus_with_slow_bfloat16_multiply_float32_copies(
     dims, x_shape, w_shape, is_slow, monkeypatch
 ):
@@ -143,3 +144,23 @@ def test_cpus_with_slow_bfloat16_multiply_float32_copies(
         products = re.findall("dot_general.*", multiply.lower(x, w).as_text())
         has_copies = is_slow and x_shape[1] > 1
         assert [("bf16" not in line) for line in products] == [has_copies]
+
+
+@pytest.mark.parametrize("kind, vendor, flags, is_slow", [
+    ("x86_64", "GenuineIntel", "avx2", True),
+    ("x86_64", "AuthenticAMD", "avx512f", True),
+    ("x86_64", "GenuineIntel", "avx512_bf16", True),
+    ("x86_64", "GenuineIntel", "avx512_bf16 amx_bf16", False),
+    ("x86_64", "AuthenticAMD", "avx512_bf16", False),
+    ("x86_64", None, "", False),
+    ("aarch64", "ARM", "bf16", False),
+])  # fmt: skip
+def test_cpus_with_slow_bfloat16_are_known_by_name(
+    kind, vendor, flags, is_slow, tmp_path, monkeypatch
+):
+    facts = tmp_path / "cpuinfo"
+    if vendor:
+        facts.write_text(f"vendor_id\t: {vendor}\nflags\t\t: fpu {flags} sse2\n")
+    monkeypatch.setattr(layers, "machine", lambda: kind)
+    monkeypatch.setattr(layers, "Path", lambda path: facts)
+    assert layers.has_slow_bfloat16.__wrapped__() == is_slow

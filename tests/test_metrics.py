@@ -98,16 +98,21 @@ def test_lost_rows_are_said(tmp_path, capsys):
         (range(4, 6), [0, 6], lost.format(4)),
         ((), [0, 6], lost.format(6)),
     ]
-    for kept, starts, said in cases:
+    cases = [(*case, 0) for case in cases]
+    # A branch from update 4, after a start from 0 that never saved; then without its first row.
+    cases += [(range(4, 6), [0, 4], "", 4), ((5,), [0, 4], lost.format(1), 4)]
+    for kept, starts, said, begin in cases:
         history = [dict(step=step) for step in starts]
         rundir.write_history(path, history)
+        parent = dict(parent=dict(step=begin, start_with="state", tokens=1)) if begin else {}
+        (path / "config.json").write_text(json.dumps(parent))
         (path / "metrics.jsonl").write_text("".join(rows[n] for n in kept))
         open_log(path, cfg, 6).close()
         warnings = capsys.readouterr().err
         assert said in warnings and ("lost" in warnings) == bool(said)
     (path / "metrics.jsonl").unlink()
     open_log(path, cfg, 6).close()
-    assert lost.format(6) in capsys.readouterr().err
+    assert lost.format(2) in capsys.readouterr().err
 
 
 def test_rows_are_written_one_update_late_and_nan_is_null(tmp_path, capsys):

@@ -158,7 +158,9 @@ def test_a_ladder_predicts_its_largest_run(tmp_path):
         update = dict(kind="train", step=1, loss=9, grad_norm=1, tokens=1)
         update |= dict(step_time=1, tokens_per_sec=1)
         score = dict(kind="eval", step=1, loss=8 * n**-0.125, tokens=1, bits_per_byte=1)
-        lines = "".join(json.dumps(row) + "\n" for row in (update, score))
+        score["set"] = "a"  # the set that counts is the first
+        other = dict(score, set="b", loss=9.0)
+        lines = "".join(json.dumps(row) + "\n" for row in (update, score, other))
         (folders[-1] / "metrics.jsonl").write_text(lines)
     command = "scripts/recipes/ladder.py", "--out", tmp_path / "ladder.png", "--runs"
     done = run(*command, *folders)
@@ -168,6 +170,10 @@ def test_a_ladder_predicts_its_largest_run(tmp_path):
     for wrong in (folders[:2], [*folders, tmp_path / "typo"]):
         done = run(*command, *wrong)
         assert done.returncode == USAGE and "Traceback" not in done.stderr
+    with (folders[1] / "metrics.jsonl").open("a") as rows:
+        rows.write(json.dumps(dict(score, step=2, loss=None)) + "\n")
+    done = run(*command, *folders)
+    assert done.returncode == DATA and "not finite" in done.stderr
 
 
 def test_a_scaled_model_is_not_exported_as_another():

@@ -39,13 +39,15 @@ def parse() -> Args:
 
 
 def read_run(run: str) -> tuple[int, float]:
-    """(parameters in the layers, final validation loss) of a run whose layers are dense.  Raises
-    UserError USAGE and DATA."""
+    """(parameters in the layers, final validation loss on its first set) of a run whose layers are
+    dense.  Raises UserError USAGE and DATA."""
     m, evals = cli.config_of_run(run, Mesh(1, 1, 1)).model, read_metrics(absolute_path(run))[1]
-    if not evals:
-        raise UserError(DATA, f"{run} has no validation loss", "train it to its end")
+    losses = [row["loss"] for row in evals if row.get("set") == evals[0].get("set")]
+    if not losses or losses[-1] is None:
+        what = f"{run} has no validation loss, or its last one is not finite"
+        raise UserError(DATA, what, "train it to its end, or leave it out")
     heads = 2 * m.d_head * (m.n_heads + m.n_kv_heads)
-    return m.n_layers * m.d_model * (heads + 3 * m.d_ff), evals[-1]["loss"]
+    return m.n_layers * m.d_model * (heads + 3 * m.d_ff), losses[-1]
 
 
 def main(args: Args):
