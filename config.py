@@ -214,7 +214,8 @@ class Train:
     Every choice recomputes routed experts' hidden units, unless train.capacity_factor is set."""
     unroll: int = 0
     """Number of iterations of the loops over layers that are compiled as one.
-    A larger number copies less and takes longer to compile; with all layers there is no loop.
+    A larger number copies less and takes longer to compile.
+    A pipeline stage, or a part of one, of at most so many layers has no loop.
     0 takes 1, or on a CPU that recomputes nothing all layers, if they are large and at most 12."""
     attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"
     """Attention kernel.

@@ -9,6 +9,7 @@ Inside shard_map a letter that the array's PartitionSpec maps to a mesh axis is 
 """
 
 import copy
+import math
 from functools import partial
 from typing import NamedTuple
 
@@ -34,12 +35,12 @@ from layers import (
 from model import (
     apply_front,
     apply_layers,
+    arrange_layers,
     count_layers,
     cross_entropy,
     prepare_weights,
     split_chunks,
     stacked_shape,
-    unstack_layers,
 )
 from pipeline import branch_policy, layers_to_parts, make_schedule, run_schedule
 from utils import AXES, with_slices
@@ -62,16 +63,17 @@ class Total(NamedTuple):
 def zero_total(w, cfg: Config) -> Total:
     """The Total before the first microbatch; w: weights from `prepare_parts`."""
 
-    def kind_stats(kind, weights):
-        n, E = stacked_shape(weights), cfg.model.n_experts
+    def kind_stats(kind, weights, dim):
+        shape, E = stacked_shape(weights), cfg.model.n_experts
+        n = *shape[:dim], math.prod(shape[dim:])
         found = dict(logit=jnp.zeros(n)) if cfg.log.norms_every else {}
         if "moe" in kind:
             found |= dict(load_E=jnp.zeros((*n, E)), **{name: jnp.zeros(n) for name in MOE_STATS})
         return found
 
     stats = {
-        group: {kind: kind_stats(kind, weights) for kind, weights in w.get(group, {}).items()}
-        for group in ("layers", "prefix")
+        group: {kind: kind_stats(kind, weights, dim) for kind, weights in w.get(group, {}).items()}
+        for group, dim in dict(layers=part_dims(cfg), prefix=0).items()
     }
     grads = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), w)
     zero = lax.pcast(jnp.float32(0), with_slices(*BATCH), to="varying")
@@ -79,10 +81,16 @@ def zero_total(w, cfg: Config) -> Total:
 
 
 def prepare_parts(params, cfg: Config, dtype) -> dict:
-    """`prepare_weights`, with the layers in the parts of the schedule and by `unstack_layers`."""
+    """`prepare_weights`, with the layers in the parts of the schedule, in the form of
+    `model.arrange_layers`."""
     w = prepare_weights(params, cfg, dtype)
     w |= dict(layers=layers_to_parts(w["layers"], cfg))
-    return unstack_layers(w, cfg, dim=1 if cfg.mesh.virtual_stages > 1 else 0)
+    return arrange_layers(w, cfg, part_dims(cfg))
+
+
+def part_dims(cfg: Config) -> int:
+    """Number of dims of parts before that of a part's layers."""
+    return 1 if cfg.mesh.virtual_stages > 1 else 0
 
 
 def copy_to_slices(params, cfg: Config):

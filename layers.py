@@ -250,7 +250,7 @@ def multiply(dims: str, x, w, dtype=None):
 
     On a CPU bfloat16 is multiplied into float32 and rounded afterwards, because only then does XLA
     use the bfloat16 instructions that some CPUs have; on an AMD EPYC they take half the time.  (So
-    remat=dots keeps float32 arrays there.)  By `has_slow_bfloat16`, float32 copies are multiplied:
+    remat=dots keeps float32 arrays there.)  If `has_slow_bfloat16`, float32 copies are multiplied:
     on an Intel Xeon an update of a model of 5 million parameters took 0.69 times as long.  Not if x
     has few rows, as in decoding, where copying w would take longer than the product.
     """
@@ -341,12 +341,13 @@ def accumulate(total, new):
 
 
 def add_to_row(total, new, row):
-    """total with `new` added to total[row], a row that exists.
+    """total with `new` added to total[row], which exists; row: an index for each leading dim.
 
     total.at[row].add would add a bounds check: a select over all of total.
     """
-    new = lax.dynamic_index_in_dim(total, row, keepdims=False) + new.astype(total.dtype)
-    return lax.dynamic_update_index_in_dim(total, new, row, 0)
+    new, start = new.reshape((1,) * len(row) + new.shape), (*row, *[0] * new.ndim)
+    new = lax.dynamic_slice(total, start, new.shape) + new.astype(total.dtype)
+    return lax.dynamic_update_slice(total, new, start)
 
 
 def softcap(x, cap: float):

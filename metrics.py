@@ -40,10 +40,10 @@ class RowFile:
     again.  Object stores cannot append: there a local copy grows, and `upload` sends it.
     """
 
-    def __init__(self, path: epath.Path, step: int, patience: float = 0, track=None):
+    def __init__(self, path: epath.Path, step: int, patience: float = 0, track=None, begin=0):
         """patience: seconds for which writing may fail; the rows wait in memory meanwhile.
-        track: see read_lines."""
-        lines = read_lines(path, step, track)
+        track, begin: see read_lines."""
+        lines = read_lines(path, step, track, begin)
         self.path, self.rows = path, [json.loads(line) for line in lines]
         self.local_path, self.patience = local_folder(path.parent) / path.name, patience
         if is_lead() and (lines or path.exists()):
@@ -95,14 +95,19 @@ class RowFile:
                 self.attempt(self.append)
 
 
-def read_lines(path: epath.Path, step: int, track=None) -> list[str]:
+def read_lines(path: epath.Path, step: int, track=None, begin: int = 0) -> list[str]:
     """The lines of a .jsonl file up to update `step`, without those that a crash left incomplete.
-    track: called with each row; it drops the row by a ValueError, TypeError or LookupError."""
+
+    track: called with each row; it drops the row by a ValueError, TypeError or LookupError.  begin:
+    the update after which the run begins; rows of earlier ones are of a start that saved nothing.
+    """
     lines = []
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
         try:
             text = line.decode()
-            if text.endswith("\n") and (row := json.loads(text))["step"] <= step:
+            if not text.endswith("\n") or (row := json.loads(text))["step"] > step:
+                continue
+            if row["step"] >= begin + (row.get("kind") == "train"):
                 if track:
                     track(row)
                 lines.append(text)
@@ -154,8 +159,8 @@ class MetricsLog:
         self.panels = {name: panel(cfg) for name, panel in PANELS.items()}
         self.alarms = {}  # all so far, {what: text}
         patience = cfg.checkpoint.patience
-        self.metrics_file = RowFile(run / "metrics.jsonl", step, patience, self.track)
-        self.samples_file = RowFile(run / "samples.jsonl", step, patience)
+        self.metrics_file = RowFile(run / "metrics.jsonl", step, patience, self.track, begin)
+        self.samples_file = RowFile(run / "samples.jsonl", step, patience, begin=begin)
         self.sampled_steps = {row["step"] for row in self.samples_file.rows}
         starts = [line.get("step") for line in run_on_lead(read_history, run) or []]
         firsts = [start + 1 for start in starts if isinstance(start, int)]

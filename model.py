@@ -360,45 +360,68 @@ def kind_runs(kinds: list[str]) -> list[tuple[str, int, int]]:
     return found
 
 
-def unstack_layers(w: dict, cfg: Config, dim: int = 0) -> dict:
-    """The weights, with {kind: stacked weights} as {kind: [the weights of each layer]} in "layers"
-    and "prefix", if train.unroll is all of their layers.  dim: that of the layers in "layers".
+def block_of(kinds: list[str]) -> list[str]:
+    """The kinds of the shortest block of layers: one, if all are the same."""
+    return kinds[:1] if len(set(kinds)) == 1 else kinds
 
-    From a list no microbatch has to slice weights, and none has to write its gradients into a part
-    of a sum: with it an update of a model of 5 million parameters took 0.93 times as long on a CPU.
+
+def split_layers(stack, dim: int) -> list:
+    """[the weights of each layer], from a kind's stacked weights."""
+    leaves, tree = jax.tree.flatten(stack)
+    # lax.split, because its transpose is one concatenation.
+    parts = ([y.squeeze(dim) for y in lax.split(x, (1,) * x.shape[dim], dim)] for x in leaves)
+    return [tree.unflatten(layer) for layer in zip(*parts, strict=True)]
+
+
+def arrange_group(stacks: dict, pattern: str, cfg: Config, dim: int) -> dict:
+    """`arrange_layers` for one group, {kind: stacked weights}, of a pattern."""
+    if sum(stacked_shape(stack)[dim] for stack in stacks.values()) <= cfg.train.unroll:
+        return {kind: split_layers(stack, dim) for kind, stack in stacks.items()}
+    kinds = block_of(layer_kinds(pattern))
+
+    def in_blocks(n, x):
+        return x.reshape(*x.shape[:dim], -1, n, *x.shape[dim + 1 :]) if n > 1 else x
+
+    return {
+        kind: jax.tree.map(partial(in_blocks, kinds.count(kind)), stack)
+        for kind, stack in stacks.items()
+    }
+
+
+def arrange_layers(w: dict, cfg: Config, dim: int = 0) -> dict:
+    """The weights, with those of the layers in the form that `scan_layers` takes.  dim: that of the
+    layers in w["layers"]; a dim before it is of parts.
+
+    At most train.unroll layers, of this device or of a part, are {kind: [the weights of each
+    layer]}.  From a list no microbatch has to slice weights, and none has to write its gradients
+    into a part of a sum: with it an update of a model of 5 million parameters took 0.93 times as
+    long on a CPU.
+
+    Of more layers a kind that a block has several times is [blocks, layers of the kind in a block,
+    ...].  If each microbatch reshaped them, each would keep a copy until its backward pass: 0.13 of
+    2.09 GiB for jaxformer_1b in two stages on v4:4x4x2, by XLA's count.
     """
-
-    def split(stacked, dim: int):
-        leaves, tree = jax.tree.flatten(stacked)
-        # lax.split, because its transpose is one concatenation.
-        parts = ([y.squeeze(dim) for y in lax.split(x, (1,) * x.shape[dim], dim)] for x in leaves)
-        return [tree.unflatten(layer) for layer in zip(*parts, strict=True)]
-
-    for group, group_dim in dict(layers=dim, prefix=0).items():
-        kinds = w.get(group, {})
-        n_layers = sum(jax.tree.leaves(stacked)[0].shape[group_dim] for stacked in kinds.values())
-        if kinds and cfg.train.unroll >= n_layers:
-            lists = {kind: split(stacked, group_dim) for kind, stacked in kinds.items()}
-            w = w | {group: lists}
-    return w
+    m = cfg.model
+    w = w | dict(layers=arrange_group(w["layers"], m.pattern, cfg, dim))
+    return w | dict(prefix=arrange_group(w["prefix"], m.prefix, cfg, 0)) if m.prefix else w
 
 
-def is_unstacked(group: dict) -> bool:
-    """Whether `unstack_layers` has made lists of the layers in {kind: weights}."""
+def is_list(group: dict) -> bool:
+    """Whether `arrange_layers` has made lists of the layers in {kind: weights}."""
     return any(isinstance(layers, list) for layers in group.values())
 
 
 def scan_layers(layer: Callable, x, kinds: list[str], inputs: dict, first_layer, unroll: int):
     """(x, outputs): x through all layers, which are blocks of `kinds`, one block after the other.
 
-    inputs, {kind: tree of [N, ...], or list of trees}: the layers' weights and other inputs of each
-    layer.  layer(kind, x, (input, n)) -> (x, output) runs layer number n, counted from first_layer;
-    outputs, {kind: tree of [N, ...]}, are stacked.  Blocks are one scan, and so is a run of equal
-    kinds in a block: the program does not grow with the number of layers.  Layers in lists are
-    not in a loop, whatever unroll is.
+    inputs, {kind: tree}: the layers' weights and other inputs of each layer, in the form of
+    `arrange_layers`.  layer(kind, x, (input, n)) -> (x, output) runs layer number n, counted from
+    first_layer; outputs, {kind: tree of [N, ...]}, are stacked.  Blocks are one scan, and so is a
+    run of equal kinds in a block: the program does not grow with the number of layers.  Layers in
+    lists are not in a loop, whatever unroll is.
     """
-    kinds = kinds[:1] if len(set(kinds)) == 1 else kinds
-    if is_unstacked(inputs):
+    kinds = block_of(kinds)
+    if is_list(inputs):
         outputs = {kind: [] for kind in inputs}
         for n in range(sum(map(len, inputs.values()))):
             kind = kinds[n % len(kinds)]
@@ -406,11 +429,7 @@ def scan_layers(layer: Callable, x, kinds: list[str], inputs: dict, first_layer,
             x, output = layer(kind, x, (input, first_layer + n))
             outputs[kind].append(output)
         return x, {kind: jax.tree.map(lambda *x: jnp.stack(x), *y) for kind, y in outputs.items()}
-    times = sum(jax.tree.leaves(tree)[0].shape[0] for tree in inputs.values()) // len(kinds)
-    # Kinds of which a block has several layers, [N, ...] as [blocks, N / blocks, ...].  The others
-    # are not reshaped: XLA copies what is reshaped on its way into a loop.
-    several = {kind: tree for kind, tree in inputs.items() if kinds.count(kind) > 1}
-    inputs = inputs | jax.tree.map(lambda x: x.reshape(times, -1, *x.shape[1:]), several)
+    several = [kind for kind in inputs if kinds.count(kind) > 1]
 
     def block(x, numbered_input):
         block_input, n = numbered_input
@@ -428,27 +447,24 @@ def scan_layers(layer: Callable, x, kinds: list[str], inputs: dict, first_layer,
             outputs[kind] = jax.tree.map(lambda *x: jnp.concatenate(x), run, *runs) if runs else run
         return x, outputs
 
+    times = jax.tree.leaves(inputs)[0].shape[0]
     numbers = first_layer + len(kinds) * jnp.arange(times)
-    if times == 1:  # not a scan, which would stack what the backward pass needs, and slice it again
-        x, outputs = block(x, jax.tree.map(itemgetter(0), (inputs, numbers)))
-        outputs = jax.tree.map(lambda x: x[None], outputs)
-    else:
-        x, outputs = lax.scan(block, x, (inputs, numbers), unroll=unroll)
+    x, outputs = lax.scan(block, x, (inputs, numbers), unroll=unroll)
     several_outputs = {kind: outputs[kind] for kind in several}
     return x, outputs | jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), several_outputs)
 
 
 def stacked_shape(w) -> tuple[int, ...]:
-    """The leading dims of a kind's stacked weights: (layers,), or (parts, layers in each).  A list
-    of layers counts as stacked."""
+    """The leading dims of a kind's weights: those of `arrange_layers`, with a list's length as one,
+    and before them a dim of parts, if there is one."""
     if isinstance(w, list):
         return *stacked_shape(w[0]), len(w)
     return next(x.shape[:-1] for name, x in w.items() if name.endswith("_norm_D"))
 
 
 def count_layers(params) -> int:
-    """Layers in {kind: weights}."""
-    return sum(stacked_shape(w)[0] for w in params.values())
+    """Layers in {kind: weights} without a dim of parts."""
+    return sum(math.prod(stacked_shape(w)) for w in params.values())
 
 
 def fold_key(key, n):
@@ -459,7 +475,8 @@ def fold_key(key, n):
 @jax.custom_vjp
 def tap_gradient(grads, w, row):
     """(grads, w) unchanged.  In the backward pass the gradient of w is added to one row of the
-    cotangent of grads; or, where row is None and both are lists of layers, to all of it.
+    cotangent of grads, whose number in each leading dim is in `row`, or to all of it if that is
+    None.
 
     That cotangent is a running sum of gradients: the caller of the backward pass gives the sum so
     far as the cotangent of the grads returned, and gets the new sum as the gradient of grads, whose
@@ -484,8 +501,8 @@ tap_gradient.defvjp(lambda grads, w, row: ((grads, w), row), tap_gradient_backwa
 def apply_layers(
     params, kinds: list[str], first_layer, x_BLD, at: Span, cfg: Config, key=None, grads=None
 ):
-    """(x_BLD, statistics, grads): x through the layers of params, blocks of `kinds`, stacked or as
-    `unstack_layers` makes them.
+    """(x_BLD, statistics, grads): x through the layers of params, blocks of `kinds`, in the form of
+    `arrange_layers`.
 
     key: for dropout, in training.  grads: a tree like params whose cotangent is the sum that
     gradients are added to (`tap_gradient`); with None, params get the gradient.
@@ -505,12 +522,12 @@ def apply_layers(
         x_BLD, stats = rematerialize(partial(compute, kind), cfg)(x_BLD, w, n)
         return (x_BLD, grads), stats
 
-    if is_unstacked(params):
+    if is_list(params):
         if grads is not None:
             grads, params = tap_gradient(grads, params, None)
         inputs = {kind: [(w, None) for w in layers] for kind, layers in params.items()}
     else:
-        inputs = {kind: (w, jnp.arange(stacked_shape(w)[0])) for kind, w in params.items()}
+        inputs = {kind: (w, tuple(jnp.indices(stacked_shape(w)))) for kind, w in params.items()}
     args = (x_BLD, grads), kinds, inputs, first_layer, cfg.train.unroll
     (x_BLD, grads), stats = scan_layers(layer, *args)
     return x_BLD, mark_varying(stats), grads
@@ -576,7 +593,7 @@ def split_chunks(x, cfg: Config, padding=0):
 def score_tokens(params, token_MBL, target_MBL, cfg: Config):
     """(nll_MBL, is_top_MBL): negative log likelihood (nats) of each target of this device, and
     whether no token is more likely, without a gradient."""
-    params = unstack_layers(prepare_weights(params, cfg, cfg.train.dtype), cfg)
+    params = arrange_layers(prepare_weights(params, cfg, cfg.train.dtype), cfg)
     x_MBLD = hidden_states(params, token_MBL, cfg)
 
     def score(microbatch):

@@ -4,6 +4,7 @@ bytes of collectives, and the memory in use at once.  Nothing is compiled or run
 The figures of XLA's compiler are in compiled_cost.py; plan.py turns these costs into a plan.
 """
 
+import itertools
 import math
 import sys
 from collections import Counter
@@ -24,6 +25,7 @@ import model
 import pipeline
 import train
 import utils
+from checks import divisors
 from config import Config
 from scripts.chips import Chip
 
@@ -486,7 +488,12 @@ def memory_by_class(jaxpr: Jaxpr, cfg: Config) -> dict:
     """
     table = utils.leaf_table(model.param_table(cfg)).values()
     meshes = cfg.mesh.shape, cfg.mesh.shape | dict(dp=1)
-    weight_shapes = {shard_shape(p.shape, p.spec, shape) for p in table for shape in meshes}
+    weight_shapes = set()
+    for p, mesh in itertools.product(table, meshes):
+        n, *dims = shard_shape(p.shape, p.spec, mesh)
+        # The layers may be in parts of a schedule, or in blocks.
+        parts = {(parts, n // parts, *dims) for parts in divisors(n) if p.is_stacked}
+        weight_shapes |= {(n, *dims), *parts}
     inside = next(op for op in flatten(jaxpr).ops if op.name == "shard_map")
     found = peak_memory(inside.eqn.params["jaxpr"], weight_shapes)
     found.update(state_bytes(cfg))  # Counter.update adds

@@ -129,9 +129,9 @@ def sizes(params, tokens_AMBL, cfg: config.Config) -> dict:
     @jax.shard_map(in_specs=(model.param_specs(cfg), model.token_spec()), out_specs=P())
     def per_device(params, tokens_AMBL):
         w = model.prepare_weights(params, cfg, cfg.train.dtype)
-        token_MBL, found = tokens_AMBL[0], {}
+        arranged, token_MBL, found = model.arrange_layers(w, cfg), tokens_AMBL[0], {}
         at = attention.full_row_span(token_MBL, 0, cfg)
-        x_BLD, _, _ = model.apply_front(w, token_MBL[0], at, cfg)
+        x_BLD, _, _ = model.apply_front(arranged, token_MBL[0], at, cfg)
         found["embedding"] = x_BLD
         for n, (group, kind, row) in enumerate(layers.layer_places(cfg)):
             layer = jax.tree.map(lambda x, row=row: x[row], w[group][kind])

@@ -39,7 +39,7 @@ FIELDS = dict(
 def read_rows(path: epath.Path, *fields: str) -> list[dict]:
     """The rows of a .jsonl file, without one at its end that is still being written, or that a kill
     left incomplete.  Raises UserError DATA for a row that lacks one of `fields`, or of FIELDS;
-    TimeoutError where nothing says within REMOTE_SECONDS whether the file exists."""
+    TimeoutError if storage does not answer within REMOTE_SECONDS."""
     is_there = call_within(REMOTE_SECONDS, path.exists)
     lines = path.read_bytes().split(b"\n")[:-1] if is_there else []
     try:
@@ -56,7 +56,7 @@ def read_rows(path: epath.Path, *fields: str) -> list[dict]:
 
 def read_metrics(run: epath.Path) -> tuple[list[dict], list[dict]]:
     """The rows of a run's updates, of which there is at least one, and those of its evaluations.
-    Raises UserError DATA."""
+    Raises UserError DATA, and TimeoutError as read_rows."""
     rows = read_rows(run / "metrics.jsonl", "step", "kind")
     train, evals = ([row for row in rows if row["kind"] == kind] for kind in FIELDS)
     if not train:

@@ -30,6 +30,7 @@ from cases import (
 from conftest import MESHES, on_mesh
 from jax.extend.core import jaxprs_in_params
 
+import architecture
 import config
 import gradient
 import layers
@@ -164,10 +165,11 @@ def test_layers_without_a_loop_have_the_same_gradient(cfg, mesh, how):
 
 def test_one_block_of_several_layers_keeps_its_loops():
     """Also if there is no other block: train.unroll counts layers."""
-    w = dict(layers=dict(dense=dict(norm_D=jnp.zeros((3, 2))), moe=dict(norm_D=jnp.zeros((1, 2)))))
+    stacks = {kind: dict(attn_norm_D=jnp.zeros((n, 2))) for kind, n in dict(dense=3, moe=1).items()}
+    w, four = dict(layers=stacks), replace(PLAIN.model, pattern="dense*3,moe")
     for unroll, is_unstacked in (1, False), (3, False), (4, True):
-        cfg = replace(PLAIN, train=replace(PLAIN.train, unroll=unroll))
-        assert model.is_unstacked(model.unstack_layers(w, cfg)["layers"]) == is_unstacked
+        cfg = replace(PLAIN, model=four, train=replace(PLAIN.train, unroll=unroll))
+        assert model.is_list(model.arrange_layers(w, cfg)["layers"]) == is_unstacked
 
 
 @pytest.mark.parametrize("cfg, how", [
@@ -208,6 +210,30 @@ def test_a_replicated_norm_is_one_value_on_every_device():
 ], ids=str)  # fmt: skip
 def test_what_only_trades_time_for_memory_does_not_change_the_gradient(fields):
     assert_same_gradient(gradient_on((2, 2, 1), PLAIN, **fields), one_device_gradient(PLAIN))
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize("pattern, fields", [
+    ("dense", {}), ("dense_local,dense", dict(window=5)),
+    ("dense*3,moe", dict(n_experts=4, n_active=2, d_expert=16)),
+])  # fmt: skip
+def test_no_weights_wait_for_the_backward_pass(pattern, fields, blocks, monkeypatch):
+    """Only inputs of layers wait, also where a block has a kind several times."""
+    waiting, init = [], gradient.SavedArrays.__init__
+
+    def spy(self, example):
+        init(self, example)
+        waiting.extend(x.size for x in self.example)
+
+    monkeypatch.setattr(gradient.SavedArrays, "__init__", spy)
+    n_layers = blocks * len(architecture.layer_kinds(pattern))  # of one of the four parts
+    m = replace(PLAIN.model, pattern=pattern, n_layers=4 * n_layers, **fields)
+    cfg = replace(PLAIN, model=m, mesh=config.Mesh(schedule="interleaved", virtual_stages=2))
+    cfg = on_mesh(cfg, (1, 2, 1), train=dict(remat="layer", unroll=1))
+    t, f = cfg.train, jax.jit(train.loss_and_grads, static_argnames="cfg")
+    f.trace(params_of(cfg), *batch(cfg), jax.random.key(0), cfg)
+    inputs = n_layers * t.batch_size // t.microbatches * t.seq_len * m.d_model
+    assert inputs <= sum(waiting) < inputs + 10
 
 
 def test_inputs_of_layers_can_wait_in_host_memory():

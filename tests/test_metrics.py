@@ -88,7 +88,7 @@ def test_lost_rows_are_said(tmp_path, capsys):
     rows = [json.dumps(dict(train_row, step=step)) + "\n" for step in range(1, 7)]
     rows.append(json.dumps(dict(kind="eval", step=6, loss=2.0)) + "\n")  # before a first update
     lost = "has lost {} of the rows up to update 6, from"
-    cases = [  # the rows that are there, the updates before each start, what is said
+    cases = [  # the rows that are there, the updates before each start, what is said, and below
         (range(6), [0, 3], ""),
         (range(4, 6), [4, 6], ""),  # a branch with its parent's state, or an average
         ((6,), [6], ""),
@@ -98,9 +98,9 @@ def test_lost_rows_are_said(tmp_path, capsys):
         (range(4, 6), [0, 6], lost.format(4)),
         ((), [0, 6], lost.format(6)),
     ]
-    cases = [(*case, 0) for case in cases]
+    cases = [(*case, 0) for case in cases]  # the update after which the run begins
     # A branch from update 4, after a start from 0 that never saved; then without its first row.
-    cases += [(range(4, 6), [0, 4], "", 4), ((5,), [0, 4], lost.format(1), 4)]
+    cases += [(range(6), [0, 4], "", 4), ((0, 1, 5), [0, 4], lost.format(1), 4)]
     for kept, starts, said, begin in cases:
         history = [dict(step=step) for step in starts]
         rundir.write_history(path, history)
@@ -110,6 +110,7 @@ def test_lost_rows_are_said(tmp_path, capsys):
         open_log(path, cfg, 6).close()
         warnings = capsys.readouterr().err
         assert said in warnings and ("lost" in warnings) == bool(said)
+        assert all(row["step"] > begin for row in read_rows(tmp_path))
     (path / "metrics.jsonl").unlink()
     open_log(path, cfg, 6).close()
     assert lost.format(2) in capsys.readouterr().err

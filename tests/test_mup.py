@@ -153,14 +153,17 @@ def test_a_ladder_predicts_its_largest_run(tmp_path):
         folders.append(tmp_path / str(d))
         folders[-1].mkdir()
         sizes = dict(d_model=d, n_layers=4, d_head=8, n_heads=d // 8, n_kv_heads=d // 8, d_ff=3 * d)
-        (folders[-1] / "config.json").write_text(json.dumps(dict(model=sizes)))
+        (folders[-1] / "config.json").write_text(
+            json.dumps(dict(model=sizes, data=dict(val="a=x,b=y")))
+        )
         n = 4 * d * (4 * d + 9 * d)
         update = dict(kind="train", step=1, loss=9, grad_norm=1, tokens=1)
         update |= dict(step_time=1, tokens_per_sec=1)
         score = dict(kind="eval", step=1, loss=8 * n**-0.125, tokens=1, bits_per_byte=1)
         score["set"] = "a"  # the set that counts is the first
         other = dict(score, set="b", loss=9.0)
-        lines = "".join(json.dumps(row) + "\n" for row in (update, score, other))
+        before = dict(other, set="", loss=7.0)  # data.val was another then
+        lines = "".join(json.dumps(row) + "\n" for row in (update, before, score, other))
         (folders[-1] / "metrics.jsonl").write_text(lines)
     command = "scripts/recipes/ladder.py", "--out", tmp_path / "ladder.png", "--runs"
     done = run(*command, *folders)

@@ -19,6 +19,7 @@ import cli
 from config import Mesh
 from errors import DATA, USAGE, UserError
 from files import absolute_path
+from mixture import read_sets
 from scripts.report import read_metrics
 
 
@@ -39,10 +40,11 @@ def parse() -> Args:
 
 
 def read_run(run: str) -> tuple[int, float]:
-    """(parameters in the layers, final validation loss on its first set) of a run whose layers are
-    dense.  Raises UserError USAGE and DATA."""
-    m, evals = cli.config_of_run(run, Mesh(1, 1, 1)).model, read_metrics(absolute_path(run))[1]
-    losses = [row["loss"] for row in evals if row.get("set") == evals[0].get("set")]
+    """(parameters in the layers, final loss on the first set of data.val) of a run whose layers are
+    dense.  Raises UserError USAGE and DATA, and TimeoutError as read_metrics."""
+    cfg, (_, evals) = cli.config_of_run(run, Mesh(1, 1, 1)), read_metrics(absolute_path(run))
+    m, first = cfg.model, next(iter(read_sets(cfg.data.val)))
+    losses = [row["loss"] for row in evals if row.get("set", "") == first]
     if not losses or losses[-1] is None:
         what = f"{run} has no validation loss, or its last one is not finite"
         raise UserError(DATA, what, "train it to its end, or leave it out")
