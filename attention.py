@@ -163,9 +163,9 @@ def rope(x_BLHK, at: Span, cfg, width=None):
     sin_BL1A = scale * jnp.sin(angle_BLA)[:, :, None]
     cos_BL1A = scale * jnp.cos(angle_BLA)[:, :, None]
     if platform() == "tpu":
-        # A product with a matrix of 0, 1 and -1 lets the pairs change places.  If heads were split,
-        # XLA would write their halves to memory, each padded to 128 elements, and read them again:
-        # attention of jaxformer_1b would take 2.4 times the cycles.
+        # A product with a matrix of 0, 1 and -1 swaps the elements of each pair.  If heads were
+        # split, XLA would write their halves to memory, each padded to 128 elements, and read them
+        # again: attention of jaxformer_1b would take 2.4 times the cycles.
         swap_KK = np.pad(np.kron([[0, 1], [-1, 0]], np.eye(width // 2)), (K - width, 0))
         # With a batch dim, because remat=dots keeps products that have none.
         swap_aKK = swap_KK[None].astype(x_BLHK.dtype)
@@ -295,7 +295,7 @@ def why_unsupported(kernel: str, q_BLHK, v_BSGW, at: Span, cfg: Config) -> str:
     limits = {f"runs on {platforms[0]}, and this is {platform()}": platform() not in platforms}
     limits |= {"has no attention sinks (model.attn_sinks)": cfg.model.attn_sinks}
     if kernel == "cudnn":
-        # Without a GPU, as in scripts/plan.py, it is Hopper's.  AMD's is a name.
+        # Without a GPU (scripts/plan.py), Hopper's.  An AMD GPU's is no number, and counts as 0.
         found = str(getattr(jax.devices()[0], "compute_capability", "9.0"))
         capability = float(found) if re.fullmatch(r"\d+\.\d+", found) else 0.0
         widest = 256 if capability >= 9 else 128

@@ -43,7 +43,7 @@ class Parent:
         try:
             self.meta = self.store.read_meta(found, {})
         except Damaged:
-            self.store.refuse_if_reader(str(found))
+            self.store.raise_if_read_only(str(found))  # it is: keep=0
         if cfg.run.start_with == "state" and found > cfg.train.steps:
             what = f"train.steps={cfg.train.steps}, but {cfg.run.start_from} has made {found}"
             raise UserError(USAGE, what, f"set --train.steps above {found}")
@@ -101,8 +101,8 @@ class Parent:
         return jax.tree_util.tree_map_with_path(fit, found, abstract)
 
     def note(self, run: epath.Path):
-        """Record the parent's path, step, digest (the checksum over the digests of its arrays),
-        tokens until then, and what of it the run started with, in a run's config.json."""
+        """Record in a run's config.json the parent's path, step, digest (the checksum of its
+        checkpoint's meta), tokens until then, and what of it the run started with."""
         parent = dict(path=str(self.path), step=self.step, digest=self.meta["checksum"])
         parent["start_with"] = self.start_with
         theirs = read_record(self.path).get("parent", {})

@@ -97,20 +97,20 @@ class SaveBarrier:
     """
 
     STAGES = ("async_write_complete", "async_commit_complete")
-    """Parts of orbax's names for the two meetings: every process has written its part; process 0
-    has made the parts a checkpoint."""
+    """Parts of orbax's names for its two barriers: when every process has written its part, and
+    when process 0 has made the parts a checkpoint."""
 
     def __init__(self):
-        self.save, self.passed, self.over, self.lock = 0, 0, True, threading.Lock()
+        self.n_saves, self.passed, self.ended, self.lock = 0, 0, True, threading.Lock()
 
-    def begin(self, save: int):
-        """To be called by every process before each save.  save: the number of saves before it."""
-        if utils.is_lead() and save > 0:
-            utils.shared_store().key_value_delete(f"trifold/save/{save - 1}/")
-        self.save, self.passed, self.over = save, 0, False
+    def begin(self, n_saves: int):
+        """To be called by every process before each save.  n_saves: the number of saves before."""
+        if utils.is_lead() and n_saves > 0:
+            utils.shared_store().key_value_delete(f"trifold/save/{n_saves - 1}/")
+        self.n_saves, self.passed, self.ended = n_saves, 0, False
 
     def __call__(self, *, key: str, timeout_ms: int):
-        """Orbax's BarrierSyncFn.  Raises PeerFailed, and RuntimeError if this process has."""
+        """Orbax's BarrierSyncFn.  Raises PeerFailed, or RuntimeError if this one has failed."""
         if any(stage in key for stage in self.STAGES):
             self.meet(timeout_ms)
         elif threading.current_thread() is not threading.main_thread():
@@ -120,36 +120,37 @@ class SaveBarrier:
 
     def put(self, stage: int, failed: list[int]):
         """Write into the store which processes have failed, as far as this one knows."""
-        name = f"trifold/save/{self.save}/{stage}/{utils.process_id()}"
+        name = f"trifold/save/{self.n_saves}/{stage}/{utils.process_id()}"
         utils.shared_store().key_value_set(name, json.dumps(failed), allow_overwrite=True)
 
     def meet(self, timeout_ms: int):
         """Report that this process has reached the next stage, and wait until all may go on."""
 
         def ask(n: int) -> list[int]:
-            name = f"trifold/save/{self.save}/{self.passed}/{n}"
+            name = f"trifold/save/{self.n_saves}/{self.passed}/{n}"
             return json.loads(utils.shared_store().blocking_key_value_get(name, timeout_ms))
 
-        # At the second stage process 0 waits for none.
+        # At the second stage the others wait for process 0's commit, and it for none.
         others = utils.process_ids()[1:] if utils.is_lead() and self.passed == 0 else []
         failed = [n for n in others if ask(n)]
         with self.lock:
-            if self.over:
+            if self.ended:
                 raise RuntimeError("this process could not write all")
             self.put(self.passed, failed)
         failed = failed if utils.is_lead() else ask(0)
         with self.lock:
             if failed:
-                self.over = True
+                self.ended = True
                 raise PeerFailed(f"{name_ids(failed)} could not write")
             self.passed += 1
 
     def end(self):
         """Report that this process has ended: it has failed in the stages that it did not reach."""
         with self.lock:
-            for stage in range(self.passed, len(self.STAGES)) if not self.over else []:
+            stages = [] if self.ended else range(self.passed, len(self.STAGES))
+            for stage in stages:
                 self.put(stage, [utils.process_id()])
-            self.over = True
+            self.ended = True
 
 
 class Failure(NamedTuple):
@@ -204,8 +205,8 @@ class Checkpoints:
 
     def __init__(self, run: epath.Path, keep=2, settings=None, accept=(), patience=0):
         """run: the run directory.  keep: how many checkpoints to keep; 0 only reads them.
-        settings: {name: value}, saved as `must`, and compared with `must` of a checkpoint that is
-        restored, except those that accept names.  patience: seconds for which saving may fail.
+        settings: {name: value}, saved as `must`, and compared with that of a restored checkpoint.
+        accept: names of settings not to compare.  patience: seconds for which saving may fail.
 
         Raises UserError USAGE for a path that orbax would take for a pattern: it would not find the
         arrays there."""
@@ -214,11 +215,11 @@ class Checkpoints:
         self.losses = {}
         """{step: validation loss or None}, to keep those of lowest loss too."""
         self.unknown = set()
-        """Steps of checkpoints that stay: they were among the best, and their losses were lost."""
+        """Steps of older checkpoints without a known loss: they stay, as they may be the best."""
         self.newest = None
         """The step of the last checkpoint that this object restored, saved or started to save."""
-        self.complete = None
-        """The last of these that is known to be complete."""
+        self.newest_complete = None
+        """The newest step that is known to be complete."""
         self.failure = None
         """The Failure of saving `newest`, until `recover`."""
         self.failed = []
@@ -254,7 +255,8 @@ class Checkpoints:
 
     def keep_best(self, losses: dict[int, float | None]):
         """Keep the two checkpoints of lowest loss too.  losses: {step: loss}, which grows while the
-        run trains.  Older checkpoints without a loss were among the best before it was lost."""
+        run trains.  Checkpoints older than the newest `keep` that have no loss stay too: it may be
+        lost, and they may be here only because they were among the best."""
         older = sorted(self.manager.all_steps())[: -self.keep]
         self.losses, self.unknown = losses, set(older) - losses.keys()
 
@@ -264,12 +266,12 @@ class Checkpoints:
         for path in paths_in(self.path, "*/_CHECKPOINT_METADATA"):
             if not stat.S_ISREG(os.lstat(path).st_mode):
                 name = path.parent.name
-                self.refuse_if_reader(name)
+                self.raise_if_read_only(name)
                 moved_to = free_name(self.run / "damaged" / name)
                 move_folder(path.parent, moved_to)
                 utils.warn(f"checkpoint {name}: {path.name} is no file; moved to {moved_to}")
 
-    def refuse_if_reader(self, name: str):
+    def raise_if_read_only(self, name: str):
         """With keep=0, raise UserError CHECKPOINT instead of moving a damaged checkpoint."""
         if self.keep == 0:
             what = f"checkpoint {self.path / name} is damaged"
@@ -291,7 +293,7 @@ class Checkpoints:
         while (n := self.find_step(step)) is not None:
             try:
                 tree = self.load(n, abstract)
-                self.newest = self.complete = n
+                self.newest = self.newest_complete = n
                 return tree
             except Damaged as e:
                 bad.append(f"{n} ({e})")
@@ -388,8 +390,8 @@ class Checkpoints:
         if differ:
             more = f", and {len(differ) - 10} more" if len(differ) > 10 else ""
             what = f"checkpoint {self.path / str(step)} is of another run: "
-            fix = "give the values in its run's config.json, or another --run.name, or --fresh; "
-            fix += "what is not the shape of a weight, --run.accept can name"
+            fix = "give the values in its run's config.json, or another --run.name, or --fresh, or "
+            fix += "--run.accept with the names of settings that change no weight's shape"
             fix += "; or start another run from it with --run.start_from" if optional else ""
             raise UserError(errors.CHECKPOINT, what + "; ".join(differ[:10]) + more, fix)
 
@@ -397,7 +399,7 @@ class Checkpoints:
         """Move checkpoint `step` to damaged/ and return its new path.  If it stayed, orbax would
         refuse to save that step again, or an earlier one.  With keep=0, raises UserError
         CHECKPOINT."""
-        self.refuse_if_reader(str(step))
+        self.raise_if_read_only(str(step))
         moved_to = free_name(self.run / "damaged" / str(step))
         self.manager.close()
         utils.run_on_lead(move_folder, self.path / str(step), moved_to)
@@ -414,10 +416,10 @@ class Checkpoints:
             raise UserError(errors.STORAGE, f"{what} after {waited:.0f} s", fix)
         return is_writing
 
-    def is_late(self, every: int, minutes: float) -> bool:
-        """Whether a save is due for another reason than the number of the update: the last one has
-        failed and is to be tried again, or was started `minutes` ago; if minutes and every are 0,
-        as soon as the last one is complete.  Raises what `is_writing` and `note_failure` raise."""
+    def is_due_by_clock(self, every: int, minutes: float) -> bool:
+        """Whether the clock asks for a save: after a failed one from `retry_at` on; otherwise
+        `minutes` after the last one began, or if minutes and every are 0, once that is complete.
+        Finishes the last save first.  Raises what `is_writing` and `note_failure` raise."""
         if self.is_writing():
             return False
         self.finish()
@@ -482,14 +484,14 @@ class Checkpoints:
             # The other processes wait for this one at orbax's collectives, on the main thread, so
             # it cannot go on with training.
             self.note_failure(step, e, is_final=self.several)
-            self.give_up()
+            self.raise_if_final()
         if is_first:
             self.finish()
             self.recover()
 
     def finish(self):
         """Wait until the last save is complete.  If it has failed, warn; `recover` is to follow."""
-        if self.newest == self.complete or self.failure is not None:
+        if self.newest == self.newest_complete or self.failure is not None:
             return
         try:
             self.manager.wait_until_finished()
@@ -497,7 +499,7 @@ class Checkpoints:
         except Exception as e:  # note_failure raises what storage cannot have caused
             self.note_failure(self.newest, e)
         else:
-            self.complete = self.newest
+            self.newest_complete = self.newest
             self.remove_parts()  # again: a failed save may have gone on in the background
             self.failed = []
 
@@ -515,9 +517,9 @@ class Checkpoints:
         self.failed.append((step, now))
         left = self.failed[0][1] + self.patience - now
         wait = max(0, min(60, 5 * 2 ** (len(self.failed) - 1), left))
-        is_final = is_final or left <= 0 or self.complete is None
+        is_final = is_final or left <= 0 or self.newest_complete is None
         self.failure = Failure(UserError(errors.STORAGE, what, fix), now + wait, is_final)
-        if not self.several:  # other processes may still write there
+        if not self.several:  # with several, the others may still write there
             self.remove_parts()
         if utils.is_lead() and not is_final:
             utils.warn(f"{what}; the next try is in {wait:.0f} s, the last in {left:.0f} s")
@@ -527,20 +529,21 @@ class Checkpoints:
     def recover(self) -> bool:
         """Whether to save now, asked by all processes together after `finish`.
 
-        If the last save has failed in one of them, False until process 0's time for the next try.
-        Then its remains are removed, and orbax's manager is opened anew, because the old one counts
-        it as saved.  Raises UserError STORAGE in all processes if saves have failed for
-        self.patience seconds, or if the run's first save has failed.
+        If the last save failed in any process: False until process 0 says that it is time for the
+        next try.  Then what that save left is removed, and orbax's manager opened anew, because the
+        old one counts it as saved.  Raises UserError STORAGE in all processes if saves have failed
+        for self.patience seconds, or if the run's first save has failed.
         """
         if utils.all_agree(self.failure is None):
             return True
-        utils.run_on_lead(self.give_up)
+        utils.run_on_lead(self.raise_if_final)
         is_time = self.failure is None or time.monotonic() >= self.failure.retry_at
-        ours = [is_time, self.complete, self.failed[-1:]]
+        # As process 0 knows it, so that all go on from the same checkpoint.
+        ours = [is_time, self.newest_complete, self.failed[-1:]]
         is_time, complete, failed = json.loads(utils.exchange(json.dumps(ours))[0])
         if not is_time:
             return False
-        self.complete = complete
+        self.newest_complete = complete
         try:
             with suppress(Exception):  # those of the failed save; its threads have ended then
                 self.manager.close()
@@ -550,9 +553,9 @@ class Checkpoints:
                 self.check_failed(step)
         except Exception as e:  # note_failure raises what storage cannot have caused
             self.note_failure(self.newest, e, is_final=self.several)
-            self.give_up()
+            self.raise_if_final()
             return False
-        self.newest, self.failure = self.complete, None
+        self.newest, self.failure = self.newest_complete, None
         return True
 
     def check_failed(self, step: int):
@@ -564,12 +567,12 @@ class Checkpoints:
         except Damaged:
             is_whole = False
         if utils.all_agree(is_whole):
-            self.complete, self.failed = step, []
+            self.newest_complete, self.failed = step, []
         else:
             self.move_to_damaged(step)
 
-    def give_up(self):
-        """Raise the failure of the last save if it is not to be tried again."""
+    def raise_if_final(self):
+        """Raise the failure of the last save if it is final."""
         if self.failure is not None and self.failure.is_final:
             raise self.failure.error
 

@@ -122,8 +122,7 @@ def cpu_choices(cfg: Config) -> dict:
 
 BIG = 2**31 - 1
 
-# Fields where -1 is allowed too.
-AUTO = {"mesh.dp", "mesh.pp", "mesh.tp", "train.eval_batches", "data.end_id"}
+MAY_BE_MINUS_1 = {"mesh.dp", "mesh.pp", "mesh.tp", "train.eval_batches", "data.end_id"}
 
 LIMITS = {
     (0, BIG): (
@@ -170,7 +169,7 @@ RANGES = {name: limits for limits, names in LIMITS.items() for name in names.spl
 
 def range_problems(cfg: Config):
     for name, (low, high) in RANGES.items():
-        x, auto = field_value(cfg, name), name in AUTO
+        x, auto = field_value(cfg, name), name in MAY_BE_MINUS_1
         if isinstance(x, str):  # a mesh.dp of slices x ranks, both at least 1
             continue
         if not (low <= x <= high or (x == -1 and auto)):  # "not", so that NaN is a problem too

@@ -43,8 +43,8 @@ from shards import (
 class Source:
     """A set of tokens, made from (cfg, split) with split "train" or "val".
 
-    A subclass sets n_tokens and fingerprint, and defines windows(rows), which must always give the
-    same tokens for the same rows: other processes and resumed runs rely on it.  The rest has
+    A subclass sets n_tokens and fingerprint, and defines windows(numbers), which must always give
+    the same tokens for the same numbers: other processes and resumed runs rely on it.  The rest has
     defaults.
     """
 
@@ -65,13 +65,14 @@ class Source:
         """Why it cannot be used, besides `Dataset.problems`."""
         return []
 
-    def windows(self, rows: np.ndarray) -> np.ndarray:
-        """int32 [len(rows), seq_len + 1]: tokens from row * seq_len on, and -1 after the last."""
+    def windows(self, numbers: np.ndarray) -> np.ndarray:
+        """int32 [len(numbers), seq_len + 1]: window n has the tokens from n * seq_len on, and -1
+        after the last."""
         raise NotImplementedError
 
-    def scored(self, rows: np.ndarray) -> np.ndarray | None:
-        """bool [len(rows), seq_len + 1], whether each token of the windows counts in the loss as a
-        target; None where all do."""
+    def scored(self, numbers: np.ndarray) -> np.ndarray | None:
+        """bool [len(numbers), seq_len + 1], whether each token of the windows counts in the loss as
+        a target; None where all do."""
         return None
 
     def __str__(self):
@@ -110,15 +111,15 @@ class TokenFiles(Source):
         more += ", without the tokenizer.json of its manifest" if self.is_incomplete else ""
         return f"{super().__str__()} in {len(self.shards)} shard(s){more}"
 
-    def windows(self, rows: np.ndarray) -> np.ndarray:
+    def windows(self, numbers: np.ndarray) -> np.ndarray:
         L = self.cfg.train.seq_len
-        return self.cut(rows * L, L + 1, self.shards, -1)
+        return self.cut(numbers * L, L + 1, self.shards, -1)
 
-    def scored(self, rows: np.ndarray) -> np.ndarray | None:
+    def scored(self, numbers: np.ndarray) -> np.ndarray | None:
         if not any(self.masks):
             return None
         L = self.cfg.train.seq_len
-        return self.cut(rows * L, L + 1, self.masks, 1) != 0
+        return self.cut(numbers * L, L + 1, self.masks, 1) != 0
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens start to stop - 1 as int32."""
@@ -130,14 +131,14 @@ class TokenFiles(Source):
         windows = np.full((len(starts), length), fill, np.int32)
         places, pieces = [], []
         for window, at in zip(windows, starts.tolist(), strict=True):
-            for n, start, stop in self.spans(at, min(at + length, self.n_tokens)):
+            for n, first, end in self.spans(at, min(at + length, self.n_tokens)):
                 if files[n] is not None:
-                    first = start + self.first_token(n) - at
-                    places.append((window[first : first + stop - start], n, start))
-                    pieces.append((files[n], start, stop))
-        for (place, n, start), piece in zip(places, self.read_pieces(pieces), strict=True):
+                    begin = first + self.first_token(n) - at
+                    places.append((window[begin : begin + end - first], n, first))
+                    pieces.append((files[n], first, end))
+        for (place, n, first), piece in zip(places, self.read_pieces(pieces), strict=True):
             if files is self.shards:
-                self.check_tokens(piece, n, start)
+                self.check_tokens(piece, n, first)
             place[:] = piece
         return windows
 
@@ -146,7 +147,8 @@ class TokenFiles(Source):
         return int(self.ends[n]) - self.shards[n].n_tokens
 
     def spans(self, start: int, stop: int):
-        """(n, start, stop) of each part of a shard n that is in tokens start to stop - 1."""
+        """(n, first, end) of each shard that has some of the set's tokens start to stop - 1: they
+        are tokens first to end - 1 of shard n."""
         while start < stop:
             n = int(np.searchsorted(self.ends, start, side="right"))
             end = min(stop, int(self.ends[n]))
@@ -211,9 +213,9 @@ class Synthetic(Source):
             return []
         return [Problem(f"{self.path} is not a data set", "give synthetic, without a suffix")]
 
-    def windows(self, rows: np.ndarray) -> np.ndarray:
+    def windows(self, numbers: np.ndarray) -> np.ndarray:
         V, L = self.cfg.model.vocab_size, self.cfg.train.seq_len
-        place = (rows[:, None] + self.first) * (L + 1) + np.arange(L + 1)
+        place = (numbers[:, None] + self.first) * (L + 1) + np.arange(L + 1)
         draw = scramble(scramble(place.astype(np.uint64)) + np.uint64(self.cfg.run.seed))
         tokens = np.empty(draw.shape, np.int32)
         tokens[:, 0] = draw[:, 0] % np.uint64(V)
@@ -256,20 +258,20 @@ class Mixture(Source):
     def __str__(self):
         return "; ".join(f"{name}: {source}" for name, source in self.parts.items())
 
-    def windows(self, rows: np.ndarray) -> np.ndarray:
-        return self.gather(rows, "windows", np.int32)
+    def windows(self, numbers: np.ndarray) -> np.ndarray:
+        return self.gather(numbers, "windows", np.int32)
 
-    def scored(self, rows: np.ndarray) -> np.ndarray:
-        return self.gather(rows, "scored", bool)
+    def scored(self, numbers: np.ndarray) -> np.ndarray:
+        return self.gather(numbers, "scored", bool)
 
-    def gather(self, rows: np.ndarray, what: str, dtype) -> np.ndarray:
-        numbers = np.searchsorted(self.ends, rows, side="right")
-        found = np.ones((len(rows), self.cfg.train.seq_len + 1), dtype)
+    def gather(self, numbers: np.ndarray, what: str, dtype) -> np.ndarray:
+        sources = np.searchsorted(self.ends, numbers, side="right")
+        found = np.ones((len(numbers), self.cfg.train.seq_len + 1), dtype)
         for n, source in enumerate(self.parts.values()):
-            if not (here := numbers == n).any():
+            if not (here := sources == n).any():
                 continue
             try:
-                part = getattr(source, what)(rows[here] - self.first_window[n])
+                part = getattr(source, what)(numbers[here] - self.first_window[n])
             except DamagedPage as e:
                 e.source = n
                 raise
@@ -382,7 +384,7 @@ class Dataset:
             fix = f"set --train.steps {update - 1}, give more data, or a larger --data.epochs_max"
             raise UserError(DATA, what, fix)
 
-    def train_rows(self, step: int) -> np.ndarray:
+    def train_windows(self, step: int) -> np.ndarray:
         """The windows of the step's batch."""
         sources, _, windows = self.order.batch(step)
         return self.first_window[sources] + windows
@@ -393,7 +395,7 @@ class Dataset:
         L = self.cfg.train.seq_len
         return {name: n * L for name, n in self.order.trained_on(step).items()}
 
-    def eval_rows(self, i: int) -> np.ndarray:
+    def eval_windows(self, i: int) -> np.ndarray:
         return i * self.cfg.train.batch_size + np.arange(self.cfg.train.batch_size)
 
     def eval_indices(self, step: int) -> list[int]:
@@ -403,15 +405,16 @@ class Dataset:
         n_before = max(0, -(-step // t.eval_every) - 1) if t.eval_every and t.eval_rolling else 0
         return [(n_before * count + k) % n for k in range(count)]
 
-    def read_rows(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens, targets) of these windows, both int32 [len(rows), seq_len]; those after the last
-        window have no targets."""
-        windows = np.full((len(rows), self.cfg.train.seq_len + 1), -1, np.int32)
+    def read_windows(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens, targets) of these windows, both int32 [len(numbers), seq_len]; those after the
+        last window have no targets."""
+        windows = np.full((len(numbers), self.cfg.train.seq_len + 1), -1, np.int32)
         are_scored = np.ones(windows.shape, bool)
-        exists, limit = rows < self.n_eval_windows, self.cfg.model.vocab_size
+        exists, limit = numbers < self.n_eval_windows, self.cfg.model.vocab_size
         if exists.any():
             try:
-                found, scored = self.source.windows(rows[exists]), self.source.scored(rows[exists])
+                found = self.source.windows(numbers[exists])
+                scored = self.source.scored(numbers[exists])
             except DamagedPage as e:
                 raise self.page_error(e) from None
             wrong = found[(found < -1) | (found >= limit)]
@@ -434,34 +437,35 @@ class Dataset:
         (problem,) = error.problems
         return data_error(f"{problem.what}; it feeds {feeds}", problem.fix)
 
-    def make_batch(self, rows: np.ndarray) -> tuple[jax.Array, jax.Array]:
+    def make_batch(self, windows: np.ndarray) -> tuple[jax.Array, jax.Array]:
         """(tokens, targets) of these windows on the mesh."""
         t = self.cfg.train
-        row_AMB = rows.reshape(t.grad_accum, t.microbatches, -1)
-        shape = (*row_AMB.shape, t.seq_len)
+        window_AMB = windows.reshape(t.grad_accum, t.microbatches, -1)
+        shape = (*window_AMB.shape, t.seq_len)
         places = self.sharding.addressable_devices_indices_map(shape).values()
-        # This process's rows, read at once, because each request to a bucket takes its time.
-        ours = np.unique(np.concatenate([row_AMB[place[:3]].ravel() for place in places]))
+        # This process's windows, read at once, because each request to a bucket takes its time.
+        ours = np.unique(np.concatenate([window_AMB[place[:3]].ravel() for place in places]))
 
         def put(array):
             def read(place):
-                return array[np.searchsorted(ours, row_AMB[place[:3]])]
+                return array[np.searchsorted(ours, window_AMB[place[:3]])]
 
             return jax.make_array_from_callback(shape, self.sharding, read)
 
-        tokens, targets = self.read_rows(ours)
+        tokens, targets = self.read_windows(ours)
         return put(tokens), put(targets)
 
     def read_ahead(self, numbers) -> list[Future]:
-        """The first of the batches with these numbers: the steps of a training set, or the batches
-        of a set for evaluation.  Threads read those that were not asked for before."""
-        rows_of = self.train_rows if self.split == "train" else self.eval_rows
+        """The first max(data.prefetch, NOTICE + 1) of these batches: threads begin to read those
+        that are new, and all others are forgotten.  numbers: steps, or in evaluation batches of the
+        set."""
+        windows_of = self.train_windows if self.split == "train" else self.eval_windows
         numbers = numbers[: max(self.cfg.data.prefetch, NOTICE + 1)]
         for n in set(self.reading) - set(numbers):
             del self.reading[n]
         for n in numbers:
             if n not in self.reading:
-                self.reading[n] = self.workers.submit(self.make_batch, rows_of(n))
+                self.reading[n] = self.workers.submit(self.make_batch, windows_of(n))
         return [self.reading[n] for n in numbers]
 
     def read_train(self, step: int) -> list[Future]:
@@ -477,11 +481,12 @@ class Dataset:
         return found.result()
 
     def batch_error(self, step: int) -> BaseException | None:
-        """Why `batch(step)` or one of the NOTICE batches after it cannot be read, once known."""
+        """Why `batch(step)` or one of the NOTICE batches after it cannot be read, or None.  Waits
+        for them."""
         return first_error(self.read_train(step))
 
     def eval_error(self, numbers: list[int]) -> BaseException | None:
-        """Likewise for the batches of an evaluation."""
+        """Likewise for the first NOTICE + 1 of these batches of an evaluation."""
         return first_error(self.read_ahead(numbers))
 
 

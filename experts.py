@@ -3,8 +3,8 @@
 Dimension key (a suffix on every array's name spells its logical shape):
   B  sequences   L  sequence length   D  d_model   F  d_expert   C  gate and up, or only up
   E  experts   X  experts of a token   Q  tokens of all sequences   U  pairs of token and expert
-  Z  slots of an expert   O  all slots   J  columns of C times F
-  1  a dim of size 1   n  queues
+  Z  slots of an expert (without capacity: rows of a tile, see grouped.py)   O  all slots
+  J  columns of C times F   1  a dim of size 1   n  queues
 
 A pair is a token and one of the experts that it is routed to.  To be multiplied, pairs are put into
 slots, which are ordered by expert.  Inside shard_map a letter that the array's PartitionSpec maps

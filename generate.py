@@ -28,7 +28,7 @@ from pipeline import forward_pipeline
 from utils import with_slices
 
 
-def own_spec() -> P:
+def per_device_spec() -> P:
     """The spec of arrays that differ on every device: [dp, pp, tp, *the shape on a device]."""
     return P(with_slices("dp"), "pp", "tp")
 
@@ -38,9 +38,10 @@ def layer_groups(w) -> list[str]:
     return [group for group in ("prefix", "layers") if group in w]
 
 
-def own_layers(cfg: Config, group: str) -> list[tuple[str, int]]:
+def stage_layers(cfg: Config, group: str) -> list[tuple[str, int]]:
     """(kind, row) of each layer of a group that a device has, in order."""
     places = [place[1:] for place in layer_places(cfg) if place[0] == group]
+    # Each stage has whole blocks, so the same kinds as the first, and its rows count from 0.
     return places if group == "prefix" else places[: len(places) // lax.axis_size("pp")]
 
 
@@ -54,24 +55,24 @@ def decoding_weights(params, cfg: Config) -> dict:
     compiles in 19 s instead of 2, once for prompts and once for a token.
     """
 
-    @jax.shard_map(in_specs=(param_specs(cfg),), out_specs=own_spec())
+    @jax.shard_map(in_specs=(param_specs(cfg),), out_specs=per_device_spec())
     def per_device(params):
         w = prepare_weights(params, cfg, cfg.train.dtype)
         for group in layer_groups(w):
-            layers = own_layers(cfg, group)
+            layers = stage_layers(cfg, group)
             w[group] = [jax.tree.map(itemgetter(row), w[group][kind]) for kind, row in layers]
-        return to_own(w)
+        return add_device_dims(w)
 
     return per_device(params)
 
 
-def to_own(tree):
-    """A device's arrays in the form in which they leave shard_map, see own_spec."""
+def add_device_dims(tree):
+    """A device's arrays with three dims of 1 in front, for dp, pp and tp: see per_device_spec."""
     return jax.tree.map(lambda x: x[None, None, None], tree)
 
 
-def from_own(tree):
-    """The inverse of `to_own`."""
+def drop_device_dims(tree):
+    """The inverse of `add_device_dims`."""
     return jax.tree.map(lambda x: x[0, 0, 0], tree)
 
 
@@ -95,7 +96,7 @@ def empty_cache(w, cfg: Config, B: int, S: int) -> dict:
                 name: jnp.zeros((M, B, S, *x.shape[2:]), x.dtype)
                 for name, x in jax.eval_shape(partial(one_token, kind), layer).items()
             }
-            for (kind, _), layer in zip(own_layers(cfg, group), w[group], strict=True)
+            for (kind, _), layer in zip(stage_layers(cfg, group), w[group], strict=True)
         ]
     return mark_varying(cache)
 
@@ -103,7 +104,7 @@ def empty_cache(w, cfg: Config, B: int, S: int) -> dict:
 def run_layers(w, group: str, x_BLD, m, cache: dict, at: Span, cfg: Config):
     """(x_BLD, cache): microbatch m of the cache through this device's layers of a group."""
     new = []
-    for (kind, _), layer, kv in zip(own_layers(cfg, group), w[group], cache[group], strict=True):
+    for (kind, _), layer, kv in zip(stage_layers(cfg, group), w[group], cache[group], strict=True):
         whole, kv_m = gather_layer(layer, kind, cfg), jax.tree.map(lambda x: x[m], kv)
         x_BLD, kv_m, _ = decoder_layer(kind, x_BLD, whole, cfg, None, at, kv_m)
         new.append(jax.tree.map(lambda x, new: x.at[m].set(new), kv, kv_m))
@@ -118,7 +119,7 @@ def next_logits(weights, cache, token_MBS, length_MB, n_new: int, cfg: Config):
     its last n_new tokens are new; without one (None) all are, and n_new is at least the longest
     length.
     """
-    row_spec, own = P("pp", with_slices("dp")), own_spec()
+    row_spec, own = P("pp", with_slices("dp")), per_device_spec()
 
     @jax.shard_map(in_specs=(own, own, row_spec, row_spec), out_specs=(P(*row_spec, "tp"), own))
     def per_device(weights, cache, token_MBS, length_MB):
@@ -136,8 +137,8 @@ def next_logits(weights, cache, token_MBS, length_MB, n_new: int, cfg: Config):
             position_BL = jnp.take_along_axis(position_BS, index_BL, 1)
             return Span(index_BL, position_BL, document_BL, document_BS, decoding=True)
 
-        w, (_, B, S) = from_own(weights), token_MBS.shape
-        cache = empty_cache(w, cfg, B, S) if cache is None else from_own(cache)
+        w, (_, B, S) = drop_device_dims(weights), token_MBS.shape
+        cache = empty_cache(w, cfg, B, S) if cache is None else drop_device_dims(cache)
         new_MBL, s = jnp.take_along_axis(token_MBS, index_MBL, 2), lax.axis_index("pp")
         x_BLD, _ = apply_embedding(w, new_MBL[0], make_span(s), cfg)
         if "prefix" in w:
@@ -151,7 +152,7 @@ def next_logits(weights, cache, token_MBS, length_MB, n_new: int, cfg: Config):
         x_MBD = jnp.take_along_axis(x_MBLD, last_MB[..., None, None], 2)[:, :, 0]
         x_MBD = norm(x_MBD, w, "norm", cfg)
         x_MBD = lax.all_gather(x_MBD, "tp", axis=1, tiled=True)
-        return logits(x_MBD, w, cfg), to_own(cache)
+        return logits(x_MBD, w, cfg), add_device_dims(cache)
 
     return per_device(weights, cache, token_MBS, length_MB)
 

@@ -65,15 +65,16 @@ def zero_total(w, cfg: Config) -> Total:
 
     def kind_stats(kind, weights, dim):
         shape, E = stacked_shape(weights), cfg.model.n_experts
-        n = *shape[:dim], math.prod(shape[dim:])
-        found = dict(logit=jnp.zeros(n)) if cfg.log.norms_every else {}
+        dims = *shape[:dim], math.prod(shape[dim:])  # parts, if there are any, and layers
+        found = dict(logit=jnp.zeros(dims)) if cfg.log.norms_every else {}
         if "moe" in kind:
-            found |= dict(load_E=jnp.zeros((*n, E)), **{name: jnp.zeros(n) for name in MOE_STATS})
+            found |= dict(load_E=jnp.zeros((*dims, E)))
+            found |= {name: jnp.zeros(dims) for name in MOE_STATS}
         return found
 
     stats = {
         group: {kind: kind_stats(kind, weights, dim) for kind, weights in w.get(group, {}).items()}
-        for group, dim in dict(layers=part_dims(cfg), prefix=0).items()
+        for group, dim in dict(layers=layer_dim(cfg), prefix=0).items()
     }
     grads = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), w)
     zero = lax.pcast(jnp.float32(0), with_slices(*BATCH), to="varying")
@@ -85,11 +86,11 @@ def prepare_parts(params, cfg: Config, dtype) -> dict:
     `model.arrange_layers`."""
     w = prepare_weights(params, cfg, dtype)
     w |= dict(layers=layers_to_parts(w["layers"], cfg))
-    return arrange_layers(w, cfg, part_dims(cfg))
+    return arrange_layers(w, cfg, layer_dim(cfg))
 
 
-def part_dims(cfg: Config) -> int:
-    """Number of dims of parts before that of a part's layers."""
+def layer_dim(cfg: Config) -> int:
+    """The dim of the arrays in w["layers"] that counts layers: 1 after a dim of parts, else 0."""
     return 1 if cfg.mesh.virtual_stages > 1 else 0
 
 
@@ -117,9 +118,9 @@ def reduce_total(total: Total, params, cfg: Config):
     _, backward = jax.vjp(prepare, params)
     (grads,) = backward(total.grads)
     layers = total.stats["layers"]
-    if cfg.mesh.virtual_stages > 1:
-        stored = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), layers)
-        (layers,) = jax.linear_transpose(partial(layers_to_parts, cfg=cfg), stored)(layers)
+    if cfg.mesh.virtual_stages > 1:  # from the parts' order back to that of the layers
+        example = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), layers)
+        (layers,) = jax.linear_transpose(partial(layers_to_parts, cfg=cfg), example)(layers)
     layers = lax.psum(layers, with_slices(*STAGE))
     # Only the first stage has counted the prefix.
     prefix = lax.psum(total.stats["prefix"], with_slices(*AXES))
@@ -194,14 +195,15 @@ class SavedArrays:
     """Which arrays of a backward function from jax.vjp are buffered until the backward pass; its
     forward function takes (weights, their gradient so far, x).
 
-    An array that depends on the microbatch or the part is typed as varying over pp, if their
-    numbers are; the others are constants.  The weights need no buffer: they are in memory anyway.
+    The example's microbatch and part have numbers that vary over pp, so every array that depends on
+    them is typed as varying over pp; the others are constants.  The weights need no buffer: they
+    are in memory anyway.
     """
 
     def __init__(self, example):
         """example: a backward function, for a microbatch and part whose numbers vary over pp."""
-        self.constants, self.treedef = jax.tree.flatten(with_saved_weights(example, None))
-        varying_axes = [jax.typeof(x).manual_axis_type.varying for x in self.constants]
+        self.leaves, self.treedef = jax.tree.flatten(with_saved_weights(example, None))
+        varying_axes = [jax.typeof(x).manual_axis_type.varying for x in self.leaves]
         self.is_buffered = ["pp" in axes for axes in varying_axes]
         self.example = self.pack(example)
 
@@ -214,8 +216,8 @@ class SavedArrays:
     def unpack(self, arrays: list, weights):
         """The backward function, from its arrays and the weights."""
         arrays = iter(arrays)
-        pairs = zip(self.constants, self.is_buffered, strict=True)
-        leaves = [next(arrays) if is_buffered else constant for constant, is_buffered in pairs]
+        pairs = zip(self.leaves, self.is_buffered, strict=True)
+        leaves = [next(arrays) if is_buffered else leaf for leaf, is_buffered in pairs]
         return with_saved_weights(jax.tree.unflatten(self.treedef, leaves), weights)
 
 
@@ -235,7 +237,7 @@ def balance_cotangent(stats, cfg: Config):
 
 class SliceWork:
     """What `run_schedule` does in one accumulation slice, with all microbatches of this dp rank.
-    `total` is the sum over all microbatches."""
+    Methods take the Total so far and return the new one."""
 
     def __init__(self, w, token_MBL, target_MBL, total, key, first_row, n_tokens, cfg: Config):
         """See `add_slice_gradient`."""
@@ -248,8 +250,8 @@ class SliceWork:
         # because SavedArrays needs numbers that vary over pp.
         s = lax.axis_index("pp")
         x_BLD = jax.eval_shape(lambda: self.apply_front(s, self.front, None)[0])
-        self.x_BLD = mark_varying(jnp.zeros(x_BLD.shape, x_BLD.dtype))
-        _, self.stats, backward = self.forward_part(s, s, total, self.x_BLD)
+        self.example_BLD = mark_varying(jnp.zeros(x_BLD.shape, x_BLD.dtype))
+        _, self.example_stats, backward = self.forward_part(s, s, total, self.example_BLD)
         self.saved = SavedArrays(backward)
 
     def apply_front(self, m, front, grads):
@@ -261,8 +263,8 @@ class SliceWork:
         """`model.apply_layers` on microbatch m, with part r of the layers."""
         kinds = layer_kinds(self.cfg.model.pattern)
         n_prefix = len(layer_kinds(self.cfg.model.prefix))
-        part = r * self.schedule.pp + lax.axis_index("pp")
-        first_layer = n_prefix + part * count_layers(layers)
+        chunk = r * self.schedule.pp + lax.axis_index("pp")
+        first_layer = n_prefix + chunk * count_layers(layers)
         at = full_row_span(self.token_MBL, m, self.cfg, self.first_row)
         args = layers, kinds, first_layer, x_BLD, at, self.cfg, self.key
         return apply_layers(*args, grads=grads)
@@ -303,7 +305,7 @@ class SliceWork:
         """(gradient of the x_BLD of `forward`, total)."""
         layers, grads = self.part(total, r)
         backward = self.saved.unpack(saved, layers)
-        stats_grad = balance_cotangent(self.stats, self.cfg)
+        stats_grad = balance_cotangent(self.example_stats, self.cfg)
         _, grads, grad_BLD = backward((grad_BLD, stats_grad, grads))
         grads = self.schedule.put_part(total.grads["layers"], r, grads)
         return grad_BLD, total._replace(grads=total.grads | dict(layers=grads))
@@ -327,5 +329,5 @@ def add_slice_gradient(
     n_tokens: counted tokens of the global batch.
     """
     work = SliceWork(w, token_MBL, target_MBL, total, key, first_row, n_tokens, cfg)
-    examples = work.x_BLD, work.saved.example
+    examples = work.example_BLD, work.saved.example
     return run_schedule(work.schedule, work, *examples, total, branch_policy(cfg))

@@ -22,7 +22,7 @@ from jax import lax
 
 from layers import (
     GPUS,
-    add_to_row,
+    add_to_index,
     is_hopper,
     multiply,
     platform,
@@ -67,7 +67,7 @@ def outer_tiles(x_OD, y_OF, size_E, Z: int):
     def add_tile(total_EDF, tile):
         expert, x_ZD, y_ZF = tile
         new_DF = multiply("ZD,ZF->DF", x_ZD, y_ZF, jnp.float32)
-        return add_to_row(total_EDF, new_DF, (expert,)), None
+        return add_to_index(total_EDF, new_DF, (expert,)), None
 
     shape = size_E.size, x_OD.shape[1], y_OF.shape[1]
     zeros_EDF = jnp.zeros_like(x_OD, jnp.float32, shape=shape)  # varies over mesh axes as x does

@@ -47,16 +47,16 @@ class FileLock:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(self.file, 0)
             os.write(self.file, json.dumps(new_owner()).encode())
-        except OSError as e:  # the disk may be full, and a lock left open would look like another's
+        except OSError as e:  # such as a full disk; left open, it would refuse this process later
             os.close(self.file)
             if isinstance(e, BlockingIOError):
                 raise busy_error(path, path.read_text()) from None
             raise
 
     def watch(self):
-        """End the process with exit code 8 when its run directory was moved or removed: it would go
-        on in a new folder of that name, without the rows and checkpoints so far.  After exit code 5
-        a restart would do the same."""
+        """End the process with BUSY when its run directory was moved or removed: it would go on in
+        a new folder of that name, without the rows and checkpoints so far.  Not with STORAGE, after
+        which a restart would go on there."""
         threading.Thread(target=self.watch_until_released, daemon=True).start()
 
     def watch_until_released(self):
@@ -133,17 +133,17 @@ class Lease:
     def wait_until_free(self) -> str:
         """The generation of an expired lease, "0" where there is none, or where it is released
         meanwhile."""
-        patience, (before, owner) = 3 * self.renew_every, self.file.read()
-        now, deadline = before, time.monotonic() + patience
-        if now != "0":
+        patience, (first, owner) = 3 * self.renew_every, self.file.read()
+        found, deadline = first, time.monotonic() + patience
+        if found != "0":
             what = f"waiting {patience:.0f} s for the lease of an earlier run to expire: {owner}"
             print(what, flush=True)
-        while now != "0" and time.monotonic() < deadline:
+        while found != "0" and time.monotonic() < deadline:
             time.sleep(self.renew_every / 5)
-            now = self.file.read()[0]
-            if now not in ("0", before):
+            found = self.file.read()[0]
+            if found not in ("0", first):
                 raise busy_error(self.path, owner)
-        return now
+        return found
 
     def write(self, beat: int, generation: str) -> str | None:
         """The new generation; None if another run has written the lease."""
@@ -193,7 +193,7 @@ def take_early(cfg: Config) -> FileLock | None:
 
     Only process 0 takes the lock, and on a cluster JAX has to start before a process knows whether
     it is process 0.  So a lock that another host holds may be that of this run's process 0.  Raises
-    UserError BUSY if a process of this host holds it.
+    UserError BUSY if this host holds it, or with run.coordinator, which tells the id, if any does.
     """
     run = run_path(cfg)
     is_rank = cfg.run.process_id > 0 or any(name in os.environ for name in RANKS)

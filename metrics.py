@@ -40,10 +40,10 @@ class RowFile:
     again.  Object stores cannot append: there a local copy grows, and `upload` sends it.
     """
 
-    def __init__(self, path: epath.Path, step: int, patience: float = 0, track=None, begin=0):
+    def __init__(self, path: epath.Path, step: int, patience: float = 0, track=None):
         """patience: seconds for which writing may fail; the rows wait in memory meanwhile.
-        track, begin: see read_lines."""
-        lines = read_lines(path, step, track, begin)
+        track: see read_lines."""
+        lines = read_lines(path, step, track)
         self.path, self.rows = path, [json.loads(line) for line in lines]
         self.local_path, self.patience = local_folder(path.parent) / path.name, patience
         if is_lead() and (lines or path.exists()):
@@ -95,19 +95,14 @@ class RowFile:
                 self.attempt(self.append)
 
 
-def read_lines(path: epath.Path, step: int, track=None, begin: int = 0) -> list[str]:
+def read_lines(path: epath.Path, step: int, track=None) -> list[str]:
     """The lines of a .jsonl file up to update `step`, without those that a crash left incomplete.
-
-    track: called with each row; it drops the row by a ValueError, TypeError or LookupError.  begin:
-    the update after which the run begins; rows of earlier ones are of a start that saved nothing.
-    """
+    track: called with each row; it drops the row by a ValueError, TypeError or LookupError."""
     lines = []
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
         try:
             text = line.decode()
-            if not text.endswith("\n") or (row := json.loads(text))["step"] > step:
-                continue
-            if row["step"] >= begin + (row.get("kind") == "train"):
+            if text.endswith("\n") and (row := json.loads(text))["step"] <= step:
                 if track:
                     track(row)
                 lines.append(text)
@@ -139,14 +134,14 @@ class MetricsLog:
         """step: the update the run resumes from.  flops_per_token: forward and backward.
         tokens_by_source: as Dataset.tokens_by_source."""
         self.tokens_by_source = tokens_by_source
-        self.cfg, self.run, self.first_step = cfg, run, step
+        self.cfg, self.run, self.steps_before = cfg, run, step
         self.flops_per_token, self.peak = flops_per_token, peak_flops(cfg)
         parent = (run_on_lead(read_record, run) or {}).get("parent", {})  # the lead writes rows
         # The rows of a branch that went on with its parent's state begin after the parent's step.
         begin = parent["step"] if parent.get("start_with") == "state" else 0
-        self.first_tokens = parent["tokens"] if 0 < step == begin else self.tokens_until(step)
-        """Tokens of all updates up to first_step.  Not always tokens_until(first_step): a parent's
-        updates, and those before a --run.accept, may have had another batch size."""
+        self.tokens_before = parent["tokens"] if 0 < step == begin else self.tokens_until(step)
+        """Tokens of all updates before this start, by the parent's record or the last row.
+        tokens_until(step) would count them by this start's batch sizes."""
         self.start = self.clock = time.perf_counter()
         self.pending = None  # (step, metrics) of the newest update, not written yet
         self.skips = 0  # updates in a row, up to the newest, that were not finite
@@ -159,8 +154,10 @@ class MetricsLog:
         self.panels = {name: panel(cfg) for name, panel in PANELS.items()}
         self.alarms = {}  # all so far, {what: text}
         patience = cfg.checkpoint.patience
-        self.metrics_file = RowFile(run / "metrics.jsonl", step, patience, self.track, begin)
-        self.samples_file = RowFile(run / "samples.jsonl", step, patience, begin=begin)
+        # What is there when a branch begins is of an earlier start, which saved nothing.
+        last = -1 if 0 < step == begin else step
+        self.metrics_file = RowFile(run / "metrics.jsonl", last, patience, self.track)
+        self.samples_file = RowFile(run / "samples.jsonl", last, patience)
         self.sampled_steps = {row["step"] for row in self.samples_file.rows}
         starts = [line.get("step") for line in run_on_lead(read_history, run) or []]
         firsts = [start + 1 for start in starts if isinstance(start, int)]
@@ -182,8 +179,8 @@ class MetricsLog:
         """Record the values of a row that the pictures and the count of skipped updates need."""
         if row["kind"] == "train":
             loss, norm, tokens = row["loss"], row["grad_norm"], row["tokens"]
-            if row["step"] == self.first_step:
-                self.first_tokens = tokens
+            if row["step"] == self.steps_before:
+                self.tokens_before = tokens
             self.train_losses[row["step"]] = loss
             self.skips = self.skips + 1 if None in (loss, norm) else 0
             self.spikes += row.get("spike", 0) > 0
@@ -224,7 +221,7 @@ class MetricsLog:
         scalars = {name: float(metrics[name]) for name in SCALARS | metrics if name not in panels}
         speed = self.measure_speed(step)
         self.write_update(step, scalars, speed)
-        is_first_or_last = step in (self.first_step + 1, self.cfg.train.steps)
+        is_first_or_last = step in (self.steps_before + 1, self.cfg.train.steps)
         for name, arrays in panels.items():
             if is_first_or_last or step % self.panels[name].every == 0:
                 self.write_panel(step, name, arrays)
@@ -235,8 +232,8 @@ class MetricsLog:
 
     def measure_speed(self, step: int) -> dict:
         """The speed of update `step`, which has just ended; begins to time the next one."""
-        if step == self.first_step + 1:
-            self.start = self.clock  # the estimate of the end leaves out what happens only once
+        if step == self.steps_before + 1:
+            self.start = self.clock  # the eta leaves out what came before, such as compiling
         now = time.perf_counter()
         seconds, self.clock = now - self.clock, now
         rate = (self.tokens_until(step) - self.tokens_until(step - 1)) / seconds
@@ -244,7 +241,7 @@ class MetricsLog:
         return dict(step_time=seconds, tokens_per_sec=rate, mfu=mfu)
 
     def write_update(self, step: int, scalars: dict, speed: dict):
-        tokens = self.first_tokens + self.tokens_until(step) - self.tokens_until(self.first_step)
+        tokens = self.tokens_before + self.tokens_until(step) - self.tokens_until(self.steps_before)
         fields = {name: finite_or_none(x) for name, x in scalars.items()} | dict(tokens=tokens)
         if "" not in (sources := self.tokens_by_source(step)):  # a mixture
             fields["tokens_by_source"] = sources
@@ -261,7 +258,7 @@ class MetricsLog:
     def print_update(self, step: int, scalars: dict, speed: dict, summaries: list[str]):
         steps, mfu = self.cfg.train.steps, speed["mfu"]
         shown = {name: x for name, x in scalars.items() if name != "spike"}  # check_skips warns
-        seconds_per_step = (self.clock - self.start) / (step - self.first_step)
+        seconds_per_step = (self.clock - self.start) / (step - self.steps_before)
         parts = [
             f"update {step}/{steps}",
             *(SCALARS.get(name, name + " {:.4g}").format(x) for name, x in shown.items()),

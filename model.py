@@ -31,7 +31,7 @@ from config import Config
 from experts import moe, moe_table
 from layers import (
     accumulate,
-    add_to_row,
+    add_to_index,
     dropout,
     einsum,
     gather_over_dp,
@@ -361,8 +361,9 @@ def kind_runs(kinds: list[str]) -> list[tuple[str, int, int]]:
 
 
 def block_of(kinds: list[str]) -> list[str]:
-    """The kinds of the shortest block of layers: one, if all are the same."""
-    return kinds[:1] if len(set(kinds)) == 1 else kinds
+    """The shortest block of layers that `kinds` repeats: one layer, if all are of one kind."""
+    blocks = (kinds[:n] for n in range(1, len(kinds) + 1))
+    return next(block for block in blocks if block * (len(kinds) // len(block)) == kinds)
 
 
 def split_layers(stack, dim: int) -> list:
@@ -379,7 +380,7 @@ def arrange_group(stacks: dict, pattern: str, cfg: Config, dim: int) -> dict:
         return {kind: split_layers(stack, dim) for kind, stack in stacks.items()}
     kinds = block_of(layer_kinds(pattern))
 
-    def in_blocks(n, x):
+    def in_blocks(n, x):  # not reshaped without need: XLA copies what is reshaped for a loop
         return x.reshape(*x.shape[:dim], -1, n, *x.shape[dim + 1 :]) if n > 1 else x
 
     return {
@@ -389,17 +390,16 @@ def arrange_group(stacks: dict, pattern: str, cfg: Config, dim: int) -> dict:
 
 
 def arrange_layers(w: dict, cfg: Config, dim: int = 0) -> dict:
-    """The weights, with those of the layers in the form that `scan_layers` takes.  dim: that of the
-    layers in w["layers"]; a dim before it is of parts.
+    """The weights, with the layers in the form that `scan_layers` takes.  dim: the dim of arrays in
+    w["layers"] that counts layers; if there is one before it, that counts parts.
 
-    At most train.unroll layers, of this device or of a part, are {kind: [the weights of each
-    layer]}.  From a list no microbatch has to slice weights, and none has to write its gradients
-    into a part of a sum: with it an update of a model of 5 million parameters took 0.93 times as
-    long on a CPU.
+    Up to train.unroll layers (of this device, or of a part) become {kind: [the weights of each
+    layer]}.  With lists a microbatch neither slices weights nor writes gradients into part of a
+    sum: an update of a model of 5 million parameters took 0.93 times as long on a CPU.
 
-    Of more layers a kind that a block has several times is [blocks, layers of the kind in a block,
-    ...].  If each microbatch reshaped them, each would keep a copy until its backward pass: 0.13 of
-    2.09 GiB for jaxformer_1b in two stages on v4:4x4x2, by XLA's count.
+    More layers stay stacked.  A kind that a block has n > 1 times becomes [blocks, n, ...] here: if
+    each microbatch reshaped it, each would keep a copy until its backward pass (0.13 of 2.09 GiB
+    for jaxformer_1b in two stages on v4:4x4x2, by XLA's count).
     """
     m = cfg.model
     w = w | dict(layers=arrange_group(w["layers"], m.pattern, cfg, dim))
@@ -422,13 +422,7 @@ def scan_layers(layer: Callable, x, kinds: list[str], inputs: dict, first_layer,
     """
     kinds = block_of(kinds)
     if is_list(inputs):
-        outputs = {kind: [] for kind in inputs}
-        for n in range(sum(map(len, inputs.values()))):
-            kind = kinds[n % len(kinds)]
-            input = inputs[kind][len(outputs[kind])]
-            x, output = layer(kind, x, (input, first_layer + n))
-            outputs[kind].append(output)
-        return x, {kind: jax.tree.map(lambda *x: jnp.stack(x), *y) for kind, y in outputs.items()}
+        return run_list(layer, x, kinds, inputs, first_layer)
     several = [kind for kind in inputs if kinds.count(kind) > 1]
 
     def block(x, numbered_input):
@@ -447,6 +441,8 @@ def scan_layers(layer: Callable, x, kinds: list[str], inputs: dict, first_layer,
             outputs[kind] = jax.tree.map(lambda *x: jnp.concatenate(x), run, *runs) if runs else run
         return x, outputs
 
+    # One block is a scan too: its inputs are the weights, while a slice of them would be a copy
+    # that waits with each microbatch.
     times = jax.tree.leaves(inputs)[0].shape[0]
     numbers = first_layer + len(kinds) * jnp.arange(times)
     x, outputs = lax.scan(block, x, (inputs, numbers), unroll=unroll)
@@ -454,9 +450,19 @@ def scan_layers(layer: Callable, x, kinds: list[str], inputs: dict, first_layer,
     return x, outputs | jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), several_outputs)
 
 
+def run_list(layer: Callable, x, kinds: list[str], inputs: dict, first_layer):
+    """`scan_layers` for lists of layers."""
+    outputs = {kind: [] for kind in inputs}
+    for n in range(sum(map(len, inputs.values()))):
+        kind = kinds[n % len(kinds)]
+        x, output = layer(kind, x, (inputs[kind][len(outputs[kind])], first_layer + n))
+        outputs[kind].append(output)
+    return x, {kind: jax.tree.map(lambda *x: jnp.stack(x), *y) for kind, y in outputs.items()}
+
+
 def stacked_shape(w) -> tuple[int, ...]:
-    """The leading dims of a kind's weights: those of `arrange_layers`, with a list's length as one,
-    and before them a dim of parts, if there is one."""
+    """The leading dims of a kind's weights: of parts, if there are any, and then of layers.  A
+    list's length counts as one."""
     if isinstance(w, list):
         return *stacked_shape(w[0]), len(w)
     return next(x.shape[:-1] for name, x in w.items() if name.endswith("_norm_D"))
@@ -473,29 +479,28 @@ def fold_key(key, n):
 
 
 @jax.custom_vjp
-def tap_gradient(grads, w, row):
-    """(grads, w) unchanged.  In the backward pass the gradient of w is added to one row of the
-    cotangent of grads, whose number in each leading dim is in `row`, or to all of it if that is
-    None.
+def tap_gradient(grads, w, index):
+    """(grads, w) unchanged.  The backward pass adds the gradient of w to the cotangent of grads: at
+    `index`, which has a number for each leading dim, or to all of it if index is None.
 
-    That cotangent is a running sum of gradients: the caller of the backward pass gives the sum so
-    far as the cotangent of the grads returned, and gets the new sum as the gradient of grads, whose
-    values are not used.  The sum grows in place (in an interleaved schedule, in a copy of one
-    part).  Without this the loop over layers would stack their gradients, to be added to the sum
-    afterwards: 0.18 GiB more for llama_1b with 1f1b on v5p 2x2x2, one row a microbatch, and 5 %
-    more cycles by XLA's count.
+    That cotangent is a running sum: the caller passes the sum so far as the cotangent of the
+    returned grads, and gets the new sum as the gradient of the grads given, whose values are not
+    used.  The sum grows in place (in an interleaved schedule, in a copy of one part).  Without this
+    the loop over layers would stack their gradients, to be added to the sum afterwards: 0.18 GiB
+    more for llama_1b with 1f1b on v5p 2x2x2, one sequence a microbatch, and 5 % more cycles by
+    XLA's count.
     """
     return grads, w
 
 
-def tap_gradient_backward(row, grads_and_g):
+def tap_gradient_backward(index, grads_and_g):
     grads, g = grads_and_g
-    if row is None:
+    if index is None:
         return accumulate(grads, g), None, None
-    return jax.tree.map(partial(add_to_row, row=row), grads, g), None, None
+    return jax.tree.map(partial(add_to_index, index=index), grads, g), None, None
 
 
-tap_gradient.defvjp(lambda grads, w, row: ((grads, w), row), tap_gradient_backward)
+tap_gradient.defvjp(lambda grads, w, index: ((grads, w), index), tap_gradient_backward)
 
 
 def apply_layers(
@@ -515,9 +520,9 @@ def apply_layers(
         return x_BLD, stats
 
     def layer(kind, x_and_grads, numbered_input):
-        (x_BLD, grads), ((w, row), n) = x_and_grads, numbered_input
-        if grads is not None and row is not None:
-            kind_grads, w = tap_gradient(grads[kind], w, row)
+        (x_BLD, grads), ((w, index), n) = x_and_grads, numbered_input
+        if grads is not None and index is not None:
+            kind_grads, w = tap_gradient(grads[kind], w, index)
             grads = grads | {kind: kind_grads}
         x_BLD, stats = rematerialize(partial(compute, kind), cfg)(x_BLD, w, n)
         return (x_BLD, grads), stats
@@ -536,12 +541,12 @@ def apply_layers(
 def apply_embedding(params, token_BL, at: Span, cfg: Config, key=None, grads=None):
     """(x_BLD, grads) as `apply_layers`: the embedding, and that of positions."""
     grads = {} if grads is None else dict(grads)
-    tokens = grads.get("embed_VD"), params["embed_VD"], token_BL
-    grads["embed_VD"], x_BLD = embed(*tokens, at.tp_dim)
+    args = grads.get("embed_VD"), params["embed_VD"], token_BL
+    grads["embed_VD"], x_BLD = embed(*args, at.tp_dim)
     if cfg.model.positions == "learned":
         position_BL = tp_part(jnp.broadcast_to(at.position_BL, token_BL.shape), at.tp_dim)
-        positions = grads.get("position_LD"), params["position_LD"], position_BL
-        grads["position_LD"], position_BLD = lookup(*positions)
+        args = grads.get("position_LD"), params["position_LD"], position_BL
+        grads["position_LD"], position_BLD = lookup(*args)
         x_BLD += position_BLD
     if cfg.model.scale_embedding:
         x_BLD *= cfg.model.embedding_scale
@@ -550,7 +555,8 @@ def apply_embedding(params, token_BL, at: Span, cfg: Config, key=None, grads=Non
 
 
 def apply_front(params, token_BL, at: Span, cfg: Config, key=None, grads=None):
-    """(x_BLD, statistics, grads) as `apply_layers`: the embedding, and the layers of the prefix."""
+    """(x_BLD, statistics, grads) as `apply_layers`: the embedding, and the layers of the prefix.
+    params: from `arrange_layers`."""
     x_BLD, grads = apply_embedding(params, token_BL, at, cfg, key, grads)
     prefix = layer_kinds(cfg.model.prefix)
     if not prefix:
@@ -565,6 +571,7 @@ def apply_front(params, token_BL, at: Span, cfg: Config, key=None, grads=None):
 
 def hidden_states(params, token_MBL, cfg: Config):
     """The residual stream after the last layer, x_MBLD, for this device's microbatches."""
+    params = arrange_layers(params, cfg)
     # Each stage needs the tokens of every microbatch, for the documents that they are in.
     all_MBL = lax.all_gather(token_MBL, "pp", axis=0, tiled=True)
     kinds, slots, s = layer_kinds(cfg.model.pattern), token_MBL.shape[0], lax.axis_index("pp")
@@ -593,7 +600,7 @@ def split_chunks(x, cfg: Config, padding=0):
 def score_tokens(params, token_MBL, target_MBL, cfg: Config):
     """(nll_MBL, is_top_MBL): negative log likelihood (nats) of each target of this device, and
     whether no token is more likely, without a gradient."""
-    params = arrange_layers(prepare_weights(params, cfg, cfg.train.dtype), cfg)
+    params = prepare_weights(params, cfg, cfg.train.dtype)
     x_MBLD = hidden_states(params, token_MBL, cfg)
 
     def score(microbatch):

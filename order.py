@@ -135,7 +135,8 @@ class Order:
 
     def rows_before(self, update: int) -> int:
         """How many rows the stream has before an update."""
-        n_updates = np.maximum(0, update - self.ramp_starts)  # since each stage of the ramp began
+        n_updates = np.maximum(0, update - self.ramp_starts)
+        # From each start on, every update has this many rows more than before it.
         return int(n_updates @ np.diff(self.ramp_sizes, prepend=0))
 
     def batch_rows(self, step: int) -> np.ndarray:

@@ -133,7 +133,7 @@ class PageReader:
         self.memory, self.size = OrderedDict(), 0  # {digest: page}, those used last at the end
         self.states = {}  # {path: its state when it was first read}
         self.disk = None
-        if cfg.data.cache_gb and any(x.pages and is_remote(x.path) for x in of_set):
+        if cfg.data.cache_gb and any(x.pages_digest and is_remote(x.path) for x in of_set):
             cache = os.path.join(tempfile.gettempdir(), f"trifold-pages-{os.getuid()}")
             if cfg.data.cache:
                 cache = os.path.join(cfg.data.cache, "trifold-pages")
@@ -147,8 +147,8 @@ class PageReader:
         by_path = {shard.path: shard for shard, _, _ in pieces}
         for shard in by_path.values():
             if shard.path not in self.states:
-                self.states[shard.path] = self.open(shard)
-        lists = {path: digest_list(shard) for path, shard in by_path.items() if shard.pages}
+                self.states[shard.path] = self.check(shard)
+        lists = {path: digest_list(shard) for path, shard in by_path.items() if shard.pages_digest}
         found = self.load([*lists.values()])
         digests = {path: found[block] for path, block in lists.items()}
         blocks = [cut_into_blocks(*piece, digests.get(piece[0].path)) for piece in pieces]
@@ -165,9 +165,9 @@ class PageReader:
             arrays.append(np.frombuffer(data, shard.dtype))
         return arrays
 
-    def open(self, shard: Shard) -> tuple | None:
-        """Check a file before it is read; returns its state."""
-        if shard.pages:  # the files of other shards were checked when their headers were read
+    def check(self, shard: Shard) -> tuple | None:
+        """Check a file before its first read; returns its `state_of`."""
+        if shard.pages_digest:  # other shards were checked when their headers were read
             shards.check_is_part(shard.path)
             shards.check_is_part(digest_list(shard).path)
         state = self.state_of(shard)
@@ -179,7 +179,7 @@ class PageReader:
     def state_of(self, shard: Shard) -> tuple | None:
         """Size, time and inode of a local file without digests, which change when it is written or
         replaced; None of other files."""
-        if shard.pages or is_remote(shard.path):
+        if shard.pages_digest or is_remote(shard.path):
             return None
         try:
             facts = os.stat(shard.path)
@@ -235,7 +235,7 @@ def digest_list(shard: Shard) -> Block:
     """The file with the digests of a shard's pages."""
     n_pages = -(-shard.size // PAGE)
     path = shard.path.with_name(f"{shard.path.name}.pages")
-    return Block(path, 0, 16 * n_pages, shard.pages)
+    return Block(path, 0, 16 * n_pages, shard.pages_digest)
 
 
 def cut_into_blocks(shard: Shard, start: int, stop: int, digests: bytes | None) -> list[Block]:

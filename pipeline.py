@@ -37,10 +37,10 @@ def forward_pipeline(stage: Callable, x_MBLD, carry):
     microbatch m = t - s and sends x_BLD to the next stage; the carry stays.
 
     Stage 0 needs all inputs, in order, and only the last stage makes outputs, so both rotate from
-    stage to stage towards stage 0: once stage 0 has used the input in slot t % slots, that slot
-    rotates; once the last stage has stored an output, its slot rotates.  After the last tick each
-    stage holds the outputs of its own microbatches.  A stage without work in a tick skips it, and
-    with it the whole dp and tp group, so that collectives inside are safe.
+    stage to stage towards stage 0: input slot t % slots once stage 0 has read it, and output slot
+    (t - pp + 1) % slots just before the last stage stores an output there.  After the last tick
+    each stage holds the outputs of its own microbatches.  A stage without work in a tick skips it,
+    and with it the whole dp and tp group, so that collectives inside are safe.
     """
     pp, s, slots = lax.axis_size("pp"), lax.axis_index("pp"), x_MBLD.shape[0]
     if pp * slots == 1:  # in a loop, XLA would copy the carry
@@ -71,9 +71,10 @@ def forward_pipeline(stage: Callable, x_MBLD, carry):
 class Schedule(NamedTuple):
     """Which stage works on what in which tick.
 
-    A stage has `parts` parts of the layers: part r of stage s is the part r * pp + s of the model.
-    A work item is one microbatch through one part.  Item j of a stage goes through the parts in
-    turn, pp microbatches at a time (Narayanan et al. 2021, section 2.2).  Forward, stage s does
+    A stage has `parts` parts of the layers: part r of stage s is chunk r * pp + s of the model.  A
+    work item is one microbatch through one part.  The order of items is pp microbatches through
+    part 0, the same through part 1, and so on; then the next pp (Narayanan et al. 2021, section
+    2.2).  Forward, stage s does
     item j in tick s + j, just after stage s - 1 has sent its input; stage 0 takes new microbatches
     for part 0, and for part r + 1 what the last stage made in part r.  Backward is the same in
     reverse: stage s does item j in tick first_backward + (pp - 1 - s) + j.
@@ -96,7 +97,7 @@ class Schedule(NamedTuple):
         return self.first_backward + self.pp - 1 + self.items
 
     def microbatch_and_part(self, j):
-        """(m, r) of forward item j; backward item j has microbatch m and part parts - 1 - r."""
+        """(m, r) of forward item j."""
         group, rest = j // (self.pp * self.parts), j % (self.pp * self.parts)
         return group * self.pp + rest % self.pp, rest // self.pp
 
@@ -104,6 +105,11 @@ class Schedule(NamedTuple):
         """The number of stage s's backward item in tick t; see `does_backward` for whether it has
         one."""
         return t - self.first_backward - (self.pp - 1 - s)
+
+    def backward_microbatch_and_part(self, t, s):
+        """(m, r) of stage s's backward item in tick t: the last part comes first."""
+        m, r = self.microbatch_and_part(self.backward_item(t, s))
+        return m, self.parts - 1 - r
 
     def does_begin(self, t, s):
         """Whether stage s embeds a new microbatch in tick t."""
@@ -117,8 +123,8 @@ class Schedule(NamedTuple):
         """Whether the last stage's output is scored in tick t: the same for every s, because all
         stages share that work."""
         last = self.pp - 1
-        r = self.microbatch_and_part(self.backward_item(t, last))[1]
-        return self.does_backward(t, last) & (r == 0)
+        _, r = self.backward_microbatch_and_part(t, last)
+        return self.does_backward(t, last) & (r == self.parts - 1)
 
     def does_backward(self, t, s):
         """Whether stage s has backward work in tick t."""
@@ -127,8 +133,8 @@ class Schedule(NamedTuple):
 
     def does_finish(self, t, s):
         """Whether stage s does the backward pass of the embedding in tick t."""
-        r = self.microbatch_and_part(self.backward_item(t, s))[1]
-        return self.does_backward(t, s) & (s == 0) & (r == self.parts - 1)
+        _, r = self.backward_microbatch_and_part(t, s)
+        return self.does_backward(t, s) & (s == 0) & (r == 0)
 
     def take_part(self, tree, r):
         """Part r of the layers, or of a tree in their form."""
@@ -142,9 +148,11 @@ class Schedule(NamedTuple):
         """How many microbatches of a part wait at most on a stage, between forward and backward."""
         j = np.arange(self.items)
         m, r = self.microbatch_and_part(j)
+        # Ticks of stage 0, where a microbatch waits longest.
         begin, end = np.zeros((2, self.parts, self.microbatches), int)
         begin[r, m] = j
         end[self.parts - 1 - r, m] = self.first_backward + self.pp - 1 + j
+        # Those begun when microbatch m ends, less the m before it, which have ended.
         waiting = (begin[:, None, :] <= end[:, :, None]).sum(-1) - np.arange(self.microbatches)
         return int(waiting.max())
 
@@ -197,14 +205,15 @@ def run_schedule(schedule: Schedule, work, x_BLD, saved, total, branch: Callable
         buffer = buffer if size > 1 else empty
         y_BLD, buffer, total = branch(due, forward, skip_forward, x_BLD, m, r, buffer, total)
 
-        m, r = schedule.microbatch_and_part(schedule.backward_item(t, pp - 1))
+        m, r = schedule.backward_microbatch_and_part(t, pp - 1)
         output_BLD = take_from_buffer(buffer, m, r, size)[1] if y_waits else y_BLD
         due = partial(schedule.does_score, t)
         output_grad_BLD, total = branch(due, work.score, skip_score, output_BLD, m, total)
 
-        m, r = schedule.microbatch_and_part(schedule.backward_item(t, s))
-        grad_BLD = jnp.where((s == pp - 1) & (r == 0), output_grad_BLD, grad_BLD)
-        args = grad_BLD, m, schedule.parts - 1 - r, buffer, total
+        m, r = schedule.backward_microbatch_and_part(t, s)
+        is_end = (s == pp - 1) & (r == schedule.parts - 1)
+        grad_BLD = jnp.where(is_end, output_grad_BLD, grad_BLD)
+        args = grad_BLD, m, r, buffer, total
         due = partial(schedule.does_backward, t)
         grad_BLD, total = branch(due, backward, skip_backward, *args)
         due = partial(schedule.does_finish, t)

@@ -64,10 +64,10 @@ def start_processes(cfg: Config):
 
 
 def meet(r: Run) -> str | None:
-    """Return once all processes have connected to process 0, which listens at run.coordinator:
-    the address where it listens, and None in the other processes.
+    """Wait until all processes have connected to process 0 at run.coordinator.  Returns the address
+    where process 0 listens, and None in the others.
 
-    JAX then connects them at the same address.  Alone it would not say who is missing, and would
+    JAX then connects them at the same address.  JAX alone would not say who is missing, and would
     abort the process instead of raising.  Raises UserError: DISTRIBUTED if a process has not
     connected after run.start_timeout, USAGE if their flags contradict each other.
     """
@@ -138,7 +138,7 @@ def wait_for_greeting(server: socket.socket, r: Run, greeted: dict, deadline: fl
         what = f"a process came with run.process_id={n} and run.num_processes={count}"
         what += f", and process 0 has run.num_processes={r.num_processes}"
         what += f" and knows another process {n} already" if came_twice else ""
-        greeted[-1] = connection
+        greeted[-1] = connection  # so that it gets the answer too
         fix = "give each process the same number of processes and an id of its own"
         raise UserError(errors.USAGE, what, fix)
     greeted[n] = connection
@@ -258,9 +258,9 @@ class Stop:
         self.asked_for = 0
         """The poll at which all save because this process has asked for it."""
         self.stops = self.saves = False
-        """What all have agreed on; saves until it is done."""
+        """What all have agreed on.  `saves` stays True until a save has worked."""
         self.polls, self.last_poll, self.last_update = 0, time.monotonic(), None
-        self.seconds = deque(maxlen=20)
+        self.update_seconds = deque(maxlen=20)
         """How long the last updates took."""
         signal.signal(signal.SIGUSR1, self.ask_to_save)
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -308,7 +308,7 @@ class Stop:
         """Note that this process goes on, pass on a request to stop or save, and take part in the
         agreement."""
         self.polls, self.last_poll = self.polls + 1, time.monotonic()
-        utils.lost_reader = self.stop_unread  # not before, when there is nothing to save
+        utils.on_lost_reader = self.stop_unread  # not before, when there is nothing to save
         asked = set()
         if self.wants_stop:  # reset only where it was seen: a signal may come at any line
             self.wants_stop = False
@@ -327,16 +327,16 @@ class Stop:
         self.stops = self.stops or "stop" in asked
         self.saves = self.saves or "save" in asked
 
-    def agree_to_stop(self, error: BaseException | None = None, updates: bool = False) -> bool:
+    def agree_to_stop(self, error: BaseException | None = None, is_update: bool = False) -> bool:
         """Poll, and return whether to stop now, the same in every process.
 
-        error: why this process cannot go on; with several processes it must be given NOTICE polls
-        before that.  updates: this poll is that of an update.
+        error: why this process cannot go on after this poll, or with several processes after the
+        one that comes NOTICE later.  is_update: an update follows this poll.
         """
-        if updates:
+        if is_update:
             before, self.last_update = self.last_update, time.monotonic()
             if before is not None:
-                self.seconds.append(self.last_update - before)
+                self.update_seconds.append(self.last_update - before)
         if error is not None and self.error is None:
             self.error, self.wants_stop = error, True
         self.poll()
@@ -354,13 +354,13 @@ class Watchdog:
     """Within its block, ends the process when Stop has not been polled for too long.  First it
     writes the stacks of all threads to stderr and to crash/ in the run directory."""
 
-    FIRST = 12
-    """The start and the first update may take this many times as long, and so may what LONG names:
-    XLA's compiler, the wait for a checkpoint, the end of Weights & Biases."""
+    SLOW_FACTOR = 12
+    """How many times as long the start, the first update and what LONG names may take: XLA's
+    compiler, the wait for a checkpoint, the end of Weights & Biases."""
     LONG = re.compile(r"jax/_src/compiler\.py|/checkpoint(_manager)?\.py|/wandb/")
 
     def __init__(self, stop: Stop, cfg: Config):
-        self.stop, self.run, self.seconds = stop, run_path(cfg), cfg.run.hang_timeout
+        self.stop, self.run, self.timeout = stop, run_path(cfg), cfg.run.hang_timeout
         self.ended = threading.Event()
 
     def __enter__(self):
@@ -373,9 +373,9 @@ class Watchdog:
 
     def patience(self) -> float:
         """The longest time between polls, in seconds."""
-        patience = self.seconds or max(300, 20 * max(self.stop.seconds, default=0))
-        is_slow = not self.stop.seconds or main_thread_is_in(self.LONG)
-        return patience * self.FIRST if is_slow else patience
+        patience = self.timeout or max(300, 20 * max(self.stop.update_seconds, default=0))
+        is_slow = not self.stop.update_seconds or main_thread_is_in(self.LONG)
+        return patience * self.SLOW_FACTOR if is_slow else patience
 
     def watch(self):
         woken = time.monotonic()

@@ -138,11 +138,12 @@ def roll_back(path: epath.Path, cfg: Config, source):
     check_past(old, cfg, to)
     # The checkpoint may be from before a --run.accept.
     here, there = record_facts(new), saved_settings(folder / str(to))
-    differ = {n: [x, here[n]] for n, x in there.items() if x not in (None, here.get(n, x))}
+    found = {n: [x, here[n]] for n, x in there.items() if n in here}
+    differ = {n: pair for n, pair in found.items() if pair[0] not in (None, pair[1])}
     check_changes(differ, cfg, when=f"in checkpoint {to}")
     where = free_name(path / "rolled_back" / str(to))
     where.mkdir(parents=True, exist_ok=True)
-    for name in ("metrics.jsonl", "samples.jsonl"):  # the run itself drops them as it resumes
+    for name in ("metrics.jsonl", "samples.jsonl"):  # copies; the run drops late rows as it resumes
         if (path / name).exists():
             write_whole(where / name, (path / name).read_bytes())
     # The newest first: a rollback that is interrupted can be repeated.
@@ -204,8 +205,8 @@ SAME_NUMBERS = {
     "train.eval_every", "train.eval_batches", "train.eval_rolling", "train.sample_every",
     "train.sample_tokens", "train.profile", "train.pgle",
 }  # fmt: skip
-"""Settings that do not change the training, as those of the sections eval, checkpoint and log.  For
-data.train and data.val that is the path: other data has another FINGERPRINT."""
+"""Settings that do not change the training; those of eval, checkpoint and log do not either, except
+log.norms_every.  data.train is only the path here: other data has another FINGERPRINT."""
 ROUNDING = {
     "train.microbatches", "train.grad_accum", "train.remat", "train.unroll", "train.attention",
     "train.loss_chunk", "log.norms_every",
@@ -323,8 +324,8 @@ def record_start(path: epath.Path, cfg: Config, source, step: int):
     old, history = read_record(path), read_history(path)
     record = run_record(cfg, source.fingerprint, old)
     found = changes(old, json.loads(record), step)
-    # Without a checkpoint no update counts.  With neither history nor updates, the run is new or
-    # was made by convert_hf.py or average.py.
+    # Not compared: a run without a checkpoint, or one without history and updates, which is new or
+    # made by convert_hf.py or average.py.
     if saved_steps(path) and (history or step):
         check_changes(found["changes the training"], cfg)
         check_past(old, cfg, step)

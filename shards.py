@@ -108,7 +108,7 @@ class Shard:
     """Bytes before the first token."""
     sha256: str = ""
     """The checksum of the whole file; empty without a manifest of format 1."""
-    pages: bytes = b""
+    pages_digest: bytes = b""
     """The digest of the file NAME.pages; empty without a manifest of format 2."""
 
     @property
@@ -227,7 +227,7 @@ def read_manifest(folder: epath.Path) -> TokenSet:
     fix = "make the data set again with scripts/prepare_data.py"
     try:
         manifest = json.loads(read_limited(path))
-        make = {1: verified_shard, 2: paged_shard}[manifest["format"]]
+        make = {1: format_1_shard, 2: format_2_shard}[manifest["format"]]
         pairs = [make(folder, entry, manifest) for entry in manifest["shards"]]
         counts = [manifest["vocab_size"], manifest["bytes"], len(pairs)]
         if not all(isinstance(n, int) and n > 0 for n in counts):
@@ -256,8 +256,8 @@ def check_entry(entry: dict, numbers: list, digest: str, n_digits: int, dtype="u
         raise ValueError(f"shard {entry['name']!r} has {facts}")
 
 
-def verified_shard(folder: epath.Path, entry: dict, manifest: dict) -> tuple[Shard, None]:
-    """A shard of format 1, in whose entry there is a checksum of all of it."""
+def format_1_shard(folder: epath.Path, entry: dict, manifest: dict) -> tuple[Shard, None]:
+    """A shard of format 1: its entry has a checksum of the whole file."""
     name, dtype, n_tokens, sha256 = (entry[key] for key in ("name", "dtype", "tokens", "sha256"))
     check_entry(entry, [n_tokens], sha256, 64, dtype)
     check_is_part(folder / name)
@@ -270,16 +270,16 @@ def verified_shard(folder: epath.Path, entry: dict, manifest: dict) -> tuple[Sha
     return replace(shard, sha256=sha256), None
 
 
-def paged_shard(folder: epath.Path, entry: dict, manifest: dict) -> tuple[Shard, Shard | None]:
+def format_2_shard(folder: epath.Path, entry: dict, manifest: dict) -> tuple[Shard, Shard | None]:
     """A shard of format 2 and its mask."""
-    name, n_tokens, offset, pages = (entry[key] for key in ("name", "tokens", "offset", "pages"))
-    check_entry(entry, [n_tokens, offset], pages, 32, manifest["dtype"])
-    shard = Shard(folder / name, n_tokens, manifest["dtype"], offset, pages=bytes.fromhex(pages))
+    name, n_tokens, offset, digest = (entry[key] for key in ("name", "tokens", "offset", "pages"))
+    check_entry(entry, [n_tokens, offset], digest, 32, manifest["dtype"])
+    shard = Shard(folder / name, n_tokens, manifest["dtype"], offset, "", bytes.fromhex(digest))
     if "mask" not in entry:
         return shard, None
     check_entry(entry, [], entry["mask"], 32)
     file = folder / f"{name.removesuffix('.npy')}.mask"
-    return shard, Shard(file, n_tokens, "uint8", 0, pages=bytes.fromhex(entry["mask"]))
+    return shard, Shard(file, n_tokens, "uint8", 0, "", bytes.fromhex(entry["mask"]))
 
 
 def bare_set(paths: list[epath.Path]) -> TokenSet:
@@ -344,7 +344,7 @@ SAMPLES, SAMPLE = 64, 16 * 1024
 """For a shard without a checksum the fingerprint covers SAMPLES samples of SAMPLE bytes each."""
 
 
-def sample_pages(shard: Shard) -> bytes:
+def sample_bytes(shard: Shard) -> bytes:
     """All bytes of a small shard, or samples spread evenly from its first token to its last."""
     fs, path = fsspec.url_to_fs(os.fspath(shard.path))
     begin, size = shard.offset, shard.n_tokens * shard.itemsize
@@ -361,12 +361,12 @@ def fingerprint(found: TokenSet) -> str:
     data."""
 
     def digest(shard: Shard) -> str:
-        known = shard.sha256 or shard.pages.hex()
-        return known or hashlib.sha256(sample_pages(shard)).hexdigest()
+        known = shard.sha256 or shard.pages_digest.hex()
+        return known or hashlib.sha256(sample_bytes(shard)).hexdigest()
 
     def describe(shard: Shard, mask: Shard | None) -> list:
         facts = [shard.n_tokens, shard.dtype, digest(shard)]
-        facts += [shard.offset] if shard.pages else []
+        facts += [shard.offset] if shard.pages_digest else []
         return facts + ([f"mask {digest(mask)}"] if mask else [])
 
     with ThreadPoolExecutor(32) as pool:  # samples in a bucket take a request each

@@ -90,8 +90,8 @@ def read_question(line: bytes) -> tuple[list[tuple[str, str]], int | None]:
     if len(lists) < 2 or not all(isinstance(x, str) for x in queries + answers) or "" in answers:
         raise ValueError("its query or its choices are missing, empty or not text")
     pairs = list(product(queries, answers))
-    is_number = type(gold) is int and 0 <= gold < len(pairs) > 1
-    if not is_number and (len(pairs) > 1 or gold is not None):
+    is_number = type(gold) is int and 0 <= gold < len(pairs)
+    if not (is_number if len(pairs) > 1 else gold is None):
         what = f"gold={gold!r} must be the number, from 0, of one of several choices"
         raise ValueError(f"{what}, which are {len(pairs)} here")
     return pairs, gold
@@ -143,8 +143,8 @@ class Tasks:
         self.rows += [self.make_row(*pair) for pair in pairs]
 
     def make_row(self, query: str, answer: str) -> tuple[list[int], int]:
-        """The row of a choice.  Scored are the tokens after the prefix that it shares with the
-        tokens of the query alone."""
+        """The row of a choice.  Its tokens are scored from the first one that differs from those of
+        the query alone."""
         before, L = query.rstrip(), self.cfg.train.seq_len
         space = query[len(before) :] or ("" if answer[:1].isspace() else " ")
         ids = encode(self.tokenizer, before + (space if before else "") + answer)

@@ -213,14 +213,14 @@ def branch_state(run, source, cfg: Config) -> State:
     """The first State of a run that starts from another's checkpoint.  source: the training data of
     this run."""
     parent = Parent(cfg, source.tokenizer)
-    abstract, keeps_all = checkpoint_items(abstract_state(cfg)), cfg.run.start_with == "state"
-    taken = {item for item in abstract if keeps_all and parent.has(item, abstract)} | {"params"}
+    abstract, with_state = checkpoint_items(abstract_state(cfg)), cfg.run.start_with == "state"
+    taken = {item for item in abstract if with_state and parent.has(item, abstract)} | {"params"}
     found = parent.restore({item: abstract[item] for item in taken}, cfg)
     utils.run_on_lead(parent.note, run)
 
     def fill(found):
         state = make_state(found["params"], cfg)
-        if keeps_all:  # the items that the parent has replace these
+        if with_state:  # `found` replaces these where the parent has them
             opt = optim.with_count(state.opt, parent.step)
             state = state._replace(step=jnp.int32(parent.step), opt=opt)
         return checkpoint_items(state) | found
@@ -228,8 +228,8 @@ def branch_state(run, source, cfg: Config) -> State:
     if taken != abstract.keys():
         shardings = jax.tree.map(lambda x: x.sharding, abstract)
         found = jax.jit(fill, out_shardings=shardings, donate_argnums=0)(found)
-    state, kept = state_of(found), "its optimizer's state" if keeps_all else "its weights alone"
-    if keeps_all and "rest" not in taken:
+    state, kept = state_of(found), "its optimizer's state" if with_state else "its weights alone"
+    if with_state and "rest" not in taken:
         kept = "its weights and update; the optimizer's state is new"
     utils.say(f"start from {parent.path} after update {parent.step}, with {kept}")
     return state
@@ -275,8 +275,8 @@ def model_settings(cfg: Config) -> dict:
 
 def loss_and_grads(params, tokens_AMBL, targets_AMBL, key, cfg: Config):
     """(loss, gradient, statistics) of a batch: the mean loss in nats per counted token; the
-    objective's gradient, sharded like params; the sums of the layers' statistics
-    (experts.routing_stats, attention.logit_stats), stacked like their weights.
+    gradient of that plus z-loss and balance loss, sharded like params; the sums of the layers'
+    statistics (experts.routing_stats, attention.logit_stats), stacked like their weights.
 
     The only shard_map of training, besides that of an optimizer of whole matrices (muon.py).
     """
@@ -346,8 +346,8 @@ def train_step(state: State, tokens_AMBL, targets_AMBL, cfg: Config):
 
 @partial(jax.jit, static_argnames="cfg")
 def eval_step(params, tokens_AMBL, targets_AMBL, cfg: Config):
-    """(sum of the losses in nats, counted tokens, nll_AMBL: 0 for a target that is not counted,
-    is_top_AMBL: whether it is not counted or no token is more likely)."""
+    """(sum of the losses in nats, counted tokens, nll_AMBL, is_top_AMBL: whether no token is more
+    likely than the target).  A target that is not counted has nll 0 and is_top True."""
     specs, row_spec = model.param_specs(cfg), token_spec()
 
     @jax.shard_map(in_specs=(specs, row_spec, row_spec), out_specs=(P(), P(), row_spec, row_spec))
@@ -391,7 +391,7 @@ def evaluate(params, data: Dataset, step: int, cfg: Config, stop=None) -> dict |
 
 
 def score_rows(params, tokens_AMBL, targets_AMBL, cfg: Config) -> tuple[np.ndarray, np.ndarray]:
-    """(losses in nats, whether no token is more likely than any target) of the rows, in order."""
+    """(loss in nats, whether each target is the likeliest token) of each row, in order."""
     *_, nll_AMBL, is_top_AMBL = utils.wait_for(eval_step(params, tokens_AMBL, targets_AMBL, cfg))
     found = multihost_utils.process_allgather((nll_AMBL, is_top_AMBL), tiled=True)
     nll, is_top = (np.asarray(x).reshape(-1, x.shape[-1]) for x in found)
@@ -479,13 +479,13 @@ def sample_if_due(params, step: int, train: Dataset, log: MetricsLog, cfg: Confi
 
 
 def read_upcoming(step: int, train: Dataset, vals, cfg: Config) -> BaseException | None:
-    """Begin to read the next batches and the next evaluation.  Returns why one of the batches, or
-    of an evaluation that is at most NOTICE updates away, cannot be read."""
+    """Begin to read the next batches and the next evaluation.  Returns the error of a batch that
+    cannot be read; an evaluation's counts only if that is at most NOTICE updates away."""
     with jax.profiler.TraceAnnotation(DATA_WAIT):
-        error, at = train.batch_error(step), next_evaluation(step, cfg)
+        error, due = train.batch_error(step), next_evaluation(step, cfg)
         for val in vals:
-            val.read_ahead(indices := val.eval_indices(at))
-            if at - step <= NOTICE:
+            val.read_ahead(indices := val.eval_indices(due))
+            if due - step <= NOTICE:
                 error = error or val.eval_error(indices)
     return error
 
@@ -493,7 +493,7 @@ def read_upcoming(step: int, train: Dataset, vals, cfg: Config) -> BaseException
 def save_if_due(store, step: int, state: State, last: bool, evaluated: bool, log, stop, cfg):
     """Save if it is the last step, a save is due, or a signal or a failed save asks for one."""
     c = cfg.checkpoint
-    if store.is_late(c.every, c.minutes) and utils.is_lead():
+    if store.is_due_by_clock(c.every, c.minutes) and utils.is_lead():
         stop.ask_to_save()
     keeps_best = evaluated and c.best
     if keeps_best:
@@ -523,7 +523,7 @@ def train_loop(run, store, state: State, train: Dataset, vals, tasks, stop, cfg:
         evaluated = evaluate_if_due(state.params, step, vals, tasks, log, stop, cfg)
         sample_if_due(state.params, step, train, log, cfg)
         last = step == cfg.train.steps
-        last = last or stop.agree_to_stop(read_upcoming(step, train, vals, cfg), updates=True)
+        last = last or stop.agree_to_stop(read_upcoming(step, train, vals, cfg), is_update=True)
         save_if_due(store, step, state, last, evaluated, log, stop, cfg)
         if last:
             break

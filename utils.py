@@ -54,8 +54,8 @@ def is_lead() -> bool:
     return process_id() == 0
 
 
-lost_reader = None
-"""What to call in training when stdout or stderr has no reader any more, as Ctrl-C ends tee too."""
+on_lost_reader = None
+"""Called in training once stdout or stderr has no reader any more: Ctrl-C ends tee too."""
 
 
 def say(*words, file=None):
@@ -64,10 +64,10 @@ def say(*words, file=None):
         try:
             print(*words, file=file, flush=True)
         except OSError as e:  # EIO: the terminal was closed, and SIGHUP is on its way
-            if e.errno not in (errno.EPIPE, errno.EIO) or lost_reader is None:
+            if e.errno not in (errno.EPIPE, errno.EIO) or on_lost_reader is None:
                 raise
             discard((file or sys.stdout).fileno())
-            lost_reader()
+            on_lost_reader()
 
 
 def warn(text: str):
@@ -241,8 +241,8 @@ def mesh_of(devices: list, cfg: Config) -> jax.sharding.Mesh:
 
 
 def count_slices(devices: list) -> int:
-    """How many groups with a fast network inside these devices are in: slices of TPUs, nodes of
-    GPUs.  XLA numbers both; CPUs are one group.
+    """How many slices (of TPUs) or nodes (of GPUs) these devices are in; the network inside each is
+    fast.  XLA numbers both; CPUs are one group.
 
     Raises UserError USAGE where the groups have different sizes.
     """
@@ -256,7 +256,7 @@ def count_slices(devices: list) -> int:
 
 
 def with_slices(*axes: str) -> tuple[str, ...]:
-    """These axes, after the one of the slices if the ambient mesh has it."""
+    """(SLICE, *axes) if the ambient mesh has a SLICE axis, otherwise axes."""
     return (SLICE, *axes) if SLICE in jax.sharding.get_abstract_mesh().axis_names else axes
 
 

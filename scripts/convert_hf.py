@@ -294,7 +294,7 @@ def read_tokenizer(path: Path, vocab_size: int) -> str:
 
 
 def check_new(path, flag: str):
-    """Raise UserError if the folder exists, USAGE, or cannot be made, STORAGE."""
+    """Raise UserError USAGE if something to keep is there, STORAGE if the folder cannot be made."""
     found = kept_files if flag == "run" else Path.iterdir
     is_there = path.exists() or os.path.islink(path)  # a link to nothing does not exist
     if is_there and (not path.is_dir() or any(found(path))):

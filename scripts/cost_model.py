@@ -4,7 +4,6 @@ bytes of collectives, and the memory in use at once.  Nothing is compiled or run
 The figures of XLA's compiler are in compiled_cost.py; plan.py turns these costs into a plan.
 """
 
-import itertools
 import math
 import sys
 from collections import Counter
@@ -20,12 +19,13 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+import gradient
 import model
 import pipeline
 import train
 import utils
-from checks import divisors
 from config import Config
 from scripts.chips import Chip
 
@@ -61,14 +61,18 @@ def drop_unused(jaxpr: Jaxpr) -> Jaxpr:
     return dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
 
 
+def absent_mesh(cfg: Config, chip: Chip) -> AbstractMesh:
+    """cfg's mesh of such chips, which need not be present."""
+    shape, device = cfg.mesh.shape, AbstractDevice(chip.kind, None, chip.platform)
+    axes = dict(axis_types=(AxisType.Auto,) * len(shape), abstract_device=device)
+    return AbstractMesh(tuple(shape.values()), tuple(shape), **axes)
+
+
 def trace_step(cfg: Config, chip: Chip) -> Jaxpr:
     """The jaxpr of train.train_step on cfg's mesh of such chips, which need not be present."""
-    device = AbstractDevice(chip.kind, None, chip.platform)
-    shape = cfg.mesh.shape
-    axes = dict(axis_types=(AxisType.Auto,) * len(shape), abstract_device=device)
-    mesh = AbstractMesh(tuple(shape.values()), tuple(shape), **axes)
+    mesh = jax.sharding.use_abstract_mesh(absent_mesh(cfg, chip))
     # The model may print warnings while it is traced; stdout is for the plan.
-    with jax.sharding.use_abstract_mesh(mesh), redirect_stdout(sys.stderr), assume_hopper(chip):
+    with mesh, redirect_stdout(sys.stderr), assume_hopper(chip):
         jaxpr = jax.make_jaxpr(partial(train.train_step, cfg=cfg))(*train.step_shapes(cfg)).jaxpr
     return drop_unused(jaxpr)
 
@@ -260,8 +264,8 @@ def step_schedule(cfg: Config) -> pipeline.Schedule:
 
 def work_shares(n: int, cfg: Config) -> tuple:
     """The shares of the pipeline's ticks in which a stage does each kind of work, in the order of
-    pipeline.run_schedule: begin, forward, score, backward, finish.  () unless a loop of n
-    iterations is the pipeline's."""
+    pipeline.run_schedule: begin, forward, score, backward, finish.  A loop is taken for the
+    pipeline's if its n iterations are as many as the ticks; () for another."""
     schedule = step_schedule(cfg)
     if n != schedule.ticks:
         return ()
@@ -477,7 +481,22 @@ def update_bytes(cfg: Config) -> int:
     return 3 * state["weights"] + 2 * state["moments"]
 
 
-def memory_by_class(jaxpr: Jaxpr, cfg: Config) -> dict:
+def prepared_shapes(cfg: Config, chip: Chip) -> set:
+    """The shapes of a device's weights, and of their gradients, in an update."""
+    found = set()
+
+    @jax.shard_map(in_specs=(model.param_specs(cfg),), out_specs=P())
+    def per_device(params):
+        w = gradient.prepare_parts(params, cfg, cfg.train.dtype)
+        found.update(x.shape for x in jax.tree.leaves(w))
+        return 0
+
+    with jax.sharding.use_abstract_mesh(absent_mesh(cfg, chip)):
+        jax.eval_shape(per_device, model.param_shapes(cfg))
+    return found
+
+
+def memory_by_class(jaxpr: Jaxpr, cfg: Config, chip: Chip) -> dict:
     """Bytes by class on a device at the moment in the step of `jaxpr` when most is in use.
 
     weights: the stored ones, and casts of them that are in memory then.  moments: the optimizer's
@@ -488,12 +507,8 @@ def memory_by_class(jaxpr: Jaxpr, cfg: Config) -> dict:
     """
     table = utils.leaf_table(model.param_table(cfg)).values()
     meshes = cfg.mesh.shape, cfg.mesh.shape | dict(dp=1)
-    weight_shapes = set()
-    for p, mesh in itertools.product(table, meshes):
-        n, *dims = shard_shape(p.shape, p.spec, mesh)
-        # The layers may be in parts of a schedule, or in blocks.
-        parts = {(parts, n // parts, *dims) for parts in divisors(n) if p.is_stacked}
-        weight_shapes |= {(n, *dims), *parts}
+    weight_shapes = {shard_shape(p.shape, p.spec, shape) for p in table for shape in meshes}
+    weight_shapes |= prepared_shapes(cfg, chip)
     inside = next(op for op in flatten(jaxpr).ops if op.name == "shard_map")
     found = peak_memory(inside.eqn.params["jaxpr"], weight_shapes)
     found.update(state_bytes(cfg))  # Counter.update adds

@@ -58,8 +58,8 @@ def problems_with(args, **rules: tuple[object, str]) -> list[Problem]:
 
 # Runs the command in the background, and beside it a shell that waits in `cat`, which returns when
 # the connection ends, for whatever reason.  That shell then sends train.py SIGTERM, and SIGKILL if
-# it has not saved in time.  It is killed before the echo, because the echo fails if the connection
-# is gone: if it lived on, its SIGKILL could reach a new process with train.py's number.
+# it has not saved in time.  That shell is killed before the echo, which fails if the connection is
+# gone: a shell that lived on could send SIGKILL to a new process with train.py's number.
 REMOTE = """(cd {folder} && PATH="$PWD/.venv/bin:$PATH" && exec {command}) </dev/null &
 pid=$!
 (cat; kill $pid; sleep {saving}; kill -9 $pid) <&0 >/dev/null 2>&1 &

@@ -258,14 +258,14 @@ def make_plan(args: Args, out, pieces: list[Piece], options, recipe: dict, times
         (out / folder).mkdir(parents=True, exist_ok=True)
     write_whole(out / "times.sha256", times)
     write_whole(path, json.dumps(plan))  # from now on the recipe is fixed
-    for split in reversed(SPLITS):
+    for split in reversed(SPLITS):  # train last: with its tokenizer the plan is complete
         write_whole(out / split / "tokenizer.json", tokenizer.to_str())
     return plan
 
 
 # ---- what is there already
 
-# Flags that do not change the content of what is written.
+# Flags that change nothing in the data, and --input, for which `documents` stands.
 NOT_RECIPE = ("out", "input", "strict", "workers", "ray")
 
 
@@ -313,38 +313,43 @@ def remove_progress(out: epath.Path):
         path.unlink()
 
 
-def is_finished(out: epath.Path, recipe: dict, times: str) -> bool:
-    """Whether both splits have a manifest.  Raises UserError DATA if `out` was begun with another
-    recipe or by something else, or the input files or the tokenizer have been modified since,
-    because nothing is overwritten.
+def differences(path: epath.Path, out: epath.Path, recipe: dict, times: str) -> list[str]:
+    """The fields of the recipe in which the manifest or plan at `path` in `out` differs from this
+    command, "documents" if a file was modified, or "tokenizer" if its file was.  Raises UserError
+    DATA as changed_fields."""
+    if found := changed_fields(path, recipe):
+        return found
+    # Not in the manifests, which do not depend on when the files were copied to a machine.
+    old_times, used = out / "times.sha256", out / "train" / "tokenizer.json"
+    if old_times.exists() and old_times.read_text() != times:
+        return ["documents"]
+    if recipe["tokenizer"] in MADE or not used.exists():
+        return []
+    now = read_tokenizer(recipe["tokenizer"], recipe["end_token"]).to_str()
+    return ["tokenizer"] if are_different([tokenizer_text(used), now]) else []
 
-    If --strict has refused a row, and the files have been corrected, the progress is removed.
+
+def check_or_reset(out: epath.Path, recipe: dict, times: str):
+    """Raise UserError DATA if `out` was begun with another recipe or by something else, or the
+    input files or the tokenizer have been modified since, because nothing is overwritten.
+
+    If --strict has refused a row and the inputs have changed since, all that was made is removed.
     """
     paths = [out / split / "manifest.json" for split in SPLITS]
     found = [path for path in (*paths, out / "progress" / "plan.json") if path.exists()]
-    # Not in the manifests, which do not depend on when the files were copied to a machine.
-    old_times = out / "times.sha256"
-    is_edited = old_times.exists() and old_times.read_text() != times
-    used = out / "train" / "tokenizer.json"
-    is_other = False  # whether the tokenizer is; the recipe has only its path
-    if recipe["tokenizer"] not in MADE and used.exists():
-        now = read_tokenizer(recipe["tokenizer"], recipe["end_token"]).to_str()
-        is_other = are_different([tokenizer_text(used), now])
     for path in found:
-        differ = changed_fields(path, recipe) or (["documents"] if is_edited else [])
-        differ = differ or (["tokenizer"] if is_other else [])
+        differ = differences(path, out, recipe, times)
         if differ == ["documents"] and found == [path] and (path.parent / "refused").exists():
             for file in files_made(out):
                 file.unlink()
-            remove_progress(out)  # last, because without it the files would be taken for another's
-            return False
+            # Last, because without it the files would be taken for another's.
+            return remove_progress(out)
         if differ:
             what = f"{path.parent} was made with other {', '.join(differ)}"
             raise UserError(DATA, what, f"choose another --out, or delete {out}")
     if (files := files_made(out)) and not found:
         what = f"{files[0]} is there, but no manifest.json and no interrupted command's progress"
         raise UserError(DATA, what, "choose another --out, or move what is there away")
-    return set(paths) <= set(found)
 
 
 # ---- running the tasks
@@ -485,7 +490,8 @@ def main(args: Args):
     is_streamed = any(x.startswith("hf://") for x in args.input)  # of unknown size
     say(f"found {len(files):,} file(s)" + ("" if is_streamed else f", {n_bytes:,} bytes"))
     recipe, times = make_recipe(args, files)
-    if is_finished(out, recipe, times):
+    check_or_reset(out, recipe, times)
+    if all((out / split / "manifest.json").exists() for split in SPLITS):
         remove_progress(out)
         if args.strict and (out / "skipped.jsonl").exists():
             what = f"{out} was made without the documents that {out / 'skipped.jsonl'} lists"

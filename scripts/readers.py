@@ -53,7 +53,7 @@ class Piece(NamedTuple):
     size: int
     """Bytes of text, estimated where they are compressed."""
     rank: int | None = None
-    """The rank of the whole text, if this is a part of a long one."""
+    """The `Document.rank` of the whole text, if this is a part of a long one."""
     ends: bool = True
     """Whether the text ends here; False for the other parts of a long one."""
     why: str = ""

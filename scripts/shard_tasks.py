@@ -84,8 +84,8 @@ class ShardWriter:
         self.clear()
 
 
-# {--out: its tokenizer}.  Not functools.cache, whose functions Ray's workers look for in a module,
-# which they have only where the command was started in this repository.
+# {--out: its tokenizer}.  Not functools.cache: Ray's workers would import its functions from this
+# module, which they have only where the command was started in this repository.
 LOADED = {}
 
 

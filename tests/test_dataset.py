@@ -69,7 +69,7 @@ def test_billions_of_windows_need_no_table():
 def test_an_epoch_has_every_window_once_and_epochs_differ(cfg):
     data = Dataset(on_mesh(cfg), "train")
     steps = 3 * data.n_windows // cfg.train.batch_size
-    rows = np.concatenate([data.train_rows(step) for step in range(steps + 1)])
+    rows = np.concatenate([data.train_windows(step) for step in range(steps + 1)])
     epochs = [rows[k * data.n_windows : (k + 1) * data.n_windows] for k in range(3)]
     for epoch in epochs:
         assert sorted(epoch) == list(range(data.n_windows))
@@ -82,7 +82,7 @@ def test_a_batch_holds_tokens_and_next_tokens_in_the_seeded_order(cfg, corpus):
     assert len(data.source.shards) > 1  # windows cross the borders of shards
     tokens, targets = (np.asarray(x).reshape(cfg.train.batch_size, -1) for x in data.batch(5))
     L = cfg.train.seq_len
-    for row, x, y in zip(data.train_rows(5), tokens, targets, strict=True):
+    for row, x, y in zip(data.train_windows(5), tokens, targets, strict=True):
         np.testing.assert_array_equal(x, expected[row * L : row * L + L])
         np.testing.assert_array_equal(y, expected[row * L + 1 : row * L + L + 1])
 
@@ -553,7 +553,7 @@ def test_too_little_data_names_both_numbers(cfg, tmp_path):
 def test_a_set_smaller_than_a_batch_repeats_in_new_orders(cfg, tmp_path):
     np.save(tmp_path / "a.npy", np.arange(100, dtype=np.uint16))
     data = open_set(cfg, tmp_path)
-    rows = data.train_rows(0)
+    rows = data.train_windows(0)
     assert data.n_windows == 6 and sorted(rows[:6]) == sorted(rows[6:12]) == list(range(6))
 
 
@@ -588,7 +588,7 @@ def test_the_fingerprint_of_a_large_bare_shard_covers_its_middle(cfg, tmp_path, 
         changed[start : start + 2**16] = 0
         assert fingerprint(changed) != want, start
     shard = shards.read_shard(epath.Path(tmp_path / name))
-    assert len(shards.sample_pages(shard)) == 2**20
+    assert len(shards.sample_bytes(shard)) == 2**20
 
 
 def test_a_data_set_that_is_itself_a_link_and_links_within_it_are_read(cfg, corpus, tmp_path):

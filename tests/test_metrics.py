@@ -100,7 +100,7 @@ def test_lost_rows_are_said(tmp_path, capsys):
     ]
     cases = [(*case, 0) for case in cases]  # the update after which the run begins
     # A branch from update 4, after a start from 0 that never saved; then without its first row.
-    cases += [(range(6), [0, 4], "", 4), ((0, 1, 5), [0, 4], lost.format(1), 4)]
+    cases += [(range(4, 6), [0, 4], "", 4), ((5,), [0, 4], lost.format(1), 4)]
     for kept, starts, said, begin in cases:
         history = [dict(step=step) for step in starts]
         rundir.write_history(path, history)
@@ -110,10 +110,22 @@ def test_lost_rows_are_said(tmp_path, capsys):
         open_log(path, cfg, 6).close()
         warnings = capsys.readouterr().err
         assert said in warnings and ("lost" in warnings) == bool(said)
-        assert all(row["step"] > begin for row in read_rows(tmp_path))
     (path / "metrics.jsonl").unlink()
     open_log(path, cfg, 6).close()
     assert lost.format(2) in capsys.readouterr().err
+
+
+def test_a_branch_begins_without_the_rows_of_a_start_that_saved_nothing(tmp_path, capsys):
+    cfg, path = on_mesh(config.tiny(), (1, 1, 1)), epath.Path(tmp_path)
+    parent = dict(path="a", step=4, start_with="state", tokens=7)
+    (path / "config.json").write_text(json.dumps(dict(parent=parent)))
+    update, score = (dict(kind=kind, step=4, loss=2.0) for kind in ("train", "eval"))
+    old = [dict(update, step=1, grad_norm=1.0, tokens=1), score]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in old))
+    log = open_log(path, cfg, 4)
+    assert not log.train_losses and not log.best_losses and log.tokens_before == 7
+    log.close()
+    assert not read_rows(tmp_path) and "warning" not in capsys.readouterr().err
 
 
 def test_rows_are_written_one_update_late_and_nan_is_null(tmp_path, capsys):

@@ -364,7 +364,7 @@ def test_remat_dots_keeps_what_cudnns_attention_returns():
 
 
 def memory(cfg) -> dict:
-    return cost_model.memory_by_class(cost_model.trace_step(cfg, CHIP), cfg)
+    return cost_model.memory_by_class(cost_model.trace_step(cfg, CHIP), cfg, CHIP)
 
 
 MATRIX = jax.ShapeDtypeStruct((32, 32), "float32")  # 4096 bytes

@@ -378,7 +378,7 @@ def test_storage_that_still_fails_when_it_is_tried_again_is_waited_for(tmp_path,
         store.failure = store.failure._replace(retry_at=0)
         assert not store.save(3, state) and store.failure.retry_at > 0
     store.failure = store.failure._replace(retry_at=0)
-    assert store.is_late(every=10, minutes=0)
+    assert store.is_due_by_clock(every=10, minutes=0)
     assert store.save(4, state, last=True) and saved(tmp_path) == {1, 4}
 
 
@@ -397,7 +397,8 @@ def test_a_save_that_is_there_although_it_failed_counts(tmp_path, monkeypatch):
     monkeypatch.setattr(store.manager, "wait_until_finished", wait_and_fail)
     assert not store.save(2, state, last=True)
     store.failure = store.failure._replace(retry_at=0)
-    assert store.save(2, state, last=True) and store.complete == 2 and saved(tmp_path) == {1, 2}
+    assert store.save(2, state, last=True)
+    assert store.newest_complete == 2 and saved(tmp_path) == {1, 2}
 
 
 def test_a_save_that_cannot_be_looked_at_counts(tmp_path, capsys, monkeypatch):
@@ -408,7 +409,8 @@ def test_a_save_that_cannot_be_looked_at_counts(tmp_path, capsys, monkeypatch):
         raise TimeoutError("the storage does not answer")
 
     monkeypatch.setattr(store, "count_arrays", fail)
-    assert store.save(1, dict(params=dict(a=np.zeros(3, np.float32)))) and store.complete == 1
+    assert store.save(1, dict(params=dict(a=np.zeros(3, np.float32))))
+    assert store.newest_complete == 1
     assert "checkpoint 1 could not be looked at (TimeoutError" in capsys.readouterr().err
 
 
@@ -423,7 +425,7 @@ def test_a_save_that_is_not_complete_is_not_waited_for(base, tmp_path, capsys, m
     with monkeypatch.context() as later:
         later.setattr(store, "SLOWEST", 0)
         with pytest.raises(UserError, match="checkpoint 1 is still being written") as error:
-            store.is_late(every=0, minutes=0)
+            store.is_due_by_clock(every=0, minutes=0)
     assert error.value.code == STORAGE
     assert store.save(3, state, last=True) and saved(tmp_path) == {1, 3}
 

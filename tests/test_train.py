@@ -172,8 +172,8 @@ class StopAt(processes.Stop):
         super().__init__()
         self.n = n
 
-    def agree_to_stop(self, error=None, updates=False) -> bool:
-        super().agree_to_stop(error, updates)
+    def agree_to_stop(self, error=None, is_update=False) -> bool:
+        super().agree_to_stop(error, is_update)
         return self.polls >= self.n
 
 
