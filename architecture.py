@@ -29,11 +29,11 @@ class Model:
     """Multiply the embedding by the root of model.d_model, or of model.mup_base_width if set."""
     mup_base_width: int = 0
     """model.d_model of muP's base, whose learning rate this model is to share; 0 uses no muP.
-    Rates of the layers' matrices, logits and initial values are scaled by the ratio of widths."""
+    The ratio of widths scales layers' rates, logits, and the initial values of the head."""
     mup_base_depth: int = 0
     """model.n_layers of the base; the ratio scales layers' outputs (CompleteP); 0 scales none."""
     mup_base_head: int = 0
-    """model.d_head of the base; scores fall as 1 / width of a head; 0 takes this model's."""
+    """model.d_head of the base; scores are also scaled by the root of this / d_head; 0: not."""
     logit_softcap: float = 0.0
     """Bound c on the logits, which become c * tanh(logit / c); 0 sets no bound."""
 

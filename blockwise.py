@@ -67,11 +67,11 @@ def add_at(x, new, start, dim: int):
 
 
 def visit_blocks(visit: Callable, carry, L: int, how: Options):
-    """The last carry of carry = visit(carry, i, j, n), called for each block of queries, which
-    begins at index i, with all keys that it sees: n at a time, from index j on.
+    """The last carry of carry = visit(carry, i, j, n), called for each block of queries, from index
+    i on, with the keys that it sees, in one or more calls: the n keys from index j on.
 
-    The keys at the block's own indices come first: each query sees itself there, so that its
-    running maximum is that of scores that count.
+    The first call of a block has its own keys: each query sees itself there, so that its running
+    maximum is that of scores that count.
     """
     starts = range(0, L, how.block)
     first_key = {i: max(0, i - how.window + 1) if how.window else 0 for i in starts}
@@ -123,7 +123,7 @@ def forward(q_PRLK, k_PLK, v_PLW, document_PL, sink_PR, how: Options):
         return tuple(update_at(x, y, i, 2) for x, y in zip(sums, new, strict=True))
 
     *PRL, _ = q_PRLK.shape
-    zeros = partial(jnp.zeros_like, q_PRLK, jnp.float32)  # of the type of q in shard_map
+    zeros = partial(jnp.zeros_like, q_PRLK, jnp.float32)  # varies over mesh axes as q does
     y_PRLW, zero_PRL1 = zeros(shape=(*PRL, v_PLW.shape[-1])), zeros(shape=(*PRL, 1))
     total_PRL1, max_PRL1 = zero_PRL1, zero_PRL1 - 1e30
     if sink_PR is not None:  # as if each query had seen a key of this score, and of value 0
@@ -205,8 +205,8 @@ def block_attention(
     """y_BLHW, the causal softmax attention of whole rows; see Options for scale, cap and window.
     H / G query heads share a key head.
 
-    document_BL: the document of each token, the only one that it sees; None where a row is one.
-    sink_H: a score of each head, float32, that no key has; None adds none.
+    document_BL: the document of each token, which sees no other; None: each row is one document.
+    sink_H: each head's score for attending to no key, float32; None: no sinks.
     """
     (B, L, H, K), (G, W) = q_BLHK.shape, v_BLGW.shape[2:]
     R, P = H // G, B * G

@@ -104,13 +104,13 @@ class SaveBarrier:
         self.n_saves, self.passed, self.ended, self.lock = 0, 0, True, threading.Lock()
 
     def begin(self, n_saves: int):
-        """To be called by every process before each save.  n_saves: the number of saves before."""
+        """To be called by every process before each save.  n_saves: how many were before."""
         if utils.is_lead() and n_saves > 0:
             utils.shared_store().key_value_delete(f"trifold/save/{n_saves - 1}/")
         self.n_saves, self.passed, self.ended = n_saves, 0, False
 
     def __call__(self, *, key: str, timeout_ms: int):
-        """Orbax's BarrierSyncFn.  Raises PeerFailed, or RuntimeError if this one has failed."""
+        """Orbax's BarrierSyncFn.  Raises PeerFailed, or RuntimeError if this process failed."""
         if any(stage in key for stage in self.STAGES):
             self.meet(timeout_ms)
         elif threading.current_thread() is not threading.main_thread():
@@ -417,9 +417,9 @@ class Checkpoints:
         return is_writing
 
     def is_due_by_clock(self, every: int, minutes: float) -> bool:
-        """Whether the clock asks for a save: after a failed one from `retry_at` on; otherwise
-        `minutes` after the last one began, or if minutes and every are 0, once that is complete.
-        Finishes the last save first.  Raises what `is_writing` and `note_failure` raise."""
+        """Whether the clock asks for a save; not while the last one is being written.  After a
+        failed save, from `retry_at` on; otherwise `minutes` after the last one began, or if minutes
+        and every are 0, at once.  Raises what `is_writing` and `note_failure` raise."""
         if self.is_writing():
             return False
         self.finish()

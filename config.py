@@ -91,7 +91,7 @@ class Mesh:
     Weights, gradients and optimizer state are sharded over dp too, as mesh.fsdp says.
     2x4: 8 ranks in 2 slices, each of which stores all weights.
     Only the sum of the gradients crosses the network between slices, once an update.
-    A plain number is split where devices are in several slices (TPU) or nodes (GPU)."""
+    A plain number is split evenly over several slices (TPU) or nodes (GPU): 8 on two is 2x4."""
     pp: int = 1
     """Pipeline parallelism: the layers are split into pp stages."""
     tp: int = 1
@@ -116,7 +116,7 @@ class Mesh:
     gather: the experts' weights are gathered over dp, like all others.
     alltoall: each expert stays on one dp rank, and the tokens are sent to it.
     Without train.capacity_factor, alltoall keeps room for all ranks' tokens on each rank.
-    Its token buffers and expert matmuls are then dp times as large."""
+    Its token buffers are then dp times as large, and without kernels its expert matmuls too."""
     slow_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type in which gradients cross the network between slices, if mesh.dp has several."""
 
@@ -185,10 +185,11 @@ class Train:
     The last size replaces train.batch_size."""
     microbatches: int = 0
     """Pipeline microbatches in each slice of train.grad_accum.
-    0 takes 1 if mesh.pp is 1, else the most that divide the batch, up to 4 per stage.
-    On a CPU it takes the fewest that have at most 512 tokens on a dp rank, or one row."""
+    0 takes 1 if mesh.pp is 1, else the largest of pp, 2, 3 and 4 pp that divides a rank's rows.
+    On a CPU it takes the least multiple of pp with at most 512 tokens on a dp rank, or one row."""
     grad_accum: int = 1
-    """Number of slices that a batch is cut into and that run one after another, to save memory."""
+    """Number of slices that a batch is cut into, to save memory.
+    gpipe runs them one after another; 1f1b and interleaved run the microbatches of all as one."""
     steps: int = 100
     """Number of updates in the whole run."""
     eval_every: int = 50
@@ -216,7 +217,7 @@ class Train:
     """Number of iterations of the loops over layers that are compiled as one.
     A larger number copies less and takes longer to compile.
     A pipeline stage, or a part of one, of at most so many layers has no loop.
-    0 takes 1, or on a CPU that recomputes nothing all layers, if they are large and at most 12."""
+    0 takes 1; on a CPU with remat none, all layers if they are large and at most 12."""
     attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"
     """Attention kernel.
     auto: cudnn on NVIDIA GPUs, splash on TPUs, xla elsewhere.
@@ -281,11 +282,11 @@ class Optim:
     decay_ratio: float = 0.2
     """wsd, wsd_sqrt: share of train.steps in which the learning rate falls."""
     min_lr_ratio: float = 0.1
-    """Last learning rate divided by the peak."""
+    """Last learning rate divided by the peak; constant does not use it."""
     weight_decay: float = 0.1
     """Decoupled weight decay; it applies to matrices only."""
     b1: float = 0.9
-    """AdamW and Lion: decay of the first moment."""
+    """AdamW: decay of the first moment.  Lion: weight of its moment against the gradient."""
     b2: float = 0.95
     """AdamW: decay of the second moment.  Lion: decay of its moment."""
     eps: float = 1e-8

@@ -237,7 +237,7 @@ def balance_cotangent(stats, cfg: Config):
 
 class SliceWork:
     """What `run_schedule` does in one accumulation slice, with all microbatches of this dp rank.
-    Methods take the Total so far and return the new one."""
+    begin, forward, score, backward and finish take the Total so far and return the new one."""
 
     def __init__(self, w, token_MBL, target_MBL, total, key, first_row, n_tokens, cfg: Config):
         """See `add_slice_gradient`."""

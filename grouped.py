@@ -84,8 +84,8 @@ def megablox():
 
 
 def block_width(n: int, largest: int, cores: int = 1) -> int:
-    """The width, a multiple of 128, of the fewest blocks that cover n; the number of blocks is a
-    multiple of `cores` if n is wide enough."""
+    """The width of blocks that cover n: at most `largest`, and a multiple of 128 or n itself.  The
+    number of blocks is a multiple of `cores`, unless rounding up the width makes it smaller."""
     blocks = -(-n // (largest * cores)) * cores
     return min(n, -(-n // (128 * blocks)) * 128)
 

@@ -140,8 +140,8 @@ class MetricsLog:
         # The rows of a branch that went on with its parent's state begin after the parent's step.
         begin = parent["step"] if parent.get("start_with") == "state" else 0
         self.tokens_before = parent["tokens"] if 0 < step == begin else self.tokens_until(step)
-        """Tokens of all updates before this start, by the parent's record or the last row.
-        tokens_until(step) would count them by this start's batch sizes."""
+        """Tokens of all updates before this start: by the parent's record or the last row, else by
+        tokens_until(step), which counts with this start's batch sizes."""
         self.start = self.clock = time.perf_counter()
         self.pending = None  # (step, metrics) of the newest update, not written yet
         self.skips = 0  # updates in a row, up to the newest, that were not finite
@@ -154,10 +154,8 @@ class MetricsLog:
         self.panels = {name: panel(cfg) for name, panel in PANELS.items()}
         self.alarms = {}  # all so far, {what: text}
         patience = cfg.checkpoint.patience
-        # What is there when a branch begins is of an earlier start, which saved nothing.
-        last = -1 if 0 < step == begin else step
-        self.metrics_file = RowFile(run / "metrics.jsonl", last, patience, self.track)
-        self.samples_file = RowFile(run / "samples.jsonl", last, patience)
+        self.metrics_file = RowFile(run / "metrics.jsonl", step, patience, self.track)
+        self.samples_file = RowFile(run / "samples.jsonl", step, patience)
         self.sampled_steps = {row["step"] for row in self.samples_file.rows}
         starts = [line.get("step") for line in run_on_lead(read_history, run) or []]
         firsts = [start + 1 for start in starts if isinstance(start, int)]

@@ -13,7 +13,7 @@ from utils import finite_or_none
 
 
 class Panel:
-    """What all panels have; `ExpertsPanel` describes the methods that each defines."""
+    """What all panels have; see `ExpertsPanel` for the methods that each defines."""
 
     def __init__(self, cfg: Config):
         self.every = cfg.log.every
@@ -36,12 +36,13 @@ class ExpertsPanel(Panel):
     def __init__(self, cfg: Config):
         super().__init__(cfg)
         self.layers = moe_layers(cfg.model)
-        self.load = None  # [layer, expert]: that of the newest row; 1 is even
+        self.load = None  # [layer, expert]: the newest row's shares times n_experts, so 1 is even
         self.busiest = {}  # {step: the largest load of each layer}
         self.starved = {}  # {(layer, expert): how many rows without a break}
 
     def row(self, arrays: dict) -> dict:
-        """The fields of a row, one element per layer, from the arrays of experts.moe_metrics."""
+        """The fields of a row, one element per layer, from the arrays of experts.moe_metrics; the
+        load in shares of the pairs."""
         load, others = arrays["load"], {name: x for name, x in arrays.items() if name != "load"}
         fields = {name: [finite_or_none(x) for x in values] for name, values in others.items()}
         share = (load / load.sum(-1, keepdims=True)).round(6)
@@ -114,12 +115,12 @@ SIZES = dict(gradient="gradient", update="update", weight="weights", logit="atte
 
 
 class NormsPanel(Panel):
-    """The norms of each layer's gradient, update and weights, and the root mean square of its
-    attention's logits, which weights outside of layers do not have: rows "norms" and norms.png."""
+    """The norms of the gradient, update and weights of each layer, and of each weight outside of
+    layers; the root mean square of each layer's attention logits: rows "norms" and norms.png."""
 
     GROWTH = 10
-    """How many times the median of its first ten rows a size may reach, except that of an update,
-    which follows the learning rate."""
+    """A size above this many times the median of its first ten rows is an alarm; not that of an
+    update, which follows the learning rate."""
 
     def __init__(self, cfg: Config):
         self.names, self.every = layer_names(cfg), cfg.log.norms_every

@@ -74,10 +74,10 @@ class Schedule(NamedTuple):
     A stage has `parts` parts of the layers: part r of stage s is chunk r * pp + s of the model.  A
     work item is one microbatch through one part.  The order of items is pp microbatches through
     part 0, the same through part 1, and so on; then the next pp (Narayanan et al. 2021, section
-    2.2).  Forward, stage s does
-    item j in tick s + j, just after stage s - 1 has sent its input; stage 0 takes new microbatches
-    for part 0, and for part r + 1 what the last stage made in part r.  Backward is the same in
-    reverse: stage s does item j in tick first_backward + (pp - 1 - s) + j.
+    2.2).  Forward, stage s does item j in tick s + j, just after stage s - 1 has sent its input;
+    stage 0 takes new microbatches for part 0, and for part r + 1 what the last stage made in part
+    r.  Backward is the same in reverse: stage s does item j in tick
+    first_backward + (pp - 1 - s) + j.
     """
 
     pp: int

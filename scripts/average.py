@@ -58,14 +58,14 @@ from scripts.outputs import check_output
 
 
 def main(args: Args, cfg: config.Config):
-    """Add up the weights of the checkpoints, and write the mean as checkpoint 0 of the new run."""
+    """Average the weights of the checkpoints, and write them as checkpoint 0 of the new run."""
     cfg = utils.start_mesh(cfg, rows=1)
     run, out = files.absolute_path(args.run), files.absolute_path(args.out)
     utils.run_on_lead(check_new, out)
     mean, steps = None, [int(word) for word in args.steps.split(",")]
     for n, step in enumerate(steps):
         params = train.load_params(run, cfg, step)
-        mean = params if mean is None else add(mean, params, n + 1.0)
+        mean = params if mean is None else update_mean(mean, params, n + 1.0)
     shardings = utils.shardings(train.state_specs(cfg))
     state = jax.jit(train.make_state, static_argnums=1, out_shardings=shardings)(mean, cfg)
     utils.run_on_lead(write_record, run, out, steps)
@@ -83,7 +83,7 @@ def check_new(out):
 
 
 @partial(jax.jit, donate_argnums=0)
-def add(mean, params, n):
+def update_mean(mean, params, n):
     """The mean of n trees: `params`, and n - 1 others of which `mean` is the mean."""
     return jax.tree.map(lambda mean, x: mean + (x - mean) / n, mean, params)
 

@@ -62,7 +62,7 @@ CHIPS = {
     "h200": Chip("NVIDIA H200", JAX_SHARE * 139.8 * GIB, 4.8e12, 4.5e11, 5e10, 1.98e9),
 }
 
-# {another name that JAX has for a kind of device: its name in CHIPS}.
+# {another name that JAX has for a kind of device: its Chip.kind}.
 JAX_NAMES = {"TPU v5 lite": "TPU v5e", "TPU v5": "TPU v5p", "TPU v6 lite": "TPU v6e"}
 
 

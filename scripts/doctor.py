@@ -26,7 +26,7 @@ class Args:
     report: str = ""
     """A file to write for a bug report: the table, settings, versions, environment; no secrets."""
     seconds: float = 3.0
-    """How long a check may take; those that compile may take three times as long."""
+    """Seconds that most checks may take; those that compile may take three times as long."""
 
 
 # These sizes have many divisors, so that nearly any mesh divides them: 1536 = 3 * 2**9.
@@ -202,8 +202,8 @@ def data(cfg: Config, found: dict):
             for part in parts_of(source).values():
                 # The last window of each shard, of at most 64 shards; reading verifies them.
                 ends = np.array(getattr(part, "ends", part.n_tokens)).ravel()
-                rows = np.unique(np.maximum(ends - 2, 0) // cfg.train.seq_len)
-                part.windows(rows[:: 1 + len(rows) // 64])
+                numbers = np.unique(np.maximum(ends - 2, 0) // cfg.train.seq_len)
+                part.windows(numbers[:: 1 + len(numbers) // 64])
             yield Row(OK, f"{label}: {source}")
         except UserError as e:
             yield from (Row(FAIL, *problem) for problem in e.problems)

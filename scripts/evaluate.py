@@ -27,8 +27,8 @@ from mixture import read_sets
 @dataclass(frozen=True)
 class Args(cli.RunArgs):
     data: str = ""
-    """The data set; by default the run's validation sets.  An imported run may have --eval.tasks
-    alone."""
+    """The data set; by default the run's validation sets.
+    Without --data, an imported run with --eval.tasks scores the tasks alone."""
     per_token: str = ""
     """A .npy file to write: the log probability (nats, float32) of each token after the first.
     They are in the order of the data; NaN where a mask says that a token is not scored."""

@@ -338,7 +338,7 @@ def write_rope(m: Model, name: str, seq_len: int) -> dict:
 
 
 def likely_family(m: Model) -> str:
-    """The only family that can have this model; write_config checks whether it does."""
+    """A family that has this model, if any has; write_config checks whether it does."""
     moe, kinds = moe_layers(m), all_kinds(m)
     signs = dict(  # the first family whose sign is true is the one
         deepseek_v3=m.attention == "mla",
@@ -359,7 +359,7 @@ def likely_family(m: Model) -> str:
 
 def effective_fields(m: Model) -> dict:
     """The fields that have an effect in m; two models that agree in them are the same."""
-    if m.rope_scaling == "none":  # then these two are the same
+    if m.rope_scaling == "none":  # then a rope_local_theta of 0 is rope_theta
         m = replace(m, rope_local_theta=m.rope_local_theta or m.rope_theta)
     m = replace(m, attn_width=m.attn_width or m.d_head + m.d_rope)  # d_rope is 0 without mla
     unused = {"pattern", "prefix", *checks.unused_fields(m)}

@@ -105,7 +105,7 @@ def swiglu(
 
 
 def llama_lines(m: Model) -> list:
-    """The lines of every family except gpt2.  A layer uses those whose weights it has."""
+    """The lines that all families except gpt2 share.  A layer uses those whose weights it has."""
     dense = swiglu("mlp.{}_proj.weight", "in_CDF", "out_FD")
     biases = swiglu("mlp.{}_proj.bias", "in_bias_CF", "out_bias_D")
     dense += [(name, dims[0], *rest) for name, dims, *rest in biases]

@@ -48,7 +48,7 @@ class Args:
     depth: int = 4
     """Number of layers."""
     seeds: tuple[int, ...] = (0,)
-    """Seeds of the initial weights; the losses are means over them."""
+    """Values of run.seed: initial weights, order of the data.  The losses are means over them."""
 
 
 def parse() -> tuple[Args, config.Config]:

@@ -313,12 +313,9 @@ def remove_progress(out: epath.Path):
         path.unlink()
 
 
-def differences(path: epath.Path, out: epath.Path, recipe: dict, times: str) -> list[str]:
-    """The fields of the recipe in which the manifest or plan at `path` in `out` differs from this
-    command, "documents" if a file was modified, or "tokenizer" if its file was.  Raises UserError
-    DATA as changed_fields."""
-    if found := changed_fields(path, recipe):
-        return found
+def modified_inputs(out: epath.Path, recipe: dict, times: str) -> list[str]:
+    """["documents"] if a file of the corpus was modified since `out` was begun, or ["tokenizer"] if
+    the tokenizer's was.  Raises what read_tokenizer raises."""
     # Not in the manifests, which do not depend on when the files were copied to a machine.
     old_times, used = out / "times.sha256", out / "train" / "tokenizer.json"
     if old_times.exists() and old_times.read_text() != times:
@@ -337,8 +334,9 @@ def check_or_reset(out: epath.Path, recipe: dict, times: str):
     """
     paths = [out / split / "manifest.json" for split in SPLITS]
     found = [path for path in (*paths, out / "progress" / "plan.json") if path.exists()]
+    modified = modified_inputs(out, recipe, times)
     for path in found:
-        differ = differences(path, out, recipe, times)
+        differ = changed_fields(path, recipe) or modified
         if differ == ["documents"] and found == [path] and (path.parent / "refused").exists():
             for file in files_made(out):
                 file.unlink()

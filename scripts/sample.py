@@ -37,7 +37,7 @@ class Args(cli.RunArgs):
     top_p: float = 1.0
     """Draw from the fewest tokens that have this much probability together."""
     seed: int = 0
-    """The same seed gives the same text, on any mesh."""
+    """The same seed gives the same text; on another mesh, rounding may change a token."""
     tokenizer: str = ""
     """A tokenizer.json; needed if the run's data has none."""
     seq_len: int = 0

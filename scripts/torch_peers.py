@@ -132,7 +132,7 @@ class Training:
         self.mean_loss = torch.compile(self.mean_loss)
 
     def begin(self) -> int:
-        """Number of updates done: none."""
+        """Go back to the initial weights and an empty AdamW; returns 0, the updates done."""
         self.network.load_state_dict(self.initial)
         self.adamw.state.clear()
         return 0

@@ -237,16 +237,16 @@ def test_a_format_is_one_entry_in_readers(cfg, corpus, tmp_path, monkeypatch):
 
 
 class Counting(Source):
-    """Window r counts from r in steps of 1 + r % 3."""
+    """Window n counts from n in steps of 1 + n % 3."""
 
     def __init__(self, cfg, split):
         self.positions = np.arange(cfg.train.seq_len + 1)
         self.n_tokens = 500 * cfg.train.seq_len + 1
         self.fingerprint = f"counting {split}"
 
-    def windows(self, rows):
-        increments = 1 + rows % 3
-        return (rows[:, None] + increments[:, None] * self.positions) % 512
+    def windows(self, numbers):
+        increments = 1 + numbers % 3
+        return (numbers[:, None] + increments[:, None] * self.positions) % 512
 
 
 @pytest.mark.slow

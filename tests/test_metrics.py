@@ -115,19 +115,6 @@ def test_lost_rows_are_said(tmp_path, capsys):
     assert lost.format(2) in capsys.readouterr().err
 
 
-def test_a_branch_begins_without_the_rows_of_a_start_that_saved_nothing(tmp_path, capsys):
-    cfg, path = on_mesh(config.tiny(), (1, 1, 1)), epath.Path(tmp_path)
-    parent = dict(path="a", step=4, start_with="state", tokens=7)
-    (path / "config.json").write_text(json.dumps(dict(parent=parent)))
-    update, score = (dict(kind=kind, step=4, loss=2.0) for kind in ("train", "eval"))
-    old = [dict(update, step=1, grad_norm=1.0, tokens=1), score]
-    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in old))
-    log = open_log(path, cfg, 4)
-    assert not log.train_losses and not log.best_losses and log.tokens_before == 7
-    log.close()
-    assert not read_rows(tmp_path) and "warning" not in capsys.readouterr().err
-
-
 def test_rows_are_written_one_update_late_and_nan_is_null(tmp_path, capsys):
     cfg = on_mesh(config.tiny(), (1, 1, 1), log=dict(every=1))
     log = open_log(tmp_path, cfg, 0)

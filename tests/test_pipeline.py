@@ -155,8 +155,7 @@ def test_ticks_and_kept_microbatches_are_those_of_the_timetable(name, parts, pp,
             if schedule.does_forward(t, s):
                 forward[schedule.microbatch_and_part(t - s)] = t
             if schedule.does_backward(t, s):
-                m, r = schedule.microbatch_and_part(schedule.backward_item(t, s))
-                backward[m, parts - 1 - r] = t
+                backward[schedule.backward_microbatch_and_part(t, s)] = t
         assert forward.keys() == backward.keys() and len(forward) == parts * M
         timetables[s] = forward, backward
     assert 1 + max(max(backward.values()) for _, backward in timetables.values()) == schedule.ticks
