@@ -544,13 +544,18 @@ class Checkpoints:
         if not is_time:
             return False
         self.newest_complete = complete
+        return self.reopen(failed[0][0] if failed else None)
+
+    def reopen(self, failed_step: int | None) -> bool:
+        """Remove what a failed save left, and open orbax's manager anew.  Returns whether that
+        worked; raises as `recover`."""
         try:
             with suppress(Exception):  # those of the failed save; its threads have ended then
                 self.manager.close()
             self.remove_parts()
             self.open_manager()
-            if failed and (step := failed[0][0]) in self.manager.all_steps():
-                self.check_failed(step)
+            if failed_step in self.manager.all_steps():
+                self.check_failed(failed_step)
         except Exception as e:  # note_failure raises what storage cannot have caused
             self.note_failure(self.newest, e, is_final=self.several)
             self.raise_if_final()

@@ -154,21 +154,28 @@ class MetricsLog:
         self.panels = {name: panel(cfg) for name, panel in PANELS.items()}
         self.alarms = {}  # all so far, {what: text}
         patience = cfg.checkpoint.patience
+        # track fills the fields above from the rows that are there.
         self.metrics_file = RowFile(run / "metrics.jsonl", step, patience, self.track)
         self.samples_file = RowFile(run / "samples.jsonl", step, patience)
         self.sampled_steps = {row["step"] for row in self.samples_file.rows}
-        starts = [line.get("step") for line in run_on_lead(read_history, run) or []]
-        firsts = [start + 1 for start in starts if isinstance(start, int)]
-        # The run may have started at 0, and become a branch before it saved anything.
-        first = max(begin + 1, min([*self.train_losses, *firsts], default=step + 1))
-        lost = sorted(set(range(first, step + 1)) - self.train_losses.keys())
-        if lost:
-            what = f"{run / 'metrics.jsonl'} has lost {len(lost)} of the rows up to update {step}"
-            warn(f"{what}, from that of update {lost[0]} on: they cannot be made again")
+        self.warn_of_lost_rows(begin)
         self.wandb = run_on_lead(start_wandb, run, cfg)
         self.tensorboard = run_on_lead(TensorBoard, run, step) if cfg.log.tensorboard else None
         if step < cfg.train.steps:
             say(f"updates {step + 1} to {cfg.train.steps}")
+
+    def warn_of_lost_rows(self, begin: int):
+        """begin: the number of updates after which the run's own begin."""
+        starts = [line.get("step") for line in run_on_lead(read_history, self.run) or []]
+        firsts = [start + 1 for start in starts if isinstance(start, int)]
+        step = self.steps_before
+        # The run may have started at 0, and become a branch before it saved anything.
+        first = max(begin + 1, min([*self.train_losses, *firsts], default=step + 1))
+        lost = sorted(set(range(first, step + 1)) - self.train_losses.keys())
+        if lost:
+            path = self.metrics_file.path
+            what = f"{path} has lost {len(lost)} of the rows up to update {step}"
+            warn(f"{what}, from that of update {lost[0]} on: they cannot be made again")
 
     def tokens_until(self, step: int) -> int:
         return sum(self.tokens_by_source(step).values())

@@ -475,10 +475,8 @@ def file_dtype(tensor: TensorMap, dtype: str) -> str:
     return "float32" if tensor.name.endswith("e_score_correction_bias") else dtype
 
 
-def write_shards(
-    weights: SavedWeights, tensors: list[TensorMap], folder: Path, dtype: str, limit: int, bar
-):
-    """Write *.safetensors of at most `limit` bytes, and an index if there are several."""
+def split_by_size(tensors: list[TensorMap], dtype: str, limit: int) -> list[list[TensorMap]]:
+    """The tensors in groups of at most `limit` bytes; a larger one is a group by itself."""
     shards, size = [[]], 0
     for tensor in tensors:
         n_bytes = math.prod(tensor.shape) * jnp.dtype(file_dtype(tensor, dtype)).itemsize
@@ -487,7 +485,14 @@ def write_shards(
             size = 0
         shards[-1].append(tensor)
         size += n_bytes
-    index, total = {}, 0
+    return shards
+
+
+def write_shards(
+    weights: SavedWeights, tensors: list[TensorMap], folder: Path, dtype: str, limit: int, bar
+):
+    """Write *.safetensors of at most `limit` bytes, and an index if there are several."""
+    shards, index, total = split_by_size(tensors, dtype, limit), {}, 0
     for i, shard in enumerate(shards):
         file = "model.safetensors"
         if len(shards) > 1:
