@@ -103,8 +103,9 @@ class Worker:
                 # Process 0 prints these, and need not be on the first worker.
                 self.update, self.is_shown = int(update[1]), True
             if self.is_shown:
+                line = line.rstrip("\n") + "\n"  # in one write: other threads print too
                 with suppress(OSError):  # the terminal may be gone, but the worker has to be read
-                    print(line.rstrip("\n"), flush=True)
+                    print(line, end="", flush=True)
 
     def end(self):
         if self.process.poll() is None:
