@@ -280,13 +280,17 @@ def einsum(dims: str, x, w, dtype=None, part: int | None = None):
     return einsum_forward(dims, x, w, dtype, part)[0]
 
 
+def take_part(w, part: int | None):
+    return w if part is None else w[part]
+
+
 def einsum_forward(dims, x, w, dtype, part):
-    return multiply(dims, x, w if part is None else w[part], dtype), (x, w)
+    return multiply(dims, x, take_part(w, part), dtype), (x, w)
 
 
 def einsum_backward(dims, dtype, part, xw, grad_y):
     x, whole_w = xw
-    w, cut_backward = jax.vjp(lambda w: w if part is None else w[part], whole_w)
+    w, cut_backward = jax.vjp(partial(take_part, part=part), whole_w)
     grad_x, grad_w = multiply_backward(dims, x, w, grad_y)
     return grad_x, *cut_backward(grad_w)
 

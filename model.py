@@ -406,7 +406,7 @@ def arrange_layers(w: dict, cfg: Config, dim: int = 0) -> dict:
     return w | dict(prefix=arrange_group(w["prefix"], m.prefix, cfg, 0)) if m.prefix else w
 
 
-def is_list(group: dict) -> bool:
+def has_lists(group: dict) -> bool:
     """Whether `arrange_layers` has made lists of the layers in {kind: weights}."""
     return any(isinstance(layers, list) for layers in group.values())
 
@@ -421,7 +421,7 @@ def scan_layers(layer: Callable, x, kinds: list[str], inputs: dict, first_layer,
     lists are not in a loop, whatever unroll is.
     """
     kinds = block_of(kinds)
-    if is_list(inputs):
+    if has_lists(inputs):
         return run_list(layer, x, kinds, inputs, first_layer)
     several = [kind for kind in inputs if kinds.count(kind) > 1]
 
@@ -461,8 +461,8 @@ def run_list(layer: Callable, x, kinds: list[str], inputs: dict, first_layer):
 
 
 def stacked_shape(w) -> tuple[int, ...]:
-    """The leading dims of a kind's weights: of parts, if there are any, and then of layers.  A
-    list's length counts as one."""
+    """The leading dims of a kind's weights: of parts, if there are any, and then of layers.  Where
+    the layers are a list, its length is the last of them."""
     if isinstance(w, list):
         return *stacked_shape(w[0]), len(w)
     return next(x.shape[:-1] for name, x in w.items() if name.endswith("_norm_D"))
@@ -527,7 +527,7 @@ def apply_layers(
         x_BLD, stats = rematerialize(partial(compute, kind), cfg)(x_BLD, w, n)
         return (x_BLD, grads), stats
 
-    if is_list(params):
+    if has_lists(params):
         if grads is not None:
             grads, params = tap_gradient(grads, params, None)
         inputs = {kind: [(w, None) for w in layers] for kind, layers in params.items()}

@@ -1,4 +1,5 @@
-"""The processes of a run: connecting, agreeing, stopping, hangs and failures."""
+"""The processes of a run: connecting, agreeing, stopping, saving, hangs and
+failures."""
 
 import ctypes
 import faulthandler
@@ -32,7 +33,15 @@ from errors import Problem, UserError, write_error
 from files import run_path, write_whole
 from restart import LAST_END
 from rundir import record_end
-from utils import exchange, is_storage_error, process_id, process_ids, shared_store, warn
+from utils import (
+    exchange,
+    is_lead,
+    is_storage_error,
+    process_id,
+    process_ids,
+    shared_store,
+    warn,
+)
 
 # ---- connecting
 
@@ -341,6 +350,77 @@ class Stop:
             self.error, self.wants_stop = error, True
         self.poll()
         return self.stops
+
+
+# ---- saving together
+
+
+class PeerFailed(RuntimeError):
+    """Another process could not write its part of a checkpoint."""
+
+
+class SaveBarrier:
+    """The barrier of the threads that write a checkpoint in the background, one in each process.
+
+    At JAX's own barrier, orbax's default, all would wait for ever for a process that cannot write.
+    Here each tells process 0 whether it could, and process 0 tells all.
+    """
+
+    STAGES = ("async_write_complete", "async_commit_complete")
+    """Parts of orbax's names for its two barriers: when every process has written its part, and
+    when process 0 has made the parts a checkpoint."""
+
+    def __init__(self):
+        self.n_saves, self.passed, self.ended, self.lock = 0, 0, True, threading.Lock()
+
+    def begin(self, n_saves: int):
+        """To be called by every process before each save.  n_saves: how many were before."""
+        if is_lead() and n_saves > 0:
+            shared_store().key_value_delete(f"trifold/save/{n_saves - 1}/")
+        self.n_saves, self.passed, self.ended = n_saves, 0, False
+
+    def __call__(self, *, key: str, timeout_ms: int):
+        """Orbax's BarrierSyncFn.  Raises PeerFailed, or RuntimeError if this process failed."""
+        if any(stage in key for stage in self.STAGES):
+            self.meet(timeout_ms)
+        elif threading.current_thread() is not threading.main_thread():
+            # Orbax calls this around its flag of a save under way too: on the main thread as a save
+            # begins, and on another as it ends, whether it has failed or not.
+            self.end()
+
+    def put(self, stage: int, failed: list[int]):
+        """Write into the store which processes have failed, as far as this one knows."""
+        name = f"trifold/save/{self.n_saves}/{stage}/{process_id()}"
+        shared_store().key_value_set(name, json.dumps(failed), allow_overwrite=True)
+
+    def meet(self, timeout_ms: int):
+        """Report that this process has reached the next stage, and wait until all may go on."""
+
+        def ask(n: int) -> list[int]:
+            name = f"trifold/save/{self.n_saves}/{self.passed}/{n}"
+            return json.loads(shared_store().blocking_key_value_get(name, timeout_ms))
+
+        # At the second stage the others wait for process 0's commit, and it for none.
+        others = process_ids()[1:] if is_lead() and self.passed == 0 else []
+        failed = [n for n in others if ask(n)]
+        with self.lock:
+            if self.ended:
+                raise RuntimeError("this process could not write all")
+            self.put(self.passed, failed)
+        failed = failed if is_lead() else ask(0)
+        with self.lock:
+            if failed:
+                self.ended = True
+                raise PeerFailed(f"{name_ids(failed)} could not write")
+            self.passed += 1
+
+    def end(self):
+        """Report that this process has ended: it has failed in the stages that it did not reach."""
+        with self.lock:
+            stages = [] if self.ended else range(self.passed, len(self.STAGES))
+            for stage in stages:
+                self.put(stage, [process_id()])
+            self.ended = True
 
 
 # ---- hanging
