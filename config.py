@@ -189,7 +189,7 @@ class Train:
     On a CPU it takes the least multiple of pp with at most 512 tokens on a dp rank, or one row."""
     grad_accum: int = 1
     """Number of slices that a batch is cut into, to save memory.
-    gpipe runs one after another; 1f1b and interleaved run the microbatches of all as one."""
+    gpipe runs them one after another; 1f1b and interleaved run all of them as one."""
     steps: int = 100
     """Number of updates in the whole run."""
     eval_every: int = 50
