@@ -505,9 +505,9 @@ def test_json_has_every_section():
 
 
 def test_a_huge_number_is_an_error_within_a_second():
-    began = time.monotonic()
+    began = time.thread_time()  # of this thread alone: others may use the cores
     assert problems("--mesh.dp", "3", "--model.d_model", str(10**18 + 3))
-    assert time.monotonic() - began < 1
+    assert time.thread_time() - began < 1
 
 
 def test_a_config_file_cannot_name_a_folder_of_programs_to_run(tmp_path):
