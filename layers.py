@@ -280,17 +280,18 @@ def einsum(dims: str, x, w, dtype=None, part: int | None = None):
     return einsum_forward(dims, x, w, dtype, part)[0]
 
 
-def take_part(w, part: int | None):
+def cut_part(w, part: int | None):
+    """w[part], or all of w."""
     return w if part is None else w[part]
 
 
 def einsum_forward(dims, x, w, dtype, part):
-    return multiply(dims, x, take_part(w, part), dtype), (x, w)
+    return multiply(dims, x, cut_part(w, part), dtype), (x, w)
 
 
 def einsum_backward(dims, dtype, part, xw, grad_y):
     x, whole_w = xw
-    w, cut_backward = jax.vjp(partial(take_part, part=part), whole_w)
+    w, cut_backward = jax.vjp(partial(cut_part, part=part), whole_w)
     grad_x, grad_w = multiply_backward(dims, x, w, grad_y)
     return grad_x, *cut_backward(grad_w)
 

@@ -461,8 +461,8 @@ def run_list(layer: Callable, x, kinds: list[str], inputs: dict, first_layer):
 
 
 def stacked_shape(w) -> tuple[int, ...]:
-    """The leading dims of a kind's weights: of parts, if there are any, and then of layers.  Where
-    the layers are a list, its length is the last of them."""
+    """The leading dims of a kind's weights: of parts, if there are any, and then of layers, also
+    where these are a list."""
     if isinstance(w, list):
         return *stacked_shape(w[0]), len(w)
     return next(x.shape[:-1] for name, x in w.items() if name.endswith("_norm_D"))

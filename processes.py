@@ -1,5 +1,4 @@
-"""The processes of a run: connecting, agreeing, stopping, saving, hangs and
-failures."""
+"""The processes of a run: connecting, agreeing, stopping, saving, hangs and failures."""
 
 import ctypes
 import faulthandler
@@ -33,15 +32,7 @@ from errors import Problem, UserError, write_error
 from files import run_path, write_whole
 from restart import LAST_END
 from rundir import record_end
-from utils import (
-    exchange,
-    is_lead,
-    is_storage_error,
-    process_id,
-    process_ids,
-    shared_store,
-    warn,
-)
+from utils import exchange, is_lead, is_storage_error, process_id, process_ids, shared_store, warn
 
 # ---- connecting
 
@@ -352,7 +343,7 @@ class Stop:
         return self.stops
 
 
-# ---- saving together
+# ---- saving
 
 
 class PeerFailed(RuntimeError):
