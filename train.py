@@ -210,8 +210,7 @@ def restore_or_init(run, train: Dataset, cfg: Config) -> tuple[Checkpoints, Stat
 
 
 def branch_state(run, source, cfg: Config) -> State:
-    """The first State of a run that starts from another's checkpoint.  source: the training data of
-    this run."""
+    """The first State of a branch of another run.  source: the branch's training data."""
     parent = Parent(cfg, source.tokenizer)
     abstract, with_state = checkpoint_items(abstract_state(cfg)), cfg.run.start_with == "state"
     taken = {item for item in abstract if with_state and parent.has(item, abstract)} | {"params"}
@@ -409,8 +408,7 @@ def score_tasks(params, tasks: Tasks, cfg: Config, stop=None) -> dict | None:
 
 
 def is_due(step: int, every: int, cfg: Config) -> bool:
-    """Whether something done every so many updates (0: only at the end) is due after update
-    `step`."""
+    """Whether work done every so many updates (0: only at the end) is due after update `step`."""
     return step == cfg.train.steps or (step > 0 and every > 0 and step % every == 0)
 
 
