@@ -11,7 +11,6 @@ import os
 import re
 import tempfile
 import threading
-import uuid
 from collections import OrderedDict
 from contextlib import suppress
 from pathlib import Path
@@ -65,7 +64,8 @@ def is_page(block: Block, data: bytes) -> bool:
 
 class DiskCache:
     """Pages on local disk under the names of their digests, for this run and later ones; those used
-    last are kept, up to a number of bytes."""
+    last are kept, up to a number of bytes.  A page that is not yet written whole does not match its
+    digest, which who reads it checks."""
 
     def __init__(self, folder: str, limit: int):
         self.folder, self.limit = make_private_folder(folder, "data.cache"), limit
@@ -82,11 +82,9 @@ class DiskCache:
 
     def put(self, digest: bytes, data: bytes):
         path = self.path(digest)
-        part = path.with_name(f"{uuid.uuid4().hex}.part")
         with suppress(OSError):  # without the cache, as on a full disk, reading is only slower
             path.parent.mkdir(exist_ok=True)
-            part.write_bytes(data)
-            part.replace(path)
+            path.write_bytes(data)
             self.added += len(data)
         if self.added > self.limit // 16:
             self.trim()
@@ -96,7 +94,7 @@ class DiskCache:
         for path in self.folder.glob("[0-9a-f][0-9a-f]/*"):
             with suppress(OSError):  # another process has removed it
                 facts = path.stat()
-                if re.fullmatch(r"[0-9a-f]{32}(\.part)?", path.name):
+                if re.fullmatch("[0-9a-f]{32}", path.name):
                     found.append((facts.st_mtime, facts.st_size, path))
         excess = sum(size for _, size, _ in found) - self.limit
         for _, size, path in sorted(found):

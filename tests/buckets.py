@@ -28,7 +28,6 @@ class Bucket:
             "STORAGE_EMULATOR_HOST": address,
             "TENSORSTORE_GCS_HTTP_URL": address,
             "GOOGLE_AUTH_TOKEN_FOR_TESTING": "x",
-            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # else calls first try gRPC, for a minute
             "NO_PROXY": "127.0.0.1",
             "JAX_PLATFORMS": "cpu",
         }

@@ -93,6 +93,8 @@ class Writer:
 
 
 class Handler(server.RequestHandler):
+    protocol_version = "HTTP/1.1"  # keeps connections, as Google does
+
     def answer(self, method: str):
         is_spared = self.headers.get("x-spared")
         fault = "" if is_spared else FAULTS.draw()
@@ -108,6 +110,7 @@ class Handler(server.RequestHandler):
         if fault == "slow":
             time.sleep(FAULTS.random.uniform(0, 3))
         if fault in ("cut", "lost"):
+            self.close_connection = True
             self.wfile = Writer(self.wfile, 30 if fault == "cut" else -1)
         server.Router(self).handle(method)
 
