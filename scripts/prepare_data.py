@@ -66,7 +66,8 @@ class Args:
     """Folder to write to, local or gs://.  It gets train/ and val/."""
     input: tuple[str, ...] = ()
     """Files, folders and patterns, local or gs://, and data sets hf://org/name:config:split.
-    By suffix: .jsonl, .jsonl.gz, .jsonl.zst, .parquet and .arrow are tables; the rest is text."""
+    By suffix: .parquet, .arrow, .jsonl, .jsonl.gz, .jsonl.zst, .json.gz and .json.zst are tables;
+    the rest is text."""
     stdlib: Flag = False
     """Use the source code of Python's standard library, without its tests."""
     pydocs: Flag = False

@@ -141,7 +141,9 @@ def split_text(file: File, val_fraction: float) -> list[Piece]:
     try:
         rank_of_text(file.source)
     except UnicodeDecodeError:
-        raise UserError(DATA, f"{file.name} is not UTF-8", "give text in UTF-8") from None
+        names = ", ".join(COMPRESSED)
+        fix = f"give text in UTF-8; compressed files are read only if they end in {names}"
+        raise UserError(DATA, f"{file.name} is not UTF-8", fix) from None
     target = round(file.size * (1 - val_fraction))
     for seek_line in (True, False):  # False for a file of one line
         cut = find_cut(file.source, target, seek_line)
@@ -361,14 +363,16 @@ class Format(NamedTuple):
     """A line, row or text -> the text or the row's fields; None for a blank line."""
 
 
+# C4 and Dolma call theirs .json.gz.  A file .json is text: one in source code is seldom lines.
+COMPRESSED = (".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst")
+
 # {suffix or another name: format}.  Files of other suffixes are "text", or with --document_per_line
 # "lines".
 FORMATS = {
     "text": Format(cut_text, read_text, bytes.decode),
     "lines": Format(cut_lines, read_range, parse_line),
     ".jsonl": Format(cut_lines, read_range, parse_json),
-    ".jsonl.gz": Format(take_whole, read_compressed, parse_json),
-    ".jsonl.zst": Format(take_whole, read_compressed, parse_json),
+    **dict.fromkeys(COMPRESSED, Format(take_whole, read_compressed, parse_json)),
     ".parquet": Format(cut_parquet, read_parquet, dict),
     ".arrow": Format(cut_arrow, read_arrow, dict),
     "hf://": Format(cut_dataset, read_dataset, dict),

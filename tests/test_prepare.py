@@ -489,7 +489,7 @@ def write_corpus(folder: Path, kind: str, rows: list[str]) -> Path:
         case ".arrow":  # a stream, as `datasets` writes
             with ipc.new_stream(str(path), table.schema) as writer:
                 writer.write_table(table, max_chunksize=17)
-        case ".jsonl.gz":
+        case ".jsonl.gz" | ".json.gz":
             path.write_bytes(gzip.compress(lines))
         case ".jsonl.zst":  # two frames, as parallel compressors make
             first, second = lines[:500], lines[500:]
@@ -499,7 +499,7 @@ def write_corpus(folder: Path, kind: str, rows: list[str]) -> Path:
     return path
 
 
-KINDS = (".parquet", ".arrow", ".jsonl", ".jsonl.gz", ".jsonl.zst")
+KINDS = (".parquet", ".arrow", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz")
 
 
 def all_documents(out: Path) -> list[str]:
