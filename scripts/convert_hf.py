@@ -122,7 +122,9 @@ def check_is_part(path: Path):
         raise UserError(DATA, f"{path} is not a file", "fetch it again")
     if path.exists() and files.leaves_folder(path, path.parent):
         what = f"{path} is a link to {os.path.realpath(path)}, outside of the model"
-        raise UserError(DATA, what, "copy the file, or give --hf the folder that it is in")
+        raise UserError(
+            DATA, what, "copy the file, as `hf download --local-dir` does, or give its folder"
+        )
 
 
 def read_json(path: Path) -> dict:
@@ -133,7 +135,8 @@ def read_json(path: Path) -> dict:
             raise ValueError(f"it is {type(found).__name__}")
         return found
     except FileNotFoundError:
-        what, fix = f"{path} does not exist", "give --hf the directory of a Hugging Face model"
+        what = f"{path} does not exist"
+        fix = "give --hf a model's folder, as `hf download ORG/NAME --local-dir FOLDER` makes it"
     except (OSError, ValueError, RecursionError) as e:
         what, fix = f"{path} cannot be read: {str(e)[:200]}", "fetch it again"
     raise UserError(DATA, what, fix)

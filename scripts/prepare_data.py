@@ -477,7 +477,8 @@ def parse() -> Args:
         raise UserError(USAGE, what, "give the prompt another field than the text")
     if args.tokenizer not in MADE and not absolute_path(args.tokenizer).exists():
         what = f"--tokenizer {args.tokenizer} is none of byte, char and bpe, nor a file"
-        raise UserError(USAGE, what, "choose one of those, or give the path of a tokenizer.json")
+        example = "hf download openai-community/gpt2 tokenizer.json --local-dir gpt2"
+        raise UserError(USAGE, what, f"choose one of those, or give a tokenizer.json: {example}")
     return args
 
 

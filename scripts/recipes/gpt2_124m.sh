@@ -9,8 +9,9 @@
 # minutes at the least, and 41 at the MFU of 40 % that llm.c had on 8 H100s.  llm.c's validation loss
 # was 3.28 after as many tokens of FineWeb (both from the records of modded-nanogpt, 2024-10-13).
 #
-# The first command needs a network and the package datasets.  TOKENIZER is the tokenizer.json of
-# openai-community/gpt2 on the Hugging Face hub.  On the node JAX is `pip install "jax[cuda13]"`.
+# The first command needs a network and the package datasets.  TOKENIZER is what
+# `hf download openai-community/gpt2 tokenizer.json --local-dir .` fetches.  On the node JAX is
+# `pip install "jax[cuda13]"`.
 
 set -eu
 cd "$(dirname "$0")/../.."
