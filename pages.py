@@ -64,8 +64,8 @@ def is_page(block: Block, data: bytes) -> bool:
 
 class DiskCache:
     """Pages on local disk under the names of their digests, for this run and later ones; those used
-    last are kept, up to a number of bytes.  A page that is not yet written whole does not match its
-    digest, which who reads it checks."""
+    last are kept, up to a number of bytes.  `is_page` finds those of which only a part was written.
+    """
 
     def __init__(self, folder: str, limit: int):
         self.folder, self.limit = make_private_folder(folder, "data.cache"), limit
