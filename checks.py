@@ -279,18 +279,19 @@ def batch_problems(cfg: Config):
     """A batch that does not divide into slices, dp ranks and microbatches."""
     t = cfg.train
     dp, pp, _ = (max(1, size) for size in cfg.mesh.sizes)
-    # A pp that does not divide the blocks is reported already; 1 avoids a second report here.
-    microbatches = t.microbatches or (pp if n_blocks(cfg.model) % pp == 0 else 1)
-    parts = t.grad_accum * dp * microbatches
+    factors = {"train.grad_accum": t.grad_accum, "mesh.dp": dp}
+    if t.microbatches:
+        factors["train.microbatches"] = t.microbatches
+    elif n_blocks(cfg.model) % pp == 0:  # another pp is reported already
+        factors["mesh.pp"] = pp
+    parts = math.prod(factors.values())
     for size in dict.fromkeys(x for x in batch_sizes(cfg) if parts > 0 and x % parts):
-        last = "train.microbatches" if t.microbatches else "mesh.pp"
-        product = f"{t.grad_accum}*{dp}*{microbatches} = {parts}"
-        what = f"train.grad_accum*mesh.dp*{last} = {product}"
+        what = f"{'*'.join(factors)} = {'*'.join(map(str, factors.values()))} = {parts}"
         nearest = max(1, round(size / parts)) * parts
         fix = f"set --train.batch_size {nearest}"
         if t.batch_ramp:
             fix = f"put {nearest} in the place of {size} in --train.batch_ramp"
-        fix += ", or --train.microbatches 0" if t.microbatches else ""
+        fix += ", or change --train.microbatches" if t.microbatches else ""
         name = f"train.batch_ramp={t.batch_ramp}'s " if t.batch_ramp else "train.batch_size="
         yield Problem(f"{what} must divide {name}{size}", fix)
 
@@ -302,16 +303,19 @@ def pipeline_problems(cfg: Config):
     interleaved = mesh.schedule == "interleaved"
     if interleaved and (v < 2 or mesh.pp == 1):
         what = f"mesh.schedule=interleaved, but mesh.virtual_stages={v} and mesh.pp={mesh.pp}"
-        yield Problem(what, "set both to 2 or more, or use --mesh.schedule 1f1b")
+        plain = "--mesh.schedule 1f1b" + (" and --mesh.virtual_stages 1" if v > 1 else "")
+        yield Problem(what, f"set both to 2 or more, or use {plain}")
     elif v > 1 and not interleaved:
         what = f"mesh.virtual_stages={v} has no effect: mesh.schedule={mesh.schedule}"
-        yield Problem(what, "set --mesh.schedule interleaved, or leave --mesh.virtual_stages out")
+        fix = "set --mesh.schedule interleaved, or " if pp > 1 else ""
+        yield Problem(what, f"{fix}leave --mesh.virtual_stages out")
     elif v > 1 and blocks % pp == 0 and blocks % (pp * v):
         what = f"mesh.pp*mesh.virtual_stages = {pp}*{v} = {pp * v} must divide the {blocks}"
         what += " layers" if blocks == cfg.model.n_layers else " blocks of layers"
         larger = divisors(blocks // pp)[1:]
         fix = f"set --mesh.virtual_stages to {or_list(larger)}, or " if larger else ""
-        yield Problem(what, fix + "use --mesh.schedule 1f1b")
+        fix += "use --mesh.schedule 1f1b and --mesh.virtual_stages 1"
+        yield Problem(what, fix)
     if cfg.train.remat == "offload" and pp > 1:
         what = f"train.remat=offload needs mesh.pp=1, but mesh.pp={pp}"
         yield Problem(what, "use --train.remat layer")
@@ -397,12 +401,14 @@ def moe_problems(m: Model):
     yield from missing_problems(m, ["n_experts", "d_expert"], "there are moe layers")
     if m.n_experts <= 0:
         return
-    n_groups, n_active_groups = max(1, m.n_groups), m.n_active_groups
+    n_groups, n_active_groups = max(1, m.n_groups), max(1, m.n_active_groups)
     n_choices = m.n_experts // n_groups * n_active_groups
-    if m.n_experts % n_groups or n_active_groups > n_groups:
+    if m.n_experts % n_groups:
         what = f"model.n_groups={n_groups} must divide model.n_experts={m.n_experts}"
-        what += f" and be at least model.n_active_groups={n_active_groups}"
         yield Problem(what, f"set --model.n_groups to {or_list(divisors(m.n_experts))}")
+    elif n_active_groups > n_groups > 1:
+        what = f"model.n_active_groups={n_active_groups} is more than model.n_groups={n_groups}"
+        yield Problem(what, f"set --model.n_active_groups to at most {n_groups}")
     elif m.n_active > n_choices:
         what = f"model.n_active={m.n_active} is more than the {n_choices} experts"
         what += f" of {n_active_groups} of {n_groups} groups"
