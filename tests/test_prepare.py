@@ -91,6 +91,15 @@ def test_byte_tokens_are_bytes_and_a_single_file_is_cut_at_a_line(tmp_path):
     assert train_tokens[-2] == ord("\n") and 0.05 < len(val_tokens) / len(train_tokens) < 0.15
 
 
+def test_a_json_file_is_text_and_the_command_says_so(tmp_path):
+    row, out = b'{"text": "a row"}\n', tmp_path / "out"
+    (tmp_path / "rows.json").write_bytes(row * 50)
+    flags = ["--input", tmp_path / "rows.json", "--tokenizer", "byte", "--out", out]
+    done = run("scripts/prepare_data.py", *flags)
+    assert ".json are read as text; name those with a row in each line .jsonl" in done.stdout
+    assert bytes(tokens_of(out / "val")[:-1].tolist()) == row
+
+
 @pytest.mark.parametrize("flags", [[], ["--document_per_line"]])
 def test_a_byte_order_mark_is_no_text(tmp_path, flags):
     lines, out = [f"line {n:02}\n" for n in range(50)], tmp_path / "out"
