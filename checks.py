@@ -279,15 +279,17 @@ def batch_problems(cfg: Config):
     """A batch that does not divide into slices, dp ranks and microbatches."""
     t = cfg.train
     dp, pp, _ = (max(1, size) for size in cfg.mesh.sizes)
-    factors = {"train.grad_accum": t.grad_accum, "mesh.dp": dp}
+    factors, other_pp = {"train.grad_accum": t.grad_accum, "mesh.dp": dp}, 1
     if t.microbatches:
         factors["train.microbatches"] = t.microbatches
-    elif n_blocks(cfg.model) % pp == 0:  # another pp is reported already
+    elif n_blocks(cfg.model) % pp == 0:
         factors["mesh.pp"] = pp
+    else:  # reported already; the batch that is suggested fits any pp that may replace it
+        other_pp = n_blocks(cfg.model)
     parts = math.prod(factors.values())
     for size in dict.fromkeys(x for x in batch_sizes(cfg) if parts > 0 and x % parts):
         what = f"{'*'.join(factors)} = {'*'.join(map(str, factors.values()))} = {parts}"
-        nearest = max(1, round(size / parts)) * parts
+        nearest = max(1, round(size / parts / other_pp)) * parts * other_pp
         fix = f"set --train.batch_size {nearest}"
         if t.batch_ramp:
             fix = f"put {nearest} in the place of {size} in --train.batch_ramp"
@@ -301,21 +303,21 @@ def pipeline_problems(cfg: Config):
     mesh, pp = cfg.mesh, max(1, cfg.mesh.pp)
     v, blocks = mesh.virtual_stages, n_blocks(cfg.model)
     interleaved = mesh.schedule == "interleaved"
+    plain = "--mesh.schedule 1f1b --mesh.virtual_stages 1"
     if interleaved and (v < 2 or mesh.pp == 1):
         what = f"mesh.schedule=interleaved, but mesh.virtual_stages={v} and mesh.pp={mesh.pp}"
-        plain = "--mesh.schedule 1f1b" + (" and --mesh.virtual_stages 1" if v > 1 else "")
         yield Problem(what, f"set both to 2 or more, or use {plain}")
     elif v > 1 and not interleaved:
         what = f"mesh.virtual_stages={v} has no effect: mesh.schedule={mesh.schedule}"
-        fix = "set --mesh.schedule interleaved, or " if pp > 1 else ""
-        yield Problem(what, f"{fix}leave --mesh.virtual_stages out")
+        fits = mesh.pp != 1 and blocks % (pp * v) == 0
+        fix = "set --mesh.schedule interleaved, or" if fits else "set"
+        yield Problem(what, f"{fix} --mesh.virtual_stages 1")
     elif v > 1 and blocks % pp == 0 and blocks % (pp * v):
         what = f"mesh.pp*mesh.virtual_stages = {pp}*{v} = {pp * v} must divide the {blocks}"
         what += " layers" if blocks == cfg.model.n_layers else " blocks of layers"
         larger = divisors(blocks // pp)[1:]
         fix = f"set --mesh.virtual_stages to {or_list(larger)}, or " if larger else ""
-        fix += "use --mesh.schedule 1f1b and --mesh.virtual_stages 1"
-        yield Problem(what, fix)
+        yield Problem(what, f"{fix}use {plain}")
     if cfg.train.remat == "offload" and pp > 1:
         what = f"train.remat=offload needs mesh.pp=1, but mesh.pp={pp}"
         yield Problem(what, "use --train.remat layer")
@@ -402,16 +404,19 @@ def moe_problems(m: Model):
     if m.n_experts <= 0:
         return
     n_groups, n_active_groups = max(1, m.n_groups), max(1, m.n_active_groups)
-    n_choices = m.n_experts // n_groups * n_active_groups
+    n_used = min(n_active_groups, n_groups)
+    n_choices = m.n_experts // n_groups * n_used
     if m.n_experts % n_groups:
         what = f"model.n_groups={n_groups} must divide model.n_experts={m.n_experts}"
-        yield Problem(what, f"set --model.n_groups to {or_list(divisors(m.n_experts))}")
+        sizes = divisors(m.n_experts)
+        sizes = [n for n in sizes if n >= n_active_groups] or sizes
+        yield Problem(what, f"set --model.n_groups to {or_list(sizes)}")
     elif n_active_groups > n_groups > 1:
         what = f"model.n_active_groups={n_active_groups} is more than model.n_groups={n_groups}"
         yield Problem(what, f"set --model.n_active_groups to at most {n_groups}")
     elif m.n_active > n_choices:
         what = f"model.n_active={m.n_active} is more than the {n_choices} experts"
-        what += f" of {n_active_groups} of {n_groups} groups"
+        what += f" of {n_used} of {n_groups} groups"
         yield Problem(what, f"set --model.n_active to {n_choices} or less")
 
 

@@ -26,9 +26,9 @@ from errors import STORAGE, USAGE, UserError
 # Without this, gcsfs answers from its first listing of a folder, file sizes included, and does not
 # see what other processes write there.
 fsspec.config.conf.setdefault("gs", {}).setdefault("use_listings_cache", False)
-# gcsfs asks Google what kind of bucket it is, once for a bucket that Google knows.  For an emulated
-# one it would ask before each request, which takes three times as long as the request.
-if "STORAGE_EMULATOR_HOST" in os.environ:
+# gcsfs asks Google what kind of bucket it is, and remembers the answer.  For an emulated bucket
+# there is none, so gcsfs would ask before each request, which takes longer than the request.
+if os.environ.get("STORAGE_EMULATOR_HOST", "") not in ("", "default"):
     os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
 logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs errors that it also raises
 
@@ -84,13 +84,13 @@ def paths_in(folder: epath.Path, pattern: str) -> list[epath.Path]:
 def leaves_folder(path, folder) -> bool:
     """Whether a path, which is on this machine, is a link to something outside of the folder.
 
-    A snapshot in a Hugging Face cache is a folder of links to the blobs beside it, which count as
-    inside.
+    A snapshot in a Hugging Face cache is a folder of links to the model's blobs, which may be links
+    to those that all models share.  Both count as inside.
     """
     root = os.path.realpath(folder)
-    cache = re.fullmatch(r"(.*/models--[^/]+)/snapshots/[^/]+", root)
-    root = cache[1] if cache else root
-    return not os.path.realpath(path).startswith(root + os.sep)
+    cache = re.fullmatch(r"(.*)(/models--[^/]+)/snapshots/[^/]+", root)
+    roots = [cache[1] + cache[2], f"{cache[1]}/blobs"] if cache else [root]
+    return not os.path.realpath(path).startswith(tuple(root + os.sep for root in roots))
 
 
 def read_limited(path) -> str:

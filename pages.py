@@ -64,8 +64,8 @@ def is_page(block: Block, data: bytes) -> bool:
 
 class DiskCache:
     """Pages on local disk under the names of their digests, for this run and later ones; those used
-    last are kept, up to a number of bytes.  `is_page` finds those of which only a part was written.
-    """
+    last are kept, up to a number of bytes.  A page of which only a part was written, by a process
+    that was killed, fails `is_page` and is fetched again."""
 
     def __init__(self, folder: str, limit: int):
         self.folder, self.limit = make_private_folder(folder, "data.cache"), limit
@@ -83,7 +83,7 @@ class DiskCache:
     def put(self, digest: bytes, data: bytes):
         path = self.path(digest)
         with suppress(OSError):  # without the cache, as on a full disk, reading is only slower
-            path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(mode=0o700, exist_ok=True)
             path.write_bytes(data)
             self.added += len(data)
         if self.added > self.limit // 16:

@@ -122,9 +122,7 @@ def check_is_part(path: Path):
         raise UserError(DATA, f"{path} is not a file", "fetch it again")
     if path.exists() and files.leaves_folder(path, path.parent):
         what = f"{path} is a link to {os.path.realpath(path)}, outside of the model"
-        raise UserError(
-            DATA, what, "copy the file, as `hf download --local-dir` does, or give its folder"
-        )
+        raise UserError(DATA, what, "put a copy of the file in its place")
 
 
 def read_json(path: Path) -> dict:

@@ -160,7 +160,9 @@ def cut_corpus(files: list[File], options: Options, val_fraction: float) -> list
         fix = "leave them out, or give tables, whose names end with their kind, such as .jsonl"
         raise UserError(USAGE, what, fix)
     if any(file.name.endswith(".json") for file in files):
-        say("files ending in .json are read as text; name those with a row in each line .jsonl")
+        say(
+            "files ending in .json are read as text; rename those with a row in each line to .jsonl"
+        )
     texts = [file for file in files if file.size] or files
     if len(texts) == 1 and readers.kind_of(texts[0], options) == "text":
         return readers.split_text(texts[0], val_fraction)
@@ -479,8 +481,11 @@ def parse() -> Args:
         raise UserError(USAGE, what, "give the prompt another field than the text")
     if args.tokenizer not in MADE and not absolute_path(args.tokenizer).exists():
         what = f"--tokenizer {args.tokenizer} is none of byte, char and bpe, nor a file"
-        example = "hf download openai-community/gpt2 tokenizer.json --local-dir gpt2"
-        raise UserError(USAGE, what, f"choose one of those, or give a tokenizer.json: {example}")
+        example = (
+            "`hf download openai-community/gpt2 tokenizer.json --local-dir gpt2` fetches GPT-2's"
+        )
+        fix = f"choose one of those, or give the path of a tokenizer.json: {example}"
+        raise UserError(USAGE, what, fix)
     return args
 
 

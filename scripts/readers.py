@@ -363,7 +363,8 @@ class Format(NamedTuple):
     """A line, row or text -> the text or the row's fields; None for a blank line."""
 
 
-# C4 and Dolma call theirs .json.gz.  A file .json is text: one in source code is seldom lines.
+# C4 and Dolma have lines of JSON in files ending in .json.gz.  A .json file is text, because among
+# source code it seldom has a row in each line.
 COMPRESSED = (".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst")
 
 # {suffix or another name: format}.  Files of other suffixes are "text", or with --document_per_line

@@ -50,6 +50,8 @@ class Failpoint:
         setattr(module, function, watched)
 
     def watch_requests(self):
+        # gcsfs reads this as it is imported, before files.py would set it.
+        os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
         from gcsfs import GCSFileSystem  # takes half a second
 
         call = GCSFileSystem._request

@@ -18,7 +18,7 @@ from conftest import ROOT, run
 import checks
 import cli
 import config
-from errors import USAGE, UserError
+from errors import USAGE, Problem, UserError
 
 # A module imports only modules that stand before it here.
 MODULES = """
@@ -28,12 +28,16 @@ MODULES = """
 """.split()  # noqa: SIM905
 
 
-def problems(*flags) -> list[str]:
-    """What is wrong with these flags, by the checks."""
+def refused(*flags) -> list[Problem]:
     with pytest.raises(UserError) as error:
         cli.parse(["--config", "demo", *flags])
     assert error.value.code == USAGE
-    return [p.what for p in error.value.problems]
+    return error.value.problems
+
+
+def problems(*flags) -> list[str]:
+    """What is wrong with these flags, by the checks."""
+    return [p.what for p in refused(*flags)]
 
 
 def test_a_bad_mesh_is_two_lines_and_exit_2_in_half_a_second():
@@ -134,6 +138,30 @@ def test_every_problem_is_reported_at_once_with_its_numbers(flags, words):
     assert len(found) == len(words), found
     for what, word in zip(found, words, strict=True):
         assert word in what
+
+
+@pytest.mark.parametrize("flags, fix, corrected", [
+    ("--mesh.schedule gpipe --mesh.virtual_stages 3", "set --mesh.virtual_stages 1",
+     "--mesh.schedule gpipe --mesh.virtual_stages 1"),
+    ("--mesh.virtual_stages 2", "set --mesh.schedule interleaved, or",
+     "--mesh.schedule interleaved --mesh.virtual_stages 2"),
+    ("--mesh.schedule interleaved --mesh.virtual_stages 3",
+     "use --mesh.schedule 1f1b --mesh.virtual_stages 1",
+     "--mesh.schedule 1f1b --mesh.virtual_stages 1"),
+    ("--train.microbatches 6", "set --train.batch_size 12, or change --train.microbatches",
+     "--train.microbatches 6 --train.batch_size 12"),
+    ("--mesh.pp 3 --train.grad_accum 3", "set --train.batch_size 24",
+     "--mesh.pp 4 --train.grad_accum 3 --train.batch_size 24"),
+    (f"{' '.join(MOE)} --model.n_groups 3 --model.n_active_groups 2",
+     "set --model.n_groups to 2 or 4",
+     f"{' '.join(MOE)} --model.n_groups 2 --model.n_active_groups 2"),
+    (f"{' '.join(MOE)} --model.n_groups 2 --model.n_active_groups 3",
+     "set --model.n_active_groups to at most 2",
+     f"{' '.join(MOE)} --model.n_groups 2 --model.n_active_groups 2"),
+])  # fmt: skip
+def test_what_a_fix_suggests_is_accepted(flags, fix, corrected):
+    assert any(fix in p.fix for p in refused(*flags.split()))
+    cli.parse(["--config", "demo", *corrected.split()])
 
 
 @pytest.mark.parametrize("flags, word", [

@@ -657,7 +657,8 @@ def test_no_file_outside_the_directory_and_no_pickle_is_read(tmp_path):
 
 
 def test_links_are_read_within_the_directory_or_its_cache_only(tmp_path):
-    """A Hugging Face cache has snapshots of links to blobs."""
+    """A Hugging Face cache has snapshots of links to blobs, and large ones (those that come through
+    Xet) are links in turn."""
     (tmp_path / "models--a--b" / "snapshots").mkdir(parents=True)
     hf, out = hf_dir(tmp_path / "models--a--b" / "snapshots" / "1f", "llama"), tmp_path / "x"
     blobs = tmp_path / "models--a--b" / "blobs"
@@ -665,16 +666,21 @@ def test_links_are_read_within_the_directory_or_its_cache_only(tmp_path):
     for path in list(hf.iterdir()):
         path.rename(blobs / path.name)
         path.symlink_to(f"../../blobs/{path.name}")
+    shared = tmp_path / "blobs" / "1f" / "1f2e"
+    shared.parent.mkdir(parents=True)
+    (blobs / "model.safetensors").rename(shared)
+    (blobs / "model.safetensors").symlink_to("../../blobs/1f/1f2e")
     done = run("scripts/convert_hf.py", "import", "--hf", hf, "--run", out)
     assert done.returncode == 0, done.stderr
-    blobs.rename(tmp_path / "blobs")
+    shared.rename(shared := blobs / "model.safetensors")
+    blobs.rename(blobs := tmp_path / "elsewhere")
     for name in ("config.json", "model.safetensors"):
         (hf / name).unlink()
-        (hf / name).symlink_to(tmp_path / "blobs" / name)
+        (hf / name).symlink_to(blobs / name)
         text = refusal("import", "--hf", hf, "--run", tmp_path / "y")
         assert text.startswith("3\nerror: ") and f"{name} is a link to" in text
         (hf / name).unlink()
-        shutil.copy(tmp_path / "blobs" / name, hf / name)
+        shutil.copy(blobs / name, hf / name)
 
 
 @pytest.mark.slow

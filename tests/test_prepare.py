@@ -96,7 +96,7 @@ def test_a_json_file_is_text_and_the_command_says_so(tmp_path):
     (tmp_path / "rows.json").write_bytes(row * 50)
     flags = ["--input", tmp_path / "rows.json", "--tokenizer", "byte", "--out", out]
     done = run("scripts/prepare_data.py", *flags)
-    assert ".json are read as text; name those with a row in each line .jsonl" in done.stdout
+    assert ".json are read as text; rename those with a row in each line to .jsonl" in done.stdout
     assert bytes(tokens_of(out / "val")[:-1].tolist()) == row
 
 
@@ -500,7 +500,7 @@ def write_corpus(folder: Path, kind: str, rows: list[str]) -> Path:
                 writer.write_table(table, max_chunksize=17)
         case ".jsonl.gz" | ".json.gz":
             path.write_bytes(gzip.compress(lines))
-        case ".jsonl.zst":  # two frames, as parallel compressors make
+        case ".jsonl.zst" | ".json.zst":  # two frames, as parallel compressors make
             first, second = lines[:500], lines[500:]
             path.write_bytes(zstandard.compress(first) + zstandard.compress(second))
         case ".jsonl":
@@ -508,7 +508,7 @@ def write_corpus(folder: Path, kind: str, rows: list[str]) -> Path:
     return path
 
 
-KINDS = (".parquet", ".arrow", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz")
+KINDS = (".parquet", ".arrow", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst")
 
 
 def all_documents(out: Path) -> list[str]:

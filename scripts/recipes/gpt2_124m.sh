@@ -9,14 +9,14 @@
 # minutes at the least, and 41 at the MFU of 40 % that llm.c had on 8 H100s.  llm.c's validation loss
 # was 3.28 after as many tokens of FineWeb (both from the records of modded-nanogpt, 2024-10-13).
 #
-# The first command needs a network and the package datasets.  TOKENIZER is what
-# `hf download openai-community/gpt2 tokenizer.json --local-dir .` fetches.  On the node JAX is
-# `pip install "jax[cuda13]"`.
+# The first command needs a network, the package datasets, and GPT-2's tokenizer, which
+# `hf download openai-community/gpt2 tokenizer.json --local-dir data/gpt2` fetches.  On the node JAX
+# is `pip install "jax[cuda13]"`.
 
 set -eu
 cd "$(dirname "$0")/../.."
 python scripts/prepare_data.py --input hf://HuggingFaceFW/fineweb:sample-10BT:train \
-  --tokenizer "${TOKENIZER:-tokenizer.json}" --val_fraction 0.001 --out data/fineweb
+  --tokenizer "${TOKENIZER:-data/gpt2/tokenizer.json}" --val_fraction 0.001 --out data/fineweb
 python train.py --config gpt2_124m --run.name gpt2_124m_fineweb \
   --data.train data/fineweb/train --data.val data/fineweb/val \
   --mesh.dp 8 --mesh.pp 1 --mesh.tp 1 --train.grad_accum 1 "$@"
