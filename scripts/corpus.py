@@ -108,5 +108,6 @@ def find_input(pattern: str, suffix: str) -> list[File]:
         exists = os.path.exists(pattern) or is_remote(pattern)
         ending = f" ending in {suffix!r}" if suffix else ""
         what = f"no files{ending} in {pattern}" if exists else f"--input {pattern} does not exist"
-        raise UserError(DATA, what, "give a file, a folder with files, or a pattern within quotes")
+        fix = "give a file, a folder with files (not links), or a pattern within quotes"
+        raise UserError(DATA, what, fix)
     return drop_descriptions(found)
