@@ -131,7 +131,8 @@ class PageReader:
         self.memory, self.size = OrderedDict(), 0  # {digest: page}, those used last at the end
         self.states = {}  # {path: its state when it was first read}
         self.disk = None
-        if cfg.data.cache_gb and any(x.pages_digest and is_remote(x.path) for x in of_set):
+        first = of_set[0]  # one question to each of 100,000 would take a second
+        if cfg.data.cache_gb and first.pages_digest and is_remote(first.path):
             cache = os.path.join(tempfile.gettempdir(), f"trifold-pages-{os.getuid()}")
             if cfg.data.cache:
                 cache = os.path.join(cfg.data.cache, "trifold-pages")

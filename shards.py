@@ -243,6 +243,7 @@ def read_manifest(folder: epath.Path) -> TokenSet:
 
 
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+HEX_DIGITS = re.compile("[0-9a-f]+")
 
 
 def check_entry(entry: dict, numbers: list, digest: str, n_digits: int, dtype="uint16"):
@@ -250,7 +251,7 @@ def check_entry(entry: dict, numbers: list, digest: str, n_digits: int, dtype="u
     if not PLAIN_NAME.fullmatch(entry["name"]):
         raise ValueError(f"shard name {entry['name']!r} is not a plain file name")
     are_counts = all(type(n) is int and 0 < n < 2**40 for n in numbers)
-    is_digest = len(digest) == n_digits and re.fullmatch("[0-9a-f]+", digest)
+    is_digest = len(digest) == n_digits and HEX_DIGITS.fullmatch(digest)
     if dtype not in ("uint16", "uint32") or not are_counts or not is_digest:
         facts = f"dtype {dtype!r}, {numbers!r} tokens, digest {digest!r}"
         raise ValueError(f"shard {entry['name']!r} has {facts}")
