@@ -284,7 +284,7 @@ def batch_problems(cfg: Config):
         factors["train.microbatches"] = t.microbatches
     elif n_blocks(cfg.model) % pp == 0:
         factors["mesh.pp"] = pp
-    else:  # reported already; the batch that is suggested fits any pp that may replace it
+    else:  # This pp is reported already.  The suggested batch fits each pp that may replace it.
         other_pp = n_blocks(cfg.model)
     parts = math.prod(factors.values())
     for size in dict.fromkeys(x for x in batch_sizes(cfg) if parts > 0 and x % parts):

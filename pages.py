@@ -131,7 +131,8 @@ class PageReader:
         self.memory, self.size = OrderedDict(), 0  # {digest: page}, those used last at the end
         self.states = {}  # {path: its state when it was first read}
         self.disk = None
-        first = of_set[0]  # one question to each of 100,000 would take a second
+        # All shards are in one place and of one format.  To ask each of 100,000 took 0.7 s.
+        first = of_set[0]
         if cfg.data.cache_gb and first.pages_digest and is_remote(first.path):
             cache = os.path.join(tempfile.gettempdir(), f"trifold-pages-{os.getuid()}")
             if cfg.data.cache:

@@ -160,9 +160,8 @@ def cut_corpus(files: list[File], options: Options, val_fraction: float) -> list
         fix = "leave them out, or give tables, whose names end with their kind, such as .jsonl"
         raise UserError(USAGE, what, fix)
     if any(file.name.endswith(".json") for file in files):
-        say(
-            "files ending in .json are read as text; rename those with a row in each line to .jsonl"
-        )
+        note = "rename those with a row in each line to .jsonl"
+        say(f"files ending in .json are read as text; {note}")
     texts = [file for file in files if file.size] or files
     if len(texts) == 1 and readers.kind_of(texts[0], options) == "text":
         return readers.split_text(texts[0], val_fraction)

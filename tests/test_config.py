@@ -29,6 +29,7 @@ MODULES = """
 
 
 def refused(*flags) -> list[Problem]:
+    """What the checks find wrong with these flags, and how to fix it."""
     with pytest.raises(UserError) as error:
         cli.parse(["--config", "demo", *flags])
     assert error.value.code == USAGE
@@ -36,7 +37,7 @@ def refused(*flags) -> list[Problem]:
 
 
 def problems(*flags) -> list[str]:
-    """What is wrong with these flags, by the checks."""
+    """What the checks find wrong with these flags."""
     return [p.what for p in refused(*flags)]
 
 

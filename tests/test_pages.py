@@ -161,7 +161,7 @@ def test_pages_from_a_bucket_are_kept_on_disk_and_damage_there_is_noticed(remote
         flip(path, 5)
     assert read() == 3 and read() == 0
     for path in kept:
-        path.write_bytes(path.read_bytes()[:5])  # as a process leaves it that is killed
+        path.write_bytes(path.read_bytes()[:5])  # as a killed process may leave it
     assert read() == 3 and read() == 0
     remote = replace(remote, data=replace(remote.data, cache_gb=0.0))
     (got,) = PageReader([shard], remote).read([(shard, 0, 10)])
