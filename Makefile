@@ -54,10 +54,7 @@ test-faults: .venv/installed
 
 test-interop: export JAX_PLATFORMS := cpu
 test-interop: .venv-interop/installed
-	.venv-interop/bin/python -m pytest -m "" tests/test_interop.py tests/test_benchmark.py
-	.venv-interop/bin/python -m pytest -m "" tests/test_lm_eval.py
-	.venv-interop/bin/python -m pytest -n 0 -m "" tests/test_prepare.py -k 'ray or streamed'
-	.venv-interop/bin/python -m pytest -n 0 -m "" tests/test_plan.py -k compilers
+	.venv-interop/bin/python -m pytest -m interop
 
 # Slurm starts jobs as root only.
 test-launch: export JAX_PLATFORMS := cpu

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from dataclasses import replace
 from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -47,6 +48,14 @@ def on_mesh(cfg: config.Config, mesh=(1, 1, 1), **sections) -> config.Config:
     sections = {name: replace(getattr(cfg, name), **fields) for name, fields in sections.items()}
     axes = dict(zip(utils.AXES, mesh, strict=True))
     return utils.start_mesh(replace(cfg, mesh=replace(cfg.mesh, **axes), **sections))
+
+
+def needs(*packages: str):
+    """Marks a test of `make test-interop`, skipped where one of the packages is missing."""
+    missing = [name for name in packages if not find_spec(name)]
+    reason = f"{', '.join(missing)} not installed: run make test-interop"
+    skip = pytest.mark.skipif(bool(missing), reason=reason)
+    return lambda test: pytest.mark.interop(skip(test))
 
 
 @pytest.fixture(autouse=True)

@@ -4,12 +4,11 @@ report."""
 import json
 import os
 from dataclasses import replace
-from importlib.util import find_spec
 
 import numpy as np
 import optax
 import pytest
-from conftest import on_mesh, run
+from conftest import needs, on_mesh, run
 
 import config
 import errors
@@ -79,10 +78,7 @@ def test_the_plain_model_is_trained_by_any_optimizer(monkeypatch):
     np.testing.assert_allclose(got, want, rtol=2e-6)
 
 
-live = pytest.mark.skipif(
-    not (find_spec("torch") and find_spec("transformers")),
-    reason="torch and transformers not installed: run make test-interop",
-)
+live = needs("torch", "transformers")
 
 
 @live
@@ -175,7 +171,7 @@ def test_a_bad_request_is_two_lines(flags):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not find_spec("transformers"), reason="transformers is not installed")
+@live
 def test_decoding_takes_no_more_time_than_transformers():
     """On one device: small matmuls take longer with the threads of eight, as in this process."""
     set_by_conftest = ("JAX_NUM_CPU_DEVICES", "NPROC", "XLA_FLAGS")

@@ -10,14 +10,13 @@ Dimension key: B  sequences   L  sequence length   S  sequence length of the key
 import json
 import re
 from functools import cache, partial
-from importlib.util import find_spec
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, needs
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -42,11 +41,7 @@ def with_marks(family: str, *more):
     return pytest.param(family, *more, marks=marks)
 
 
-NEEDED = [name for name in ("torch", "transformers") if not find_spec(name)]
-live = pytest.mark.skipif(
-    bool(NEEDED), reason=f"{', '.join(NEEDED)} not installed: run make test-interop"
-)
-
+live = needs("torch", "transformers")
 DTYPES = dict(F32=np.float32, BF16=jnp.bfloat16, I32=np.int32)
 
 

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from cases import MOE, PLAIN, params_of
-from conftest import ROOT, on_mesh, run
+from conftest import ROOT, needs, on_mesh, run
 from runs import finish, free_port
 from test_tasks import questions
 
@@ -29,10 +29,7 @@ import utils
 from scripts import convert_hf
 from scripts.vocabularies import byte_tokenizer
 
-NEEDED = [name for name in ("torch", "transformers", "lm_eval") if not find_spec(name)]
-live = pytest.mark.skipif(
-    bool(NEEDED), reason=f"{', '.join(NEEDED)} not installed: run make test-interop"
-)
+live = needs("torch", "transformers", "lm_eval")
 
 STYLES = dict(
     llama=replace(PLAIN, model=replace(PLAIN.model, n_layers=4, vocab_size=257)),

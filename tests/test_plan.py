@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import run
+from conftest import needs, run
 from jax._src.cudnn import fused_attention_stablehlo
 from jax.interpreters import partial_eval
 
@@ -639,10 +639,6 @@ def test_a_step_that_is_compiled_for_a_gpu_must_fit_into_what_jax_takes(monkeypa
         plan.main(plan.Args(topology="h200:1", compile=True), TINY)
 
 
-HAS_LIBTPU = compiled_cost.is_installed("libtpu")
-needs_libtpu = pytest.mark.skipif(
-    not HAS_LIBTPU, reason="no libtpu to compile for a TPU: run make test-interop"
-)
 COMPILERS = [
     ("v5e:1", "libtpu", "pip install 'jax[tpu]=="),
     ("h100:1", "jax_plugins.xla_cuda13", "pip install 'jax[cuda13]=="),
@@ -657,7 +653,7 @@ def test_without_a_compiler_the_plan_says_how_to_get_it(topology, module, fix):
     assert code == USAGE and fix in error and error.count("\n") == 2
 
 
-@needs_libtpu
+@needs("libtpu")
 def test_xla_for_tpus_sends_gradients_between_slices_once_and_in_bfloat16(monkeypatch):
     """XLA makes a sum over slices, and nothing else, a message to its runtime; all of its
     collectives are then inside of a slice."""
@@ -702,7 +698,7 @@ COMPILED = {
 }
 
 
-@needs_libtpu
+@needs("libtpu")
 @pytest.mark.parametrize("case", COMPILED)
 def test_the_estimate_is_within_a_tenth_of_the_compilers(case):
     sizes, topology, mesh, fields = COMPILED[case]

@@ -3,7 +3,6 @@ whatever runs the tasks and however often it is killed."""
 
 import gzip
 import hashlib
-import importlib.util
 import io
 import json
 import os
@@ -24,7 +23,7 @@ import pyarrow as pa
 import pytest
 import zstandard
 from buckets import emulate_bucket
-from conftest import ROOT, prepare, run
+from conftest import ROOT, needs, prepare, run
 from pyarrow import ipc, parquet
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -1176,11 +1175,6 @@ def test_a_bucket_has_the_same_bytes(large, by_one_worker, tmp_path):
 
 
 # ---- with packages of tests/requirements-interop.txt
-
-
-def needs(package: str):
-    is_missing = importlib.util.find_spec(package) is None
-    return pytest.mark.skipif(is_missing, reason=f"{package} is not installed")
 
 
 @pytest.mark.slow
