@@ -77,14 +77,19 @@ def finish(process: subprocess.Popen) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
+def wait_until(condition, process: subprocess.Popen, seconds: float = 60):
+    """Return once the condition holds, for which the process may take that long."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def wait_for_step(process: subprocess.Popen, run: Path, step: int):
     """Return once metrics.jsonl has the row of update `step`."""
     path, row = run / "metrics.jsonl", f'"step": {step}, "loss"'
-    deadline = time.monotonic() + 120
-    while not (path.exists() and row in path.read_text()):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: path.exists() and row in path.read_text(), process, 120)
 
 
 def new_run(base: Config, name: str, **sections) -> tuple[Config, Path]:

@@ -51,6 +51,8 @@ def shorten(words: list[str]) -> list[str]:
         return [*words, "--vocab_size", "512"]
     if script == "sample.py":
         return [*words, "--tokens", "4"]
+    if script == "evaluate.py" and "--data" in words:  # a whole training set
+        return [*words, "--batch_size", "256"]
     if script == "average.py":
         return [*words, "--steps", "0,1"]
     if words[:2] == ["-m", "pytest"]:  # not the suite within the suite

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, on_mesh
 from etils import epath
-from runs import copy_run, finish, new_run, refusal, rows, start
+from runs import copy_run, finish, new_run, refusal, rows, start, wait_for_step, wait_until
 
 import config
 import files
@@ -193,17 +193,12 @@ def test_a_rollback_happens_once_under_restarts(base):
     assert finish(start(cfg))[0] == 0
     cfg = replace(cfg, train=replace(cfg.train, steps=100_000))
     again = start(cfg, "--rollback", 5, "--run.restarts", 1, "--run.accept", "train.steps")
-    while (
-        not (run / "metrics.jsonl").exists()
-        or len(rows(run)) < 14
-        or not (run / "rolled_back").exists()
-    ):
-        assert again.poll() is None
+    wait_until((run / "rolled_back").exists, again, 120)
+    wait_for_step(again, run, 14)
     child = subprocess.run(["pgrep", "-P", str(again.pid)], capture_output=True, text=True).stdout
     os.kill(int(child), 9)
     history = run / "history.jsonl"
-    while len(history.read_text().splitlines()) < 3:
-        assert again.poll() is None
+    wait_until(lambda: len(history.read_text().splitlines()) == 3, again, 120)
     again.terminate()
     assert finish(again)[0] == 75
     steps = [json.loads(line)["step"] for line in history.read_text().splitlines()]

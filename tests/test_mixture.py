@@ -306,8 +306,7 @@ def test_two_processes_and_a_kill_change_nothing_of_a_mixture(mixed):
     assert finish(start(cfg))[0] == 0
     two, other = new_run(mixed, "two_of_a_mixture", mesh=dict(dp=2, pp=1, tp=1))
     first = start_two(two)
-    while not (other / "metrics.jsonl").exists() or len(rows(other)) < 8:
-        assert first[0].poll() is None
+    wait_for_step(first[0], other, 8)
     for process in first:
         process.kill()
         finish(process)

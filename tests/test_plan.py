@@ -619,11 +619,11 @@ def test_a_plan_is_that_of_the_largest_batch_of_a_ramp():
     one = ["--topology", "v5e:1", "--json"]
     falling, largest = (
         json.loads(answer(*one, *flags)[1])
-        for flags in (["--train.batch_ramp", "0:64,100:16"], ["--train.batch_size", 64])
+        for flags in (["--train.batch_ramp", "0:4,100:1"], ["--train.batch_size", 4])
     )
     assert falling["memory_total"] == largest["memory_total"]
     assert falling["best"] == largest["best"]
-    ramp = ["--train.batch_ramp", "0:64,100:16", "--train.remat", "layer"]
+    ramp = ["--train.batch_ramp", "0:4,100:1", "--train.remat", "layer"]
     found = json.loads(answer(*one, "--search", *ramp)[1])["plans"]
     assert falling["memory_total"] in [x["memory_total"] for x in found]
 
