@@ -184,7 +184,7 @@ class Train:
     """Batch sizes as UPDATES:SEQUENCES, such as 0:16,2000:32, which doubles after 2000 updates.
     The last size replaces train.batch_size."""
     microbatches: int = 0
-    """Pipeline microbatches in each slice of train.grad_accum.
+    """Pipeline microbatches in each accumulation step.
     0 takes 1 if mesh.pp is 1, else the largest of pp, 2, 3 and 4 pp that divides a rank's rows.
     On a CPU it takes the least multiple of pp with at most 512 tokens on a dp rank, or one row."""
     grad_accum: int = 1

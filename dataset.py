@@ -4,7 +4,7 @@
 order.py decides which window each row is; shards.py and pages.py read files of tokens.  To add a
 source of tokens, write a subclass of Source and enter it in SOURCES.
 
-Dimension key: A accumulation slices, M microbatches, B sequences, L sequence length.
+Dimension key: A accumulation steps, M microbatches, B sequences, L sequence length.
 """
 
 import hashlib

@@ -235,12 +235,12 @@ def balance_cotangent(stats, cfg: Config):
     return jax.tree.map_with_path(cotangent, stats)
 
 
-class SliceWork:
-    """What `run_schedule` does in one accumulation slice, with all microbatches of this dp rank.
+class ScheduledWork:
+    """What `run_schedule` does in one accumulation step, with all microbatches of this dp rank.
     begin, forward, score, backward and finish take the Total so far and return the new one."""
 
     def __init__(self, w, token_MBL, target_MBL, total, key, first_row, n_tokens, cfg: Config):
-        """See `add_slice_gradient`."""
+        """See `add_gradient`."""
         self.token_MBL, self.target_MBL, self.key, self.cfg = token_MBL, target_MBL, key, cfg
         self.first_row, self.n_tokens, self.w = first_row, n_tokens, w
         front = ("embed_VD", "position_LD", "prefix")
@@ -319,15 +319,15 @@ class SliceWork:
         return total._replace(grads=total.grads | grads)
 
 
-def add_slice_gradient(
+def add_gradient(
     w, token_MBL, target_MBL, total: Total, key, first_row, n_tokens, cfg: Config
 ) -> Total:
-    """The total with the loss and gradient of one accumulation slice added.
+    """The total with the loss and gradient of one accumulation step added.
 
     w: weights from `prepare_parts`.  token_MBL, target_MBL: all stages' microbatches of this dp
-    rank.  key: for dropout, of this step.  first_row: the slice's first row in the global batch.
-    n_tokens: counted tokens of the global batch.
+    rank.  key: for dropout, of this update.  first_row: the accumulation step's first row in the
+    global batch.  n_tokens: counted tokens of the global batch.
     """
-    work = SliceWork(w, token_MBL, target_MBL, total, key, first_row, n_tokens, cfg)
+    work = ScheduledWork(w, token_MBL, target_MBL, total, key, first_row, n_tokens, cfg)
     examples = work.example_BLD, work.saved.example
     return run_schedule(work.schedule, work, *examples, total, branch_policy(cfg))

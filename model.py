@@ -2,7 +2,7 @@
 layers in order, and the loss of each token.  gradient.py has the gradient, generate.py decoding.
 
 Dimension key (a suffix on every array's name spells its logical shape):
-  A  accumulation slices   M  microbatches   B  sequences   L  sequence length   D  d_model
+  A  accumulation steps   M  microbatches   B  sequences   L  sequence length   D  d_model
   V  vocabulary   N  layers
   E  experts   C  gate and up, or only up   F  hidden units
 

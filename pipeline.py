@@ -169,9 +169,9 @@ def make_schedule(cfg: Config, microbatches: int) -> Schedule:
 def run_schedule(schedule: Schedule, work, x_BLD, saved, total, branch: Callable):
     """Do the work of a schedule in one loop over its ticks; returns the total.
 
-    work: has the methods begin, forward, score, backward and finish of gradient.SliceWork.  x_BLD
-    and saved are examples, for shapes.  branch(due, f, skip, *args) calls f or skip;
-    due(s) says whether stage s has that work.  Each kind of work is a branch of its own, and total
+    work: has the methods begin, forward, score, backward and finish of gradient.ScheduledWork.
+    x_BLD and saved are examples, for shapes.  branch(due, f, skip, *args) calls f or skip; due(s)
+    says whether stage s has that work.  Each kind of work is a branch of its own, and total
     chains one to the next, because XLA on a CPU runs independent collectives at once and mixes up
     those of one group.
     """

@@ -3,7 +3,7 @@ CORE, whose answers the eval step scores.
 
 A row is (ids, n): a sequence of tokens, and how many at its end are scored.
 
-Dimension key: A accumulation slices, M microbatches, B sequences, L sequence length.
+Dimension key: A accumulation steps, M microbatches, B sequences, L sequence length.
 """
 
 import hashlib

@@ -4,7 +4,7 @@ eval step, the loop over updates, and `main`.
     python train.py --config demo
 
 Dimension key (a suffix on every array's name spells its logical shape):
-  A  accumulation slices   M  microbatches   B  sequences   L  sequence length
+  A  accumulation steps   M  microbatches   B  sequences   L  sequence length
   U  the last updates
 """
 
@@ -70,7 +70,7 @@ from errors import CHECKPOINT, INTERRUPTED, USAGE, UserError
 from experts import moe_metrics, update_router_biases
 from files import is_writable
 from generate import generate
-from gradient import add_slice_gradient, prepare_parts, reduce_total, zero_total
+from gradient import add_gradient, prepare_parts, reduce_total, zero_total
 from layers import BATCH
 from metrics import MetricsLog, print_end, print_eval, print_scores
 from mixture import read_sets
@@ -291,19 +291,19 @@ def loss_and_grads(params, tokens_AMBL, targets_AMBL, key, cfg: Config):
         # A stage works on all microbatches of its dp rank.
         tokens_AMBL = lax.all_gather(tokens_AMBL, "pp", axis=1, tiled=True)
         targets_AMBL = lax.all_gather(targets_AMBL, "pp", axis=1, tiled=True)
-        if cfg.mesh.schedule != "gpipe":  # one slice, so that the pipeline fills and drains once
+        if cfg.mesh.schedule != "gpipe":  # one step, so that the pipeline fills and drains once
             tokens_AMBL = tokens_AMBL.reshape(1, -1, *tokens_AMBL.shape[2:])
             targets_AMBL = targets_AMBL.reshape(1, -1, *targets_AMBL.shape[2:])
         n_rows = cfg.train.batch_size // tokens_AMBL.shape[0]
         w = prepare_parts(params, cfg, cfg.train.dtype)
 
-        def add_slice(total, slice):
-            tokens_MBL, targets_MBL, a = slice
+        def accumulate(total, step):
+            tokens_MBL, targets_MBL, a = step
             args = tokens_MBL, targets_MBL, total, key, a * n_rows, n_tokens
-            return add_slice_gradient(w, *args, cfg), None
+            return add_gradient(w, *args, cfg), None
 
-        slices = (tokens_AMBL, targets_AMBL, jnp.arange(len(tokens_AMBL)))
-        total, _ = lax.scan(add_slice, zero_total(w, cfg), slices)
+        steps = (tokens_AMBL, targets_AMBL, jnp.arange(len(tokens_AMBL)))
+        total, _ = lax.scan(accumulate, zero_total(w, cfg), steps)
         return reduce_total(total, params, cfg)
 
     return per_device(params, tokens_AMBL, targets_AMBL, key)
@@ -351,8 +351,8 @@ def eval_step(params, tokens_AMBL, targets_AMBL, cfg: Config):
 
     @jax.shard_map(in_specs=(specs, row_spec, row_spec), out_specs=(P(), P(), row_spec, row_spec))
     def per_device(params, tokens_AMBL, targets_AMBL):
-        def score(slice):
-            return model.score_tokens(params, *slice, cfg)
+        def score(step):
+            return model.score_tokens(params, *step, cfg)
 
         nll_AMBL, is_top_AMBL = lax.map(score, (tokens_AMBL, targets_AMBL))
         nll_AMBL = jnp.where(targets_AMBL >= 0, nll_AMBL, 0)

@@ -9,7 +9,7 @@ weights, on the same random tokens, which stay on the device.  On a CPU, where o
 disturb the wall clock, it compares CPU seconds.
 
 Dimension key (a suffix on every array's name spells its logical shape):
-  A  accumulation slices   B  sequences   L  sequence length   D  d_model   F  d_ff   V  vocabulary
+  A  accumulation steps   B  sequences   L  sequence length   D  d_model   F  d_ff   V  vocabulary
   H  query heads   G  key and value heads   K  head dim   C  gate and up, or only up
 """
 

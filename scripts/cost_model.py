@@ -257,9 +257,9 @@ def count_cost(jaxpr: Jaxpr, cfg: Config, chip: Chip, busy_shares=()) -> Cost:
 
 
 def step_schedule(cfg: Config) -> pipeline.Schedule:
-    """The schedule of one pipeline loop; gpipe runs a loop for each accumulation slice."""
-    slices = 1 if cfg.mesh.schedule == "gpipe" else cfg.train.grad_accum
-    return pipeline.make_schedule(cfg, slices * cfg.train.microbatches)
+    """The schedule of one pipeline loop; gpipe runs a loop for each accumulation step."""
+    steps = 1 if cfg.mesh.schedule == "gpipe" else cfg.train.grad_accum
+    return pipeline.make_schedule(cfg, steps * cfg.train.microbatches)
 
 
 def work_shares(n: int, cfg: Config) -> tuple:

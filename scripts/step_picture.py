@@ -15,7 +15,7 @@ COLOURS = dict(slice="#b07aa1", dp="#4e79a7", pp="#f28e2b", tp="#59a14f")
 # Titles for the functions that are bodies of loops in the step; others keep their names.
 WORDS = dict(
     per_device="update on one device",
-    add_slice="accumulation slice",
+    accumulate="accumulation step",
     tick="tick of the pipeline",
     block="layers",
     add_chunk="chunk of the logits",
