@@ -148,17 +148,17 @@ def yarn_magnitudes(m) -> tuple[float, float]:
     return rotated, magnitude(m.yarn_mscale_all_dim) ** 2
 
 
-def rope(x_BLHK, at: Span, cfg, width=None):
+def rope(x_BLHK, span: Span, cfg, width=None):
     """Rotary position embedding (Su et al. 2021) of the last `width` elements of each head (None:
     all), of which element i and element i + width/2 are a pair, as Llama's."""
     m, K = cfg.model, x_BLHK.shape[-1]
     width = width or K
     if m.positions == "learned":
         return x_BLHK
-    if at.window and m.rope_local_theta:
+    if span.window and m.rope_local_theta:
         m = replace(m, rope_theta=m.rope_local_theta, rope_scaling="none")
     freq_A = rope_frequencies(width, m).astype(np.float32)
-    angle_BLA = at.position_BL[..., None] * freq_A
+    angle_BLA = span.position_BL[..., None] * freq_A
     scale = yarn_magnitudes(m)[0]
     sin_BL1A = scale * jnp.sin(angle_BLA)[:, :, None]
     cos_BL1A = scale * jnp.cos(angle_BLA)[:, :, None]
@@ -191,7 +191,7 @@ def score_scale(cfg, width: int) -> float:
     return scale * (m.mup_base_head / m.d_head) ** 0.5 if m.mup_base_head else scale
 
 
-def decoding_attention(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int, sink_H=None):
+def decoding_attention(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg, width: int, sink_H=None):
     """Attention of new tokens, whose first index differs by row, to the keys of a cache.  All
     scores are in memory."""
     B, L, H, K = q_BLHK.shape
@@ -201,10 +201,10 @@ def decoding_attention(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int, sink_H
     score_BGRLS = einsum("BGRLK,BGSK->BGRLS", q_BGRLK, k_BGSK, jnp.float32)
     score_BGRLS *= score_scale(cfg, width)
     score_BGRLS = softcap(score_BGRLS, cfg.model.attn_softcap)
-    distance_BLS = at.index_BL[..., None] - jnp.arange(S)
-    seen_BLS = (distance_BLS >= 0) & (distance_BLS < (at.window or S))
-    if at.document_BL is not None:
-        seen_BLS &= at.document_BL[..., None] == at.document_BS[:, None]
+    distance_BLS = span.index_BL[..., None] - jnp.arange(S)
+    seen_BLS = (distance_BLS >= 0) & (distance_BLS < (span.window or S))
+    if span.document_BL is not None:
+        seen_BLS &= span.document_BL[..., None] == span.document_BS[:, None]
     score_BGRLS = jnp.where(seen_BLS[:, None, None], score_BGRLS, -1e30)
     if sink_H is None:
         prob_BGRLS = jax.nn.softmax(score_BGRLS, -1)
@@ -215,13 +215,13 @@ def decoding_attention(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int, sink_H
     return y_BGRLW.transpose(0, 3, 1, 2, 4).reshape(B, L, H, -1)
 
 
-def xla_attention(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int, sink_H=None):
+def xla_attention(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg, width: int, sink_H=None):
     """Plain JAX in blocks: supports every option on every platform."""
-    options = dict(scale=score_scale(cfg, width), cap=cfg.model.attn_softcap, window=at.window)
-    return block_attention(q_BLHK, k_BSGK, v_BSGW, at.document_BL, sink_H, **options)
+    options = dict(scale=score_scale(cfg, width), cap=cfg.model.attn_softcap, window=span.window)
+    return block_attention(q_BLHK, k_BSGK, v_BSGW, span.document_BL, sink_H, **options)
 
 
-def cudnn_attention(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int):
+def cudnn_attention(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg, width: int):
     """cuDNN's flash attention; a value head narrower than a key head (mla) is padded with zeros."""
     K, W = q_BLHK.shape[-1], v_BSGW.shape[-1]
     v_BSGK = jnp.pad(v_BSGW, ((0, 0),) * 3 + ((0, K - W),))
@@ -231,20 +231,21 @@ def cudnn_attention(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int):
         v_BSGK,
         scale=score_scale(cfg, width),
         is_causal=True,
-        local_window_size=(at.window - 1, 0) if at.window else None,
+        local_window_size=(span.window - 1, 0) if span.window else None,
         implementation="cudnn",
     )
     return y_BLHK[..., :W]
 
 
-def splash_attention(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int, interpret=False):
+def splash_attention(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg, width: int, interpret=False):
     """JAX's flash attention for TPUs, which leaves out blocks of keys that no query sees."""
     # A second of imports that no other platform needs.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     L, H = q_BLHK.shape[1:3]
-    mask = masks.LocalMask((L, L), (at.window - 1, 0), 0) if at.window else masks.CausalMask((L, L))
+    causal = masks.CausalMask((L, L))
+    mask = masks.LocalMask((L, L), (span.window - 1, 0), 0) if span.window else causal
     size = next(n for n in (1024, 512, 256, 128) if L % n == 0)
     q_blocks = dict(block_q=size, block_q_dkv=size)
     kv_blocks = dict(block_kv=size, block_kv_dkv=size)
@@ -257,8 +258,8 @@ def splash_attention(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int, interpre
         interpret=interpret,
     )
     segments = None
-    if at.document_BL is not None:
-        segments = splash.SegmentIds(at.document_BL, at.document_BS)
+    if span.document_BL is not None:
+        segments = splash.SegmentIds(span.document_BL, span.document_BS)
     run = jax.vmap(kernel)
     typed = partial(typed_kernel_outputs, splash, jax.typeof(q_BLHK).manual_axis_type)
 
@@ -286,7 +287,7 @@ def splash_attention(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int, interpre
 KERNELS = dict(xla=xla_attention, cudnn=cudnn_attention, splash=splash_attention)
 
 
-def why_unsupported(kernel: str, q_BLHK, v_BSGW, at: Span, cfg: Config) -> str:
+def why_unsupported(kernel: str, q_BLHK, v_BSGW, span: Span, cfg: Config) -> str:
     """Why a kernel cannot do this attention, or "" where it can."""
     if kernel == "xla":
         return ""
@@ -303,7 +304,7 @@ def why_unsupported(kernel: str, q_BLHK, v_BSGW, at: Span, cfg: Config) -> str:
             "needs an NVIDIA GPU of compute capability 8.0": capability < 8,
             "takes no value head wider than a key head": v_BSGW.shape[-1] > K,
             "has no score softcap (model.attn_softcap)": cfg.model.attn_softcap,
-            "has no document mask (data.document_mask)": at.document_BL is not None,
+            "has no document mask (data.document_mask)": span.document_BL is not None,
             "needs train.dtype=bfloat16": q_BLHK.dtype != jnp.bfloat16,
             f"takes heads of a multiple of 8, up to {widest}, not {K}": K % 8 or widest < K,
         }
@@ -315,7 +316,7 @@ def why_unsupported(kernel: str, q_BLHK, v_BSGW, at: Span, cfg: Config) -> str:
 warn_once = functools.cache(warn)
 
 
-def attend(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int, sink_H=None):
+def attend(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg, width: int, sink_H=None):
     """Causal softmax attention: of whole rows by the kernel that train.attention and the platform
     choose, of new tokens by `decoding_attention`.
 
@@ -323,16 +324,16 @@ def attend(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int, sink_H=None):
     None adds none.  H / G query heads share a key head.  Returns y_BLHW.
     Raises UserError USAGE where train.attention names a kernel that cannot do it.
     """
-    if at.decoding:
-        return decoding_attention(q_BLHK, k_BSGK, v_BSGW, at, cfg, width, sink_H)
+    if span.decoding:
+        return decoding_attention(q_BLHK, k_BSGK, v_BSGW, span, cfg, width, sink_H)
     best = dict(tpu="splash", **dict.fromkeys(GPUS, "cudnn")).get(platform(), "xla")
     kernel = best if cfg.train.attention == "auto" else cfg.train.attention
-    why = why_unsupported(kernel, q_BLHK, v_BSGW, at, cfg)
+    why = why_unsupported(kernel, q_BLHK, v_BSGW, span, cfg)
     if why:
         if kernel == cfg.train.attention:
             raise UserError(USAGE, f"train.attention={kernel} {why}", "set --train.attention auto")
         warn_once(f"attention is plain JAX, since {kernel} {why}")
-    options = dict(at=at, cfg=cfg, width=width)
+    options = dict(span=span, cfg=cfg, width=width)
     options |= {} if sink_H is None else dict(sink_H=sink_H)
     attention = partial(KERNELS["xla" if why else kernel], **options)
     if cfg.train.remat == "attention":
@@ -340,13 +341,13 @@ def attend(q_BLHK, k_BSGK, v_BSGW, at: Span, cfg, width: int, sink_H=None):
     return attention(q_BLHK, k_BSGK, v_BSGW)
 
 
-def logit_stats(q_BLHK, k_BSGK, at: Span, cfg, width: int) -> dict:
+def logit_stats(q_BLHK, k_BSGK, span: Span, cfg, width: int) -> dict:
     """With log.norms_every, a layer's statistic `logit`: the mean square of the scores of all pairs
     of a row's tokens, before softcap and mask, summed over this device's rows and heads.
 
     The sum over i, j of (q_i . k_j)^2 is <Q'Q, K'K>, which needs no scores.
     """
-    if not cfg.log.norms_every or at.decoding:
+    if not cfg.log.norms_every or span.decoding:
         return {}
     B, L, H, K = q_BLHK.shape
     G = k_BSGK.shape[2]
@@ -360,13 +361,13 @@ def logit_stats(q_BLHK, k_BSGK, at: Span, cfg, width: int) -> dict:
 # ---- attention variants: tables of weights, and functions of (x_BLD, w, cfg, Span, cache)
 
 
-def update_cache(cache, new: dict, at: Span) -> dict:
+def update_cache(cache, new: dict, span: Span) -> dict:
     """The cache with the new tokens' keys and values written at their places; without a cache
     (None) just the new ones."""
     if cache is None:
         return new
-    row_B1 = jnp.arange(at.index_BL.shape[0])[:, None]
-    return {name: cache[name].at[row_B1, at.index_BL].set(x) for name, x in new.items()}
+    row_B1 = jnp.arange(span.index_BL.shape[0])[:, None]
+    return {name: cache[name].at[row_B1, span.index_BL].set(x) for name, x in new.items()}
 
 
 def to_heads(D: int, H: int, K: int) -> Param:
@@ -418,13 +419,13 @@ def gqa_table(cfg: Config) -> dict:
     return table
 
 
-def gqa(x_BLD, w, cfg, at: Span, cache):
+def gqa(x_BLD, w, cfg, span: Span, cache):
     """Grouped-query attention (Ainslie et al. 2023).  Returns y_BLD, the keys and values, and
     `logit_stats`.
 
     x is gathered over tp; the outputs of the heads are summed over tp and scattered.
     """
-    x_BLD = gather_over_tp(x_BLD, at.tp_dim)
+    x_BLD = gather_over_tp(x_BLD, span.tp_dim)
     q_BLHK = add_bias(einsum("BLD,DHK->BLHK", x_BLD, w["q_DHK"]), w.get("q_bias_HK"))
     k_BLGK = add_bias(einsum("BLD,DGK->BLGK", x_BLD, w["k_DGK"]), w.get("k_bias_GK"))
     v_BLGK = add_bias(einsum("BLD,DGK->BLGK", x_BLD, w["v_DGK"]), w.get("v_bias_GK"))
@@ -432,13 +433,13 @@ def gqa(x_BLD, w, cfg, at: Span, cache):
         q_gain, k_gain = (w[name] for name in QK_GAINS[cfg.model.qk_norm_width])
         q_BLHK = rms_norm(q_BLHK, q_gain, cfg.model.norm_eps)
         k_BLGK = rms_norm(k_BLGK, k_gain, cfg.model.norm_eps)
-    q_BLHK = rope(q_BLHK, at, cfg)
-    kv = update_cache(cache, dict(k_BSGK=rope(k_BLGK, at, cfg), v_BSGK=v_BLGK), at)
+    q_BLHK = rope(q_BLHK, span, cfg)
+    kv = update_cache(cache, dict(k_BSGK=rope(k_BLGK, span, cfg), v_BSGK=v_BLGK), span)
     keys_and_values = kv["k_BSGK"], kv["v_BSGK"]
-    y_BLHK = attend(q_BLHK, *keys_and_values, at, cfg, cfg.model.d_head, w.get("sink_H"))
+    y_BLHK = attend(q_BLHK, *keys_and_values, span, cfg, cfg.model.d_head, w.get("sink_H"))
     y_BLD = einsum("BLHK,HKD->BLD", y_BLHK, w["o_HKD"])
-    y_BLD = scatter_over_tp(y_BLD, at.tp_dim)
-    stats = logit_stats(q_BLHK, kv["k_BSGK"], at, cfg, cfg.model.d_head)
+    y_BLD = scatter_over_tp(y_BLD, span.tp_dim)
+    stats = logit_stats(q_BLHK, kv["k_BSGK"], span, cfg, cfg.model.d_head)
     return add_bias(y_BLD, w.get("o_bias_D")), kv, stats
 
 
@@ -467,7 +468,7 @@ def mla_table(cfg: Config) -> dict:
     return table
 
 
-def mla(x_BLD, w, cfg, at: Span, cache):
+def mla(x_BLD, w, cfg, span: Span, cache):
     """Multi-head latent attention (DeepSeek-V2, section 2.1; V3, section 2.1.1).
 
     Returns y_BLD, the latents of the keys and values, and `logit_stats`.  Each tp shard makes
@@ -482,35 +483,36 @@ def mla(x_BLD, w, cfg, at: Span, cache):
     c_BLI = add_bias(einsum("BLD,DI->BLI", x_BLD, w["kv_down_DI"]), w.get("kv_down_bias_I"))
     c_BLI = rms_norm(c_BLI, w["kv_norm_I"], eps)
     k_BLT = add_bias(einsum("BLD,DT->BLT", x_BLD, w["k_rope_DT"]), w.get("k_rope_bias_T"))
-    h_BLJ = gather_over_tp(h_BLJ, at.tp_dim)
-    c_BLI = gather_over_tp(c_BLI, at.tp_dim)
-    k_BLT = gather_over_tp(k_BLT, at.tp_dim)
+    h_BLJ = gather_over_tp(h_BLJ, span.tp_dim)
+    c_BLI = gather_over_tp(c_BLI, span.tp_dim)
+    k_BLT = gather_over_tp(k_BLT, span.tp_dim)
 
-    kv = update_cache(cache, dict(c_BSI=c_BLI, k_BST=rope(k_BLT[:, :, None], at, cfg)[:, :, 0]), at)
+    k_BLT = rope(k_BLT[:, :, None], span, cfg)[:, :, 0]
+    kv = update_cache(cache, dict(c_BSI=c_BLI, k_BST=k_BLT), span)
     c_BSI, k_BST = kv["c_BSI"], kv["k_BST"]
     width = m.d_head + m.d_rope
-    if h_BLJ.shape[1] > 1 or not at.decoding:
+    if h_BLJ.shape[1] > 1 or not span.decoding:
         # Weights are joined, because joined heads would be written to memory once more.  On a TPU
         # this is a part of the 2.4 times in `rope`; on a CPU an update takes 1.5 % longer with it.
         q_JHK = jnp.concatenate([w["q_JHK"], w["q_rope_JHT"]], -1)
         k_IHK = jnp.pad(w["k_IHK"], ((0, 0), (0, 0), (0, m.d_rope)))
-        q_BLHK = rope(einsum("BLJ,JHK->BLHK", h_BLJ, q_JHK), at, cfg, m.d_rope)
+        q_BLHK = rope(einsum("BLJ,JHK->BLHK", h_BLJ, q_JHK), span, cfg, m.d_rope)
         k_BSK = jnp.pad(k_BST, ((0, 0), (0, 0), (m.d_head, 0)))
         # add_bias, because the gradient of the keys that heads share is a sum over heads.
         k_BSHK = add_bias(einsum("BSI,IHK->BSHK", c_BSI, k_IHK), k_BSK[:, :, None])
         v_BSHW = einsum("BSI,IHW->BSHW", c_BSI, w["v_IHW"])
-        y_BLHW = attend(q_BLHK, k_BSHK, v_BSHW, at, cfg, width)
-        stats = logit_stats(q_BLHK, k_BSHK, at, cfg, width)
+        y_BLHW = attend(q_BLHK, k_BSHK, v_BSHW, span, cfg, width)
+        stats = logit_stats(q_BLHK, k_BSHK, span, cfg, width)
     else:  # For a new token it is cheaper to compare with latents than to expand them to all heads.
         q_BLHK = einsum("BLJ,JHK->BLHK", h_BLJ, w["q_JHK"])
-        q_BLHT = rope(einsum("BLJ,JHT->BLHT", h_BLJ, w["q_rope_JHT"]), at, cfg)
+        q_BLHT = rope(einsum("BLJ,JHT->BLHT", h_BLJ, w["q_rope_JHT"]), span, cfg)
         q_BLHI = einsum("BLHK,IHK->BLHI", q_BLHK, w["k_IHK"])
         q, k = jnp.concatenate([q_BLHI, q_BLHT], -1), jnp.concatenate([c_BSI, k_BST], -1)
-        y_BLHI = attend(q, k[:, :, None], c_BSI[:, :, None], at, cfg, width)
+        y_BLHI = attend(q, k[:, :, None], c_BSI[:, :, None], span, cfg, width)
         stats = {}
         y_BLHW = einsum("BLHI,IHW->BLHW", y_BLHI, w["v_IHW"])
     y_BLD = einsum("BLHW,HWD->BLD", y_BLHW, w["o_HWD"])
-    y_BLD = scatter_over_tp(y_BLD, at.tp_dim)
+    y_BLD = scatter_over_tp(y_BLD, span.tp_dim)
     return add_bias(y_BLD, w.get("o_bias_D")), kv, stats
 
 

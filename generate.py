@@ -83,9 +83,9 @@ def empty_cache(w, cfg: Config, B: int, S: int) -> dict:
         """The entries of a layer's cache for one token a row."""
         shape = B // lax.axis_size("tp"), 1, cfg.model.d_model
         x_BLD = mark_varying(jnp.zeros(shape, cfg.train.dtype))
-        at = Span(jnp.zeros((B, 1), int), jnp.zeros((B, 1), int), decoding=True)
+        span = Span(jnp.zeros((B, 1), int), jnp.zeros((B, 1), int), decoding=True)
         _, attention = attention_of(cfg)
-        return attention(x_BLD, gather_layer(w, kind, cfg), cfg, at, None)[1]
+        return attention(x_BLD, gather_layer(w, kind, cfg), cfg, span, None)[1]
 
     cache = {}
     for group in layer_groups(w):
@@ -101,12 +101,12 @@ def empty_cache(w, cfg: Config, B: int, S: int) -> dict:
     return mark_varying(cache)
 
 
-def run_layers(w, group: str, x_BLD, m, cache: dict, at: Span, cfg: Config):
+def run_layers(w, group: str, x_BLD, m, cache: dict, span: Span, cfg: Config):
     """(x_BLD, cache): microbatch m of the cache through this device's layers of a group."""
     new = []
     for (kind, _), layer, kv in zip(stage_layers(cfg, group), w[group], cache[group], strict=True):
         whole, kv_m = gather_layer(layer, kind, cfg), jax.tree.map(lambda x: x[m], kv)
-        x_BLD, kv_m, _ = decoder_layer(kind, x_BLD, whole, cfg, None, at, kv_m)
+        x_BLD, kv_m, _ = decoder_layer(kind, x_BLD, whole, cfg, None, span, kv_m)
         new.append(jax.tree.map(lambda x, new: x.at[m].set(new), kv, kv_m))
     return x_BLD, cache | {group: mark_varying(new)}
 

@@ -256,8 +256,8 @@ class ScheduledWork:
 
     def apply_front(self, m, front, grads):
         """`model.apply_front` on microbatch m."""
-        at = full_row_span(self.token_MBL, m, self.cfg, self.first_row)
-        return apply_front(front, self.token_MBL[m], at, self.cfg, self.key, grads=grads)
+        span = full_row_span(self.token_MBL, m, self.cfg, self.first_row)
+        return apply_front(front, self.token_MBL[m], span, self.cfg, self.key, grads=grads)
 
     def apply_part(self, m, r, layers, grads, x_BLD):
         """`model.apply_layers` on microbatch m, with part r of the layers."""
@@ -265,8 +265,8 @@ class ScheduledWork:
         n_prefix = len(layer_kinds(self.cfg.model.prefix))
         chunk = r * self.schedule.pp + lax.axis_index("pp")
         first_layer = n_prefix + chunk * count_layers(layers)
-        at = full_row_span(self.token_MBL, m, self.cfg, self.first_row)
-        args = layers, kinds, first_layer, x_BLD, at, self.cfg, self.key
+        span = full_row_span(self.token_MBL, m, self.cfg, self.first_row)
+        args = layers, kinds, first_layer, x_BLD, span, self.cfg, self.key
         return apply_layers(*args, grads=grads)
 
     def part(self, total: Total, r):

@@ -283,19 +283,19 @@ def norm_if_there(x_BLD, w, name: str, cfg: Config):
     return norm(x_BLD, w, name, cfg) if f"{name}_D" in w else x_BLD
 
 
-def decoder_layer(kind, x_BLD, w, cfg, key, at: Span, cache):
+def decoder_layer(kind, x_BLD, w, cfg, key, span: Span, cache):
     """(x_BLD, kv, statistics): attention and feed-forward, each added to the residual stream.
 
     kv: what a cache keeps of the tokens.  statistics: of the attention's logits and of a moe
     layer's routing, in training.
     """
     attn_key, mlp_key = (None, None) if key is None else jax.random.split(key)
-    at = at._replace(window=cfg.model.window if "local" in kind else 0)
+    span = span._replace(window=cfg.model.window if "local" in kind else 0)
     _, attention = attention_of(cfg)
     y_BLD = norm_if_there(x_BLD, w, "attn_norm", cfg)
-    y_BLD, kv, stats = attention(y_BLD, w, cfg, at, cache)
+    y_BLD, kv, stats = attention(y_BLD, w, cfg, span, cache)
     y_BLD = norm_if_there(y_BLD, w, "attn_post_norm", cfg)
-    x_BLD = x_BLD + residual_scale(cfg) * dropout(y_BLD, attn_key, at.row_B, cfg)
+    x_BLD = x_BLD + residual_scale(cfg) * dropout(y_BLD, attn_key, span.row_B, cfg)
     y_BLD = norm_if_there(x_BLD, w, "mlp_norm", cfg)
     if "moe" in kind:
         y_BLD, moe_stats = moe(y_BLD, w, cfg, training=key is not None)
@@ -303,7 +303,7 @@ def decoder_layer(kind, x_BLD, w, cfg, key, at: Span, cache):
     else:
         y_BLD = mlp(y_BLD, w, cfg)
     y_BLD = norm_if_there(y_BLD, w, "mlp_post_norm", cfg)
-    x_BLD = x_BLD + residual_scale(cfg) * dropout(y_BLD, mlp_key, at.row_B, cfg)
+    x_BLD = x_BLD + residual_scale(cfg) * dropout(y_BLD, mlp_key, span.row_B, cfg)
     return x_BLD, kv, stats
 
 
@@ -504,7 +504,7 @@ tap_gradient.defvjp(lambda grads, w, index: ((grads, w), index), tap_gradient_ba
 
 
 def apply_layers(
-    params, kinds: list[str], first_layer, x_BLD, at: Span, cfg: Config, key=None, grads=None
+    params, kinds: list[str], first_layer, x_BLD, span: Span, cfg: Config, key=None, grads=None
 ):
     """(x_BLD, statistics, grads): x through the layers of params, blocks of `kinds`, in the form of
     `arrange_layers`.
@@ -516,7 +516,7 @@ def apply_layers(
     def compute(kind, x_BLD, w, n):
         w = gather_layer(w, kind, cfg)
         x_BLD = checkpoint_name(x_BLD, LAYER_INPUT)
-        x_BLD, _, stats = decoder_layer(kind, x_BLD, w, cfg, fold_key(key, n), at, None)
+        x_BLD, _, stats = decoder_layer(kind, x_BLD, w, cfg, fold_key(key, n), span, None)
         return x_BLD, stats
 
     def layer(kind, x_and_grads, numbered_input):
@@ -538,30 +538,30 @@ def apply_layers(
     return x_BLD, mark_varying(stats), grads
 
 
-def apply_embedding(params, token_BL, at: Span, cfg: Config, key=None, grads=None):
+def apply_embedding(params, token_BL, span: Span, cfg: Config, key=None, grads=None):
     """(x_BLD, grads) as `apply_layers`: the embedding, and that of positions."""
     grads = {} if grads is None else dict(grads)
     args = grads.get("embed_VD"), params["embed_VD"], token_BL
-    grads["embed_VD"], x_BLD = embed(*args, at.tp_dim)
+    grads["embed_VD"], x_BLD = embed(*args, span.tp_dim)
     if cfg.model.positions == "learned":
-        position_BL = tp_part(jnp.broadcast_to(at.position_BL, token_BL.shape), at.tp_dim)
+        position_BL = tp_part(jnp.broadcast_to(span.position_BL, token_BL.shape), span.tp_dim)
         args = grads.get("position_LD"), params["position_LD"], position_BL
         grads["position_LD"], position_BLD = lookup(*args)
         x_BLD += position_BLD
     if cfg.model.scale_embedding:
         x_BLD *= cfg.model.embedding_scale
-    x_BLD = dropout(x_BLD, fold_key(key, cfg.model.n_layers), at.row_B, cfg)
+    x_BLD = dropout(x_BLD, fold_key(key, cfg.model.n_layers), span.row_B, cfg)
     return mark_varying(x_BLD), grads
 
 
-def apply_front(params, token_BL, at: Span, cfg: Config, key=None, grads=None):
+def apply_front(params, token_BL, span: Span, cfg: Config, key=None, grads=None):
     """(x_BLD, statistics, grads) as `apply_layers`: the embedding, and the layers of the prefix.
     params: from `arrange_layers`."""
-    x_BLD, grads = apply_embedding(params, token_BL, at, cfg, key, grads)
+    x_BLD, grads = apply_embedding(params, token_BL, span, cfg, key, grads)
     prefix = layer_kinds(cfg.model.prefix)
     if not prefix:
         return x_BLD, {}, grads
-    args = x_BLD, at, cfg, key, grads.get("prefix")
+    args = x_BLD, span, cfg, key, grads.get("prefix")
     x_BLD, stats, grads["prefix"] = apply_layers(params["prefix"], prefix, 0, *args)
     return x_BLD, stats, grads
 
@@ -581,9 +581,9 @@ def hidden_states(params, token_MBL, cfg: Config):
         return apply_front(params, token_BL, full_row_span(all_MBL, m, cfg), cfg)[0]
 
     def stage(x_BLD, m, carry):
-        at = full_row_span(all_MBL, m, cfg)
+        span = full_row_span(all_MBL, m, cfg)
         # Without dropout, the layers' numbers do not matter.
-        return apply_layers(params["layers"], kinds, 0, x_BLD, at, cfg)[0], carry
+        return apply_layers(params["layers"], kinds, 0, x_BLD, span, cfg)[0], carry
 
     x_MBLD = lax.map(front, (token_MBL, s * slots + jnp.arange(slots)))
     return forward_pipeline(stage, x_MBLD, None)[0]

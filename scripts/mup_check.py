@@ -130,12 +130,12 @@ def sizes(params, tokens_AMBL, cfg: config.Config) -> dict:
     def per_device(params, tokens_AMBL):
         w = model.prepare_weights(params, cfg, cfg.train.dtype)
         arranged, token_MBL, found = model.arrange_layers(w, cfg), tokens_AMBL[0], {}
-        at = attention.full_row_span(token_MBL, 0, cfg)
-        x_BLD, _, _ = model.apply_front(arranged, token_MBL[0], at, cfg)
+        span = attention.full_row_span(token_MBL, 0, cfg)
+        x_BLD, _, _ = model.apply_front(arranged, token_MBL[0], span, cfg)
         found["embedding"] = x_BLD
         for n, (group, kind, row) in enumerate(layers.layer_places(cfg)):
             layer = jax.tree.map(lambda x, row=row: x[row], w[group][kind])
-            x_BLD, _, _ = model.decoder_layer(kind, x_BLD, layer, cfg, None, at, None)
+            x_BLD, _, _ = model.decoder_layer(kind, x_BLD, layer, cfg, None, span, None)
             found[f"after layer {n + 1}"] = x_BLD
         x_BLD = layers.gather_rows(layers.norm(x_BLD, w, "norm", cfg))
         found["logits"] = model.logits(x_BLD, w, cfg)[..., : cfg.model.vocab_size]

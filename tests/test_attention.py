@@ -38,17 +38,17 @@ def test_rope_of_a_tpu_is_that_of_other_platforms(monkeypatch):
     cfg = on_mesh(PLAIN, model=yarn)
     x_BLHK, _, _, g_BLHK = random_attention(2, 24, 3, 3, 20, 20)
     index_BL = jnp.arange(24)[None]
-    at = attention.Span(index_BL, index_BL)
+    span = attention.Span(index_BL, index_BL)
 
     def rotate(width, platform):
         monkeypatch.setattr(attention, "platform", lambda: platform)
-        y_BLHK, backward = jax.vjp(lambda x: attention.rope(x, at, cfg, width), x_BLHK)
+        y_BLHK, backward = jax.vjp(lambda x: attention.rope(x, span, cfg, width), x_BLHK)
         return y_BLHK, *backward(g_BLHK)
 
     for width in (20, 12):
         want = rotate(width, "cpu")
         np.testing.assert_allclose(rotate(width, "tpu"), want, atol=1e-5)
-        last_BLHK = attention.rope(x_BLHK[..., 20 - width :], at, cfg)
+        last_BLHK = attention.rope(x_BLHK[..., 20 - width :], span, cfg)
         np.testing.assert_allclose(want[0][..., 20 - width :], last_BLHK, atol=1e-6)
         np.testing.assert_array_equal(want[0][..., : 20 - width], x_BLHK[..., : 20 - width])
 
@@ -63,11 +63,11 @@ def random_attention(B, L, H, G, K, W, dtype=jnp.float32):
     return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
 
 
-def value_and_gradients(kernel, q, k, v, g, at, cfg, *sink_H):
+def value_and_gradients(kernel, q, k, v, g, span, cfg, *sink_H):
     """(y, gradients of q, k, v and sink_H, where g is that of y)."""
 
     def attend(q, k, v, *sink_H):
-        return kernel(q, k, v, at, cfg, q.shape[-1], *sink_H)
+        return kernel(q, k, v, span, cfg, q.shape[-1], *sink_H)
 
     y, backward = jax.vjp(attend, q, k, v, *sink_H)
     return y, *backward(g)
@@ -106,10 +106,10 @@ def test_attention_in_blocks_is_the_plain_one(unrolled, shape, fields, monkeypat
     shifted_BL = index_BL + 11 * jnp.arange(shape[0])[:, None]  # so that rows differ
     document_BL = shifted_BL // 37 if fields.get("documents") else None
     window = fields.get("window", 0)
-    at = attention.Span(index_BL, index_BL, document_BL, document_BL, window=window)
+    span = attention.Span(index_BL, index_BL, document_BL, document_BL, window=window)
     sinks = [jnp.linspace(-2.0, 2.0, shape[2])] if fields.get("sinks") else []
-    got = value_and_gradients(attention.xla_attention, q, k, v, g, at, cfg, *sinks)
-    want = value_and_gradients(attention.decoding_attention, q, k, v, g, at, cfg, *sinks)
+    got = value_and_gradients(attention.xla_attention, q, k, v, g, span, cfg, *sinks)
+    want = value_and_gradients(attention.decoding_attention, q, k, v, g, span, cfg, *sinks)
     for x, y in zip(got, want, strict=True):
         assert x.dtype == y.dtype == dtype
         x, y = np.asarray(x, np.float32), np.asarray(y, np.float32)
@@ -158,8 +158,8 @@ def test_memory_of_attention_grows_with_the_row_and_not_with_its_square():
 
     def gradients(q, k, v, g):
         index_BL = jnp.arange(q.shape[1])[None]
-        at = attention.Span(index_BL, index_BL)
-        return value_and_gradients(attention.xla_attention, q, k, v, g, at, cfg)
+        span = attention.Span(index_BL, index_BL)
+        return value_and_gradients(attention.xla_attention, q, k, v, g, span, cfg)
 
     def temporary_bytes(L):
         shapes = ((1, L, 8, 32), (1, L, 4, 32), (1, L, 4, 32), (1, L, 8, 32))
@@ -186,11 +186,11 @@ def test_splash_attention_is_the_plain_one(fields):
     index_BL = jnp.broadcast_to(jnp.arange(L), (B, L))
     document_BL = index_BL // 90 if fields.get("documents") else None
     window = fields.get("window", 0)
-    at = attention.Span(index_BL, index_BL, document_BL, document_BL, window=window)
+    span = attention.Span(index_BL, index_BL, document_BL, document_BL, window=window)
 
     def results(kernel, **kwargs):
         def loss(q, k, v):
-            y_BLHW = kernel(q, k, v, at, cfg, K, **kwargs)
+            y_BLHW = kernel(q, k, v, span, cfg, K, **kwargs)
             return (y_BLHW * jnp.cos(jnp.arange(W))).sum(), y_BLHW
 
         return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
@@ -204,10 +204,10 @@ def query_gradient(kernel, q_BLHK, k_BLHK, cfg):
     """The gradient of a kernel's output by the queries; the values are the keys."""
     B, L, _, K = q_BLHK.shape
     index_BL = jnp.broadcast_to(jnp.arange(L), (B, L))
-    at = attention.Span(index_BL, index_BL)
+    span = attention.Span(index_BL, index_BL)
 
     def output(q_BLHK):
-        return kernel(q_BLHK, k_BLHK, k_BLHK, at, cfg, K)
+        return kernel(q_BLHK, k_BLHK, k_BLHK, span, cfg, K)
 
     y_BLHK, backward = jax.vjp(output, q_BLHK)
     return backward(y_BLHK)[0]
@@ -265,16 +265,16 @@ def test_a_sink_is_a_key_without_a_value_that_all_queries_see():
     q, k, v, _ = random_attention(B, L, H, 2, 8, 8)
     sink_H = jnp.array([-1.0, 0.0, 2.0, 30.0])
     index_BL = jnp.broadcast_to(jnp.arange(L), (B, L))
-    at = attention.Span(index_BL, index_BL)
-    got = attention.xla_attention(q, k, v, at, cfg, 8, sink_H)
+    span = attention.Span(index_BL, index_BL)
+    got = attention.xla_attention(q, k, v, span, cfg, 8, sink_H)
     # One more dim, in which queries hold the sink's score, the sink 1 and the other keys 0.
     scores_BLH1 = jnp.broadcast_to(sink_H[:, None] * 8**0.5, (B, L, H, 1))
     q = jnp.concatenate([q, scores_BLH1], -1)
     keys = jnp.concatenate([k, jnp.zeros((B, L, 2, 1))], -1)
     sink = jnp.concatenate([jnp.zeros((B, 1, 2, 8)), jnp.ones((B, 1, 2, 1))], -1)
     k, v = jnp.concatenate([sink, keys], 1), jnp.pad(v, ((0, 0), (1, 0), (0, 0), (0, 0)))
-    at = attention.Span(index_BL + 1, index_BL)
-    want = attention.decoding_attention(q, k, v, at, cfg, 8)
+    span = attention.Span(index_BL + 1, index_BL)
+    want = attention.decoding_attention(q, k, v, span, cfg, 8)
     np.testing.assert_allclose(got, want, atol=1e-6)
     assert np.abs(got[:, :, 3]).max() < 1e-5 < np.abs(got[:, :, 0]).max()
 
