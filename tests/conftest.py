@@ -41,6 +41,7 @@ gc.set_threshold(200_000, 50, 1000)
 
 MESHES = sorted((mesh for mesh in product((1, 2, 4, 8), repeat=3) if prod(mesh) <= 8), key=prod)
 OF_EIGHT = [mesh for mesh in MESHES if prod(mesh) == 8]
+AXES_AND_ALL = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2)]
 
 
 def on_mesh(cfg: config.Config, mesh=(1, 1, 1), **sections) -> config.Config:

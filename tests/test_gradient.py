@@ -27,7 +27,7 @@ from cases import (
     plain_logits,
     relative_errors,
 )
-from conftest import MESHES, OF_EIGHT, on_mesh
+from conftest import AXES_AND_ALL, MESHES, OF_EIGHT, on_mesh
 from jax.extend.core import jaxprs_in_params
 
 import architecture
@@ -40,7 +40,6 @@ import train
 # ---- on any mesh
 
 SLOW = pytest.mark.slow
-AXES_AND_ALL = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2)]
 CASES = [
     *((RICH, mesh) for mesh in AXES_AND_ALL),
     *(pytest.param(RICH, mesh, marks=SLOW) for mesh in MESHES if mesh not in AXES_AND_ALL),
