@@ -54,7 +54,9 @@ test-faults: .venv/installed
 
 test-interop: export JAX_PLATFORMS := cpu
 test-interop: .venv-interop/installed
-	.venv-interop/bin/python -m pytest -m interop
+	.venv-interop/bin/python -m pytest -m interop tests/test_interop.py tests/test_benchmark.py
+	.venv-interop/bin/python -m pytest -m interop tests/test_lm_eval.py
+	.venv-interop/bin/python -m pytest -n 0 -m interop tests/test_prepare.py tests/test_plan.py
 
 # Slurm starts jobs as root only.
 test-launch: export JAX_PLATFORMS := cpu
