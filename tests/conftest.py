@@ -41,6 +41,7 @@ gc.set_threshold(200_000, 50, 1000)
 
 MESHES = sorted((mesh for mesh in product((1, 2, 4, 8), repeat=3) if prod(mesh) <= 8), key=prod)
 OF_EIGHT = [mesh for mesh in MESHES if prod(mesh) == 8]
+# Each axis alone, and all of them.
 AXES_AND_ALL = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2)]
 
 
@@ -53,7 +54,7 @@ def on_mesh(cfg: config.Config, mesh=(1, 1, 1), **sections) -> config.Config:
 
 
 def needs(*packages: str):
-    """Marks a test of `make test-interop`, skipped where one of the packages is missing."""
+    """A decorator for a test of `make test-interop`, skipped where a package is missing."""
     missing = [name for name in packages if not find_spec(name)]
     reason = f"{', '.join(missing)} not installed: run make test-interop"
     skip = pytest.mark.skipif(bool(missing), reason=reason)

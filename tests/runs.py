@@ -78,7 +78,8 @@ def finish(process: subprocess.Popen) -> tuple[int, str, str]:
 
 
 def wait_until(condition, process: subprocess.Popen, seconds: float = 60):
-    """Return once the condition holds, for which the process may take that long."""
+    """Return once the condition holds.  It is an error if the process ends before, or if that takes
+    longer than so many seconds."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert process.poll() is None, process.communicate()
