@@ -207,7 +207,8 @@ class Train:
     """Type of the computations; parameters and optimizer state are stored in float32."""
     remat: Literal["auto", "none", "dots", "attention", "layer", "offload"] = "auto"
     """What the backward pass recomputes, to save memory.
-    auto: layer; on a CPU none, if mesh.pp is 1 and that takes less than 1 GiB.
+    auto: dots if its plan takes at most four fifths of a device's memory, else layer.
+    On a CPU none, if mesh.pp is 1 and that takes less than 1 GiB, else layer.
     none: nothing.  layer: whole layers.
     dots: everything except matmuls with dense weights and cuDNN's attention.
     attention: only attention.

@@ -12,6 +12,7 @@ import sys
 import time
 from collections import Counter
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import compress, count
 
@@ -174,28 +175,43 @@ def wait_for(tree):
 
 
 def start_mesh(cfg: Config, rows: int | None = None) -> Config:
-    """Make cfg's mesh the ambient one, and return cfg resolved for it (see checks.resolve)."""
+    """Make cfg's mesh the ambient one, and return cfg resolved for it (see resolve_here)."""
     given = cfg.train
     if cfg.run.compile_cache:
         keep_programs(cfg.run.compile_cache)
     try:
-        on_cpu = jax.devices()[0].platform == "cpu"
-        cfg = resolve(cfg, jax.device_count(), rows, on_cpu, count_slices(jax.devices()))
+        kind = jax.devices()[0].device_kind
     except RuntimeError as e:
         what = f"JAX has no device: {str(e).splitlines()[0][:200]}"
         fix = "install JAX for the accelerator, or set JAX_PLATFORMS=cpu to simulate the mesh"
         raise UserError(errors.USAGE, what, fix) from None
+    cfg = resolve_here(cfg, rows)
     jax.set_mesh(make_mesh(cfg))
     if cfg.train.dtype == "float32":  # TPUs and GPUs multiply in fewer bits by default
         jax.config.update("jax_default_matmul_precision", "float32")
     axes = " ".join(f"{axis}={getattr(cfg.mesh, axis)}" for axis in AXES)
-    devices = f"{math.prod(cfg.mesh.sizes)} x {jax.devices()[0].device_kind}"
+    devices = f"{math.prod(cfg.mesh.sizes)} x {kind}"
     processes = f"{jax.process_count()} process(es) in {time.monotonic() - IMPORTED:.1f} s"
     say(f"mesh: {axes} on {devices}, {processes}", file=sys.stderr)  # stdout is for results
     chosen = [name for name, x in AUTOMATIC.items() if getattr(given, name) == x]
-    if chosen and on_cpu and rows is None:
+    if chosen and rows is None:
         values = ", ".join(f"train.{name} {getattr(cfg.train, name)}" for name in chosen)
-        say(f"chosen for a CPU: {values}", file=sys.stderr)
+        say(f"chosen for {'a CPU' if kind == 'cpu' else kind}: {values}", file=sys.stderr)
+    return cfg
+
+
+def resolve_here(cfg: Config, rows: int | None = None) -> Config:
+    """cfg resolved for the devices of all processes (see checks.resolve); on accelerators an
+    automatic train.remat is the one that scripts/plan.py chooses, if it knows the kind."""
+    devices, is_auto = jax.devices(), cfg.train.remat == "auto"
+    on_cpu, kind = devices[0].platform == "cpu", devices[0].device_kind
+    cfg = resolve(cfg, len(devices), rows, on_cpu, count_slices(devices))
+    if is_auto and rows is None and not on_cpu:
+        from scripts import chips, cost_model  # imported here because cost_model imports train
+
+        if chip := chips.chip_of(kind):
+            remat = cost_model.choose_remat(cfg, chip)
+            cfg = replace(cfg, train=replace(cfg.train, remat=remat))
     return cfg
 
 

@@ -29,7 +29,6 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import checks
 import cli
 import config
 import errors
@@ -443,8 +442,7 @@ def main(args: Args, others: dict[str, Config], cfg: Config):
     cfg = utils.start_mesh(cfg)
     utils.run_on_lead(check_output, "json", args.json)
     on_cpu = platform() == "cpu"
-    resolve = partial(checks.resolve, n_devices=jax.device_count(), on_cpu=on_cpu)
-    others = {name: resolve(other) for name, other in others.items()}
+    others = {name: utils.resolve_here(other) for name, other in others.items()}
     # All meshes are made before anything is compiled, because one may be refused.
     others = {name: (other, utils.make_mesh(other)) for name, other in others.items()}
     result, t = measure(args, cfg, others), cfg.train

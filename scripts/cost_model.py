@@ -8,7 +8,7 @@ import math
 import sys
 from collections import Counter
 from contextlib import ExitStack, nullcontext, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
@@ -21,6 +21,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import checks
 import gradient
 import model
 import pipeline
@@ -513,3 +514,16 @@ def memory_by_class(jaxpr: Jaxpr, cfg: Config, chip: Chip) -> dict:
     found = peak_memory(inside.eqn.params["jaxpr"], weight_shapes)
     found.update(state_bytes(cfg))  # Counter.update adds
     return {k: found[k] for k in ("weights", "moments", "gradients", "activations", "workspace")}
+
+
+def choose_remat(cfg: Config, chip: Chip) -> str:
+    """The automatic train.remat on accelerators: dots if the plan with it takes at most four fifths
+    of the memory, else layer.
+
+    Plans were up to 15 % too low.  On an H100 an update of llama_1b took 0.87 times as long with
+    dots as with layer.
+    """
+    largest = max(checks.batch_sizes(cfg))
+    dots = replace(cfg, train=replace(cfg.train, remat="dots", batch_size=largest))
+    need = sum(memory_by_class(trace_step(dots, chip), dots, chip).values())
+    return "dots" if need <= 0.8 * chip.memory else "layer"

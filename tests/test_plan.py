@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -626,6 +627,29 @@ def test_a_plan_is_that_of_the_largest_batch_of_a_ramp():
     ramp = ["--train.batch_ramp", "0:4,100:1", "--train.remat", "layer"]
     found = json.loads(answer(*one, "--search", *ramp)[1])["plans"]
     assert falling["memory_total"] in [x["memory_total"] for x in found]
+
+
+def test_automatic_remat_keeps_matmuls_where_the_plan_of_the_largest_batch_fits(monkeypatch):
+    auto = replace(TINY, train=replace(TINY.train, batch_ramp="0:4,100:1"))
+    cfg = configure((1, 1, 1), auto)
+    dots, layer = (
+        plan.make_plan(configure((1, 1, 1), batch_size=4, remat=x), CHIP)["memory_total"]
+        for x in ("dots", "layer")
+    )
+    assert layer < dots
+    assert cost_model.choose_remat(cfg, CHIP._replace(memory=1.25 * dots + 1)) == "dots"
+    assert cost_model.choose_remat(cfg, CHIP._replace(memory=1.25 * dots - 1)) == "layer"
+
+    def choose(kind, rows=None, **fields) -> str:
+        device = SimpleNamespace(platform="tpu", device_kind=kind, slice_index=0)
+        monkeypatch.setattr(jax, "devices", lambda *_: [device])
+        cfg = replace(auto, mesh=config.Mesh(1, 1, 1), train=replace(auto.train, **fields))
+        return utils.resolve_here(cfg, rows).train.remat
+
+    assert choose("TPU v5 lite") == "dots"
+    assert choose("TPU v5 lite", remat="none") == "none"
+    assert choose("TPU v5 lite", rows=4) == choose("TPU v99") == "layer"
+    assert json.loads(answer("--topology", "v5e:1", "--json")[1])["remat"] == "dots"
 
 
 # ---- against XLA
