@@ -58,7 +58,7 @@ class Model:
     qk_norm: bool = False
     """gqa: apply RMSNorm to queries and keys before RoPE."""
     qk_norm_width: Literal["head", "all"] = "head"
-    """What model.qk_norm norms.  head: each head by itself.  all: all heads of a token together."""
+    """gqa: what model.qk_norm norms.  head: each head by itself.  all: all heads of a token."""
     attn_bias: bool = False
     """Add biases to attention's projections.
     In mla: only to those that make latents, the shared key and the output."""

@@ -24,7 +24,7 @@ from orbax.checkpoint import checkpoint_managers
 import errors
 import utils
 from digests import digest_leaves
-from errors import UserError
+from errors import UserError, first_ten
 from files import free_name, is_remote, move_folder, paths_in
 from processes import LOST_IN_COLLECTIVE, PeerFailed, SaveBarrier
 
@@ -123,8 +123,8 @@ OPTIONAL = {
 class Checkpoints:
     """The checkpoints of a run, saved in the background and verified when they are restored.
 
-    The folder checkpoints/N is the state after N updates.  It holds the state's items (train.py's
-    are `params` and `rest`) and `meta`, a JSON object:
+    The folder checkpoints/N is the state after N updates.  It holds the state's items
+    (`train.checkpoint_items`) and `meta`, a JSON object:
       format    FORMAT
       step      N
       must      the settings that every run which continues from here must have too
@@ -322,12 +322,11 @@ class Checkpoints:
         differ = [f"{n}: {a} there, {b} here" for n, (a, b) in pairs.items()]
         differ += [f"{n} arrays are of {why}" for why, n in Counter(optional.values()).items()]
         if differ:
-            more = f", and {len(differ) - 10} more" if len(differ) > 10 else ""
             what = f"checkpoint {self.path / str(step)} is of another run: "
             fix = "give the values in its run's config.json, or another --run.name, or --fresh, or "
             fix += "--run.accept with the names of settings that change no weight's shape"
             fix += "; or start another run from it with --run.start_from" if optional else ""
-            raise UserError(errors.CHECKPOINT, what + "; ".join(differ[:10]) + more, fix)
+            raise UserError(errors.CHECKPOINT, what + first_ten(differ, "; "), fix)
 
     def move_to_damaged(self, step: int) -> epath.Path:
         """Move checkpoint `step` to damaged/ and return its new path.  If it stayed, orbax would
@@ -343,12 +342,12 @@ class Checkpoints:
     def is_writing(self) -> bool:
         """Whether the last save is still being written.  Raises UserError STORAGE once that has
         taken SLOWEST seconds."""
-        is_writing = self.failure is None and self.manager.is_saving_in_progress()
-        if is_writing and (waited := time.monotonic() - self.saved_at) > self.SLOWEST:
+        found = self.failure is None and self.manager.is_saving_in_progress()
+        if found and (waited := time.monotonic() - self.saved_at) > self.SLOWEST:
             what = f"checkpoint {self.newest} is still being written to {self.path}"
             fix = "look at the storage, then run the same command again to resume"
             raise UserError(errors.STORAGE, f"{what} after {waited:.0f} s", fix)
-        return is_writing
+        return found
 
     def is_due_by_clock(self, every: int, minutes: float) -> bool:
         """Whether the clock asks for a save; not while the last one is being written.  After a

@@ -276,7 +276,7 @@ def batch_sizes(cfg: Config) -> list[int]:
 
 
 def batch_problems(cfg: Config):
-    """A batch that does not divide into slices, dp ranks and microbatches."""
+    """A batch that does not divide into accumulation steps, dp ranks and microbatches."""
     t = cfg.train
     dp, pp, _ = (max(1, size) for size in cfg.mesh.sizes)
     factors, other_pp = {"train.grad_accum": t.grad_accum, "mesh.dp": dp}, 1

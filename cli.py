@@ -67,9 +67,9 @@ def read_file(path: str) -> str:
     return call_within(REMOTE_SECONDS, lambda: file.read_text(encoding="utf-8"))
 
 
-def call_within(seconds: float, f):
-    """Return f(), or raise TimeoutError after so many seconds.  Without a network gcsfs retries for
-    minutes."""
+def call_within(seconds: float | None, f):
+    """Return f(), or raise TimeoutError after so many seconds, if any are given.  Without a network
+    gcsfs retries for minutes."""
     answer = Future()
 
     def call():

@@ -188,7 +188,7 @@ class Train:
     0 takes 1 if mesh.pp is 1, else the largest of pp, 2, 3 and 4 pp that divides a rank's rows.
     On a CPU it takes the least multiple of pp with at most 512 tokens on a dp rank, or one row."""
     grad_accum: int = 1
-    """Number of slices that a batch is cut into, to save memory.
+    """Accumulation steps: the parts into which a batch is cut, to save memory.
     gpipe runs them one after another; 1f1b and interleaved run all of them as one."""
     steps: int = 100
     """Number of updates in the whole run."""
@@ -207,8 +207,9 @@ class Train:
     """Type of the computations; parameters and optimizer state are stored in float32."""
     remat: Literal["auto", "none", "dots", "attention", "layer", "offload"] = "auto"
     """What the backward pass recomputes, to save memory.
-    auto: dots if its plan takes at most four fifths of a device's memory, else layer.
-    On a CPU none, if mesh.pp is 1 and that takes less than 1 GiB, else layer.
+    auto: layer if mesh.pp is above 1, or where what follows takes too much memory.
+    On TPUs, H100s and H200s dots, if its plan takes at most four fifths of a device's memory.
+    On a CPU none, if that takes less than 1 GiB.
     none: nothing.  layer: whole layers.
     dots: everything except matmuls with dense weights and cuDNN's attention.
     attention: only attention.

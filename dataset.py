@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 
 import mixture
 from config import Config
-from errors import DATA, Problem, UserError
+from errors import DATA, Problem, UserError, first_ten
 from files import absolute_path
 from mixture import read_sets
 from model import token_spec
@@ -433,7 +433,7 @@ class Dataset:
         n_windows = int(self.order.n_windows[error.source])  # no update trains on the rest
         windows = range(error.windows.start, min(error.windows.stop, n_windows))
         updates = self.order.updates_of(error.source, windows)
-        feeds = "no update of this run" if not updates else f"updates {name_numbers(updates)}"
+        feeds = "no update of this run" if not updates else f"updates {first_ten(updates)}"
         (problem,) = error.problems
         return data_error(f"{problem.what}; it feeds {feeds}", problem.fix)
 
@@ -493,9 +493,3 @@ class Dataset:
 def first_error(batches: list[Future]) -> BaseException | None:
     errors = (batch.exception() for batch in batches[: NOTICE + 1])
     return next((e for e in errors if e is not None), None)
-
-
-def name_numbers(numbers: list[int]) -> str:
-    """The numbers as words; of more than ten the first ten, and how many more."""
-    more = f" and {len(numbers) - 10} more" if len(numbers) > 10 else ""
-    return ", ".join(map(str, numbers[:10])) + more

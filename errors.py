@@ -61,6 +61,12 @@ def or_list(values) -> str:
     return f"{', '.join(head)} or {last}" if head else last
 
 
+def first_ten(values, separator: str = ", ") -> str:
+    """The values as words; of more than ten the first ten, and how many more."""
+    more = f" and {len(values) - 10} more" if len(values) > 10 else ""
+    return separator.join(map(str, values[:10])) + more
+
+
 def look_up(table: dict, flag: str, name: str):
     """table[name], where a flag names an entry of a table.  Raises UserError USAGE."""
     if name not in table:

@@ -331,7 +331,7 @@ def moe(x_BLD, w, cfg, training: bool):
     Tokens are routed where they are, then gathered over tp: each tp shard has a part of d_expert.
     """
     score_BLE, gate_BLX, expert_BLX = route(x_BLD, w, cfg)
-    own = gate_BLX, expert_BLX  # of this tp shard's tokens
+    local_gate_BLX, local_expert_BLX = gate_BLX, expert_BLX  # of this tp shard's tokens
     stats = routing_stats(score_BLE, expert_BLX) if training else {}
     x_BLD = gather_rows(x_BLD)
     gate_BLX = gather_rows(gate_BLX).astype(x_BLD.dtype)
@@ -341,11 +341,12 @@ def moe(x_BLD, w, cfg, training: bool):
     y_BLD, kept_BLX = dispatch(x_BLD, gate_BLX, expert_BLX, w, cfg)
     if cfg.model.n_shared:
         y_BLD += feed_forward(x_BLD, w, cfg, "shared_")
+    local_kept_BLX = tp_part(kept_BLX, 0)
     if training:
-        stats["dropped"] = (~tp_part(kept_BLX, 0)).sum(dtype=jnp.float32)
+        stats["dropped"] = (~local_kept_BLX).sum(dtype=jnp.float32)
     y_BLD = scatter_rows(y_BLD)
     if "out_bias_ED" in w:
-        bias_BLD = output_biases(*own, tp_part(kept_BLX, 0), w["out_bias_ED"])
+        bias_BLD = output_biases(local_gate_BLX, local_expert_BLX, local_kept_BLX, w["out_bias_ED"])
         y_BLD += bias_BLD.astype(y_BLD.dtype)
     return y_BLD, stats
 
@@ -356,7 +357,7 @@ def moe(x_BLD, w, cfg, training: bool):
 def moe_metrics(stats, cfg: Config) -> dict:
     """load (pairs of token and expert), entropy (nats a token), balance (1 is best) and dropped
     (share of the pairs) of each moe layer, in the order of the layers."""
-    places = [place for place in layer_places(cfg) if "moe" in place[1]]
+    places = [place for place in layer_places(cfg) if "moe" in place.kind]
     by_layer = [jax.tree.map(itemgetter(row), stats[group][kind]) for group, kind, row in places]
     total = jax.tree.map(lambda *x: jnp.stack(x), *by_layer)
     n = cfg.train.batch_size * cfg.train.seq_len

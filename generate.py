@@ -40,7 +40,7 @@ def layer_groups(w) -> list[str]:
 
 def stage_layers(cfg: Config, group: str) -> list[tuple[str, int]]:
     """(kind, row) of each layer of a group that a device has, in order."""
-    places = [place[1:] for place in layer_places(cfg) if place[0] == group]
+    places = [(place.kind, place.row) for place in layer_places(cfg) if place.group == group]
     # Each stage has whole blocks, so the same kinds as the first, and its rows count from 0.
     return places if group == "prefix" else places[: len(places) // lax.axis_size("pp")]
 

@@ -24,7 +24,7 @@ from experts import MOE_STATS
 from layers import (
     BATCH,
     STAGE,
-    accumulate,
+    add_trees,
     gather_rows,
     mark_varying,
     norm,
@@ -49,7 +49,7 @@ from utils import AXES, with_slices
 
 
 class Total(NamedTuple):
-    """The sums over the microbatches of a step so far, on this device."""
+    """The sums over the microbatches of an update so far, on this device."""
 
     loss: jax.Array
     """This device's share of the mean loss, nats."""
@@ -135,8 +135,7 @@ def score_and_gradient(w, grads, y_BLD, target_BL, n_tokens, cfg: Config):
     """(loss, grads, gradient of y_BLD): a microbatch's share of the mean loss over n_tokens; the
     sums of grads for the weights of the last norm and the logits, with their gradients added.
 
-    All stages score the last stage's y_BLD together, each a part of the sequence.  The gradient of
-    a chunk is made while its logits are in memory, so that none are kept or made twice.
+    All stages score the last stage's y_BLD together, each a part of the sequence.
     """
     s, pp = lax.axis_index("pp"), lax.axis_size("pp")
     padding = -y_BLD.shape[1] % pp
@@ -148,39 +147,51 @@ def score_and_gradient(w, grads, y_BLD, target_BL, n_tokens, cfg: Config):
             y_BLD = scatter_sum(y_BLD, "pp", 1)
         return gather_rows(norm(y_BLD, gains, "norm", cfg))
 
+    unembed_name = "embed_VD" if cfg.model.tie_embeddings else "unembed_DV"
+    unembed, gains = {unembed_name: w[unembed_name]}, {name: w[name] for name in norm_table(cfg)}
+    x_BLD, norm_backward = jax.vjp(scatter_and_norm, gains, y_BLD)
+    L = x_BLD.shape[1]
+    target_BL = sequences_to_rows(target_BL)
+    target_BL = jnp.pad(target_BL, ((0, 0), (0, padding)), constant_values=-1)
+    target_BL = lax.dynamic_slice_in_dim(target_BL, s * L, L, 1)
+    unembed_grads = {unembed_name: grads[unembed_name]}
+    loss, unembed_grads, x_grad_BLD = score_chunks(
+        unembed, unembed_grads, x_BLD, target_BL, n_tokens, cfg
+    )
+    gain_grads, y_grad_BLD = norm_backward(x_grad_BLD)
+    gain_grads = add_trees({name: grads[name] for name in gains}, gain_grads)
+    return loss, unembed_grads | gain_grads, y_grad_BLD
+
+
+def score_chunks(unembed, grads, x_BLD, target_BL, n_tokens, cfg: Config):
+    """(loss, grads, gradient of x_BLD) of a normed x_BLD, with the gradient of unembed added to the
+    sum grads.  The gradient of a chunk is made while its logits are in memory, so that none are
+    kept or made twice."""
+
     def objective(unembed, x_BLD, target_BL):
         nll_BL, z_BL, _ = cross_entropy(x_BLD, target_BL, unembed, cfg)
-        counted_BL = target_BL >= 0
-        loss = jnp.where(counted_BL, nll_BL, 0).sum() / n_tokens
-        z_loss = cfg.train.z_loss * jnp.where(counted_BL, z_BL**2, 0).sum() / n_tokens
+        is_counted_BL = target_BL >= 0
+        loss = jnp.where(is_counted_BL, nll_BL, 0).sum() / n_tokens
+        z_loss = cfg.train.z_loss * jnp.where(is_counted_BL, z_BL**2, 0).sum() / n_tokens
         return loss + z_loss, loss
 
     def add_chunk(total, chunk):
         gradient = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
         (_, loss), (unembed_grads, x_grad) = gradient(unembed, *chunk)
-        return accumulate(total, (loss, unembed_grads)), x_grad
+        return add_trees(total, (loss, unembed_grads)), x_grad
 
-    unembed_name = "embed_VD" if cfg.model.tie_embeddings else "unembed_DV"
-    unembed, gains = {unembed_name: w[unembed_name]}, {name: w[name] for name in norm_table(cfg)}
-    x_BLD, norm_backward = jax.vjp(scatter_and_norm, gains, y_BLD)
     B, L, D = x_BLD.shape
-    target_BL = sequences_to_rows(target_BL)
-    target_BL = jnp.pad(target_BL, ((0, 0), (0, padding)), constant_values=-1)
-    target_BL = lax.dynamic_slice_in_dim(target_BL, s * L, L, 1)
     x_chunks = split_chunks(x_BLD.reshape(-1, D), cfg)
     chunks = x_chunks, split_chunks(target_BL.reshape(-1), cfg, padding=-1)
     zero = lax.pcast(jnp.float32(0), with_slices(*BATCH), to="varying")
-    total = zero, {unembed_name: grads[unembed_name]}
-    (loss, unembed_grads), x_grad = lax.scan(add_chunk, total, chunks)
-    gain_grads, y_grad_BLD = norm_backward(x_grad.reshape(-1, D)[: B * L].reshape(B, L, D))
-    gain_grads = accumulate({name: grads[name] for name in gains}, gain_grads)
-    return loss, unembed_grads | gain_grads, y_grad_BLD
+    (loss, grads), x_grad = lax.scan(add_chunk, (zero, grads), chunks)
+    return loss, grads, x_grad.reshape(-1, D)[: B * L].reshape(B, L, D)
 
 
 # ---- what waits between the forward and the backward pass
 
 
-def with_saved_weights(backward, weights):
+def with_weights(backward, weights):
     """A copy of a function from jax.vjp, with its saved first argument replaced by `weights`.
 
     `args_res`, the list of saved arguments, may be assigned to: jax 0.12 documents that under
@@ -192,8 +203,8 @@ def with_saved_weights(backward, weights):
 
 
 class SavedArrays:
-    """Which arrays of a backward function from jax.vjp are buffered until the backward pass; its
-    forward function takes (weights, their gradient so far, x).
+    """Packs a function from jax.vjp, of a function of (weights, tap, x), into the arrays that must
+    be buffered until its backward pass, and unpacks it from them.
 
     The example's microbatch and part have numbers that vary over pp, so every array that depends on
     them is typed as varying over pp; the others are constants.  The weights need no buffer: they
@@ -202,14 +213,14 @@ class SavedArrays:
 
     def __init__(self, example):
         """example: a backward function, for a microbatch and part whose numbers vary over pp."""
-        self.leaves, self.treedef = jax.tree.flatten(with_saved_weights(example, None))
+        self.leaves, self.treedef = jax.tree.flatten(with_weights(example, None))
         varying_axes = [jax.typeof(x).manual_axis_type.varying for x in self.leaves]
         self.is_buffered = ["pp" in axes for axes in varying_axes]
         self.example = self.pack(example)
 
     def pack(self, backward) -> list:
         """The arrays of a backward function to buffer."""
-        arrays = jax.tree.leaves(with_saved_weights(backward, None))
+        arrays = jax.tree.leaves(with_weights(backward, None))
         pairs = zip(arrays, self.is_buffered, strict=True)
         return [mark_varying(x) for x, is_buffered in pairs if is_buffered]
 
@@ -218,7 +229,7 @@ class SavedArrays:
         arrays = iter(arrays)
         pairs = zip(self.leaves, self.is_buffered, strict=True)
         leaves = [next(arrays) if is_buffered else leaf for leaf, is_buffered in pairs]
-        return with_saved_weights(jax.tree.unflatten(self.treedef, leaves), weights)
+        return with_weights(jax.tree.unflatten(self.treedef, leaves), weights)
 
 
 # ---- the work
@@ -254,20 +265,19 @@ class ScheduledWork:
         _, self.example_stats, backward = self.forward_part(s, s, total, self.example_BLD)
         self.saved = SavedArrays(backward)
 
-    def apply_front(self, m, front, grads):
+    def apply_front(self, m, front, tap):
         """`model.apply_front` on microbatch m."""
         span = full_row_span(self.token_MBL, m, self.cfg, self.first_row)
-        return apply_front(front, self.token_MBL[m], span, self.cfg, self.key, grads=grads)
+        return apply_front(front, self.token_MBL[m], span, self.cfg, self.key, tap)
 
-    def apply_part(self, m, r, layers, grads, x_BLD):
+    def apply_part(self, m, r, layers, tap, x_BLD):
         """`model.apply_layers` on microbatch m, with part r of the layers."""
         kinds = layer_kinds(self.cfg.model.pattern)
         n_prefix = len(layer_kinds(self.cfg.model.prefix))
         chunk = r * self.schedule.pp + lax.axis_index("pp")
         first_layer = n_prefix + chunk * count_layers(layers)
         span = full_row_span(self.token_MBL, m, self.cfg, self.first_row)
-        args = layers, kinds, first_layer, x_BLD, span, self.cfg, self.key
-        return apply_layers(*args, grads=grads)
+        return apply_layers(layers, kinds, first_layer, x_BLD, span, self.cfg, self.key, tap)
 
     def part(self, total: Total, r):
         """Part r of the layers' weights, and of their gradient so far."""
@@ -283,22 +293,23 @@ class ScheduledWork:
     def begin(self, x_BLD, m, total):
         """(x_BLD, total): the embedding of microbatch m; the x_BLD given only has the shape."""
         x_BLD, stats, _ = self.apply_front(m, self.front, None)
-        prefix = accumulate(total.stats["prefix"], stats)
+        prefix = add_trees(total.stats["prefix"], stats)
         return x_BLD, total._replace(stats=total.stats | dict(prefix=prefix))
 
     def forward(self, x_BLD, m, r, total):
         """(y_BLD, saved, total): microbatch m through part r; saved: what `backward` needs."""
         y_BLD, stats, backward = self.forward_part(m, r, total, x_BLD)
         layers = total.stats["layers"]
-        part = accumulate(self.schedule.take_part(layers, r), stats)
+        part = add_trees(self.schedule.take_part(layers, r), stats)
         layers = self.schedule.put_part(layers, r, part)
         total = total._replace(stats=total.stats | dict(layers=layers))
         return y_BLD, self.saved.pack(backward), total
 
     def score(self, y_BLD, m, total):
         """(gradient of y_BLD, total): by all stages together, of the last stage's y_BLD."""
-        args = self.w, total.grads, y_BLD, self.target_MBL[m], self.n_tokens
-        loss, grads, y_grad_BLD = score_and_gradient(*args, self.cfg)
+        loss, grads, y_grad_BLD = score_and_gradient(
+            self.w, total.grads, y_BLD, self.target_MBL[m], self.n_tokens, self.cfg
+        )
         return y_grad_BLD, total._replace(loss=total.loss + loss, grads=total.grads | grads)
 
     def backward(self, grad_BLD, saved, m, r, total):

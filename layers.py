@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from platform import machine
 from types import ModuleType
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -71,12 +72,20 @@ def mlp_table(cfg: Config, F: int, name: str = "") -> dict:
     return table
 
 
-def layer_places(cfg: Config) -> list[tuple[str, str, int]]:
-    """(group, kind, row) of each layer: its weights are params[group][kind][name][row]."""
+class LayerPlace(NamedTuple):
+    """Where a layer's weights are: params[group][kind][name][row]."""
+
+    group: str
+    kind: str
+    row: int
+
+
+def layer_places(cfg: Config) -> list[LayerPlace]:
+    """The place of each layer, in order."""
     prefix, block = layer_kinds(cfg.model.prefix), layer_kinds(cfg.model.pattern)
     places = []
     for group, kinds in (("prefix", prefix), ("layers", block * n_blocks(cfg.model))):
-        places += [(group, kind, kinds[:n].count(kind)) for n, kind in enumerate(kinds)]
+        places += [LayerPlace(group, x, kinds[:n].count(x)) for n, x in enumerate(kinds)]
     return places
 
 
@@ -353,7 +362,7 @@ add_bias_on_gpu = jax.custom_vjp(add_in_float32)
 add_bias_on_gpu.defvjp(lambda x, bias: (add_in_float32(x, bias), bias), add_bias_backward)
 
 
-def accumulate(total, new):
+def add_trees(total, new):
     """Trees: total + new, in the dtype of total."""
     return jax.tree.map(lambda x, new: x + new.astype(x.dtype), total, new)
 

@@ -139,7 +139,8 @@ class MetricsLog:
         parent = (run_on_lead(read_record, run) or {}).get("parent", {})  # the lead writes rows
         # The rows of a branch that went on with its parent's state begin after the parent's step.
         begin = parent["step"] if parent.get("start_with") == "state" else 0
-        self.tokens_before = parent["tokens"] if 0 < step == begin else self.tokens_until(step)
+        is_branch_start = begin > 0 and step == begin
+        self.tokens_before = parent["tokens"] if is_branch_start else self.tokens_until(step)
         """Tokens of all updates before this start: by the parent's record or the last row, else by
         tokens_until(step), which counts with this start's batch sizes."""
         self.start = self.clock = time.perf_counter()

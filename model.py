@@ -30,8 +30,8 @@ from attention import Span, attention_of, full_row_span
 from config import Config
 from experts import moe, moe_table
 from layers import (
-    accumulate,
     add_to_index,
+    add_trees,
     dropout,
     einsum,
     gather_over_dp,
@@ -203,26 +203,26 @@ def gather_layer(w, kind: str, cfg: Config) -> dict:
 
 
 @jax.custom_vjp
-def lookup(grads_VD, table_VD, row_BL):
-    """(grads_VD, table_VD[row_BL]).  As in `tap_gradient`, the cotangent of grads is a running sum,
+def lookup(tap_VD, table_VD, row_BL):
+    """(tap_VD, table_VD[row_BL]).  As in `tap_gradient`, the cotangent of the tap is a running sum,
     to which the backward pass adds the gradient of each row; None where there is no backward pass.
 
     The sum is float32: in bfloat16 it would stop growing at 256 times the size of a term, which a
     frequent token's gradient soon reaches.
     """
-    return grads_VD, table_VD[row_BL]
+    return tap_VD, table_VD[row_BL]
 
 
-def lookup_backward(row_BL, grads_and_g):
-    grads_VD, g_BLD = grads_and_g
-    return grads_VD.at[row_BL].add(g_BLD.astype(grads_VD.dtype)), None, None
+def lookup_backward(row_BL, sum_and_grad):
+    sum_VD, grad_BLD = sum_and_grad
+    return sum_VD.at[row_BL].add(grad_BLD.astype(sum_VD.dtype)), None, None
 
 
-lookup.defvjp(lambda grads, table, row: (lookup(grads, table, row), row), lookup_backward)
+lookup.defvjp(lambda tap, table, row: (lookup(tap, table, row), row), lookup_backward)
 
 
-def embed(grads_VD, embed_VD, token_BL, tp_dim: int):
-    """(grads_VD, x_BLD): a vocab-parallel `lookup`.
+def embed(tap_VD, embed_VD, token_BL, tp_dim: int):
+    """(tap_VD, x_BLD): a vocab-parallel `lookup`.
 
     Each tp shard looks up the tokens in its rows of the table; the sum over tp leaves each shard
     its part of the sequence (tp_dim 1) or of the rows (tp_dim 0).
@@ -230,8 +230,8 @@ def embed(grads_VD, embed_VD, token_BL, tp_dim: int):
     token_BL = sequences_to_rows(token_BL) if tp_dim == 1 else token_BL
     row_BL = token_BL - lax.axis_index("tp") * embed_VD.shape[0]
     is_here_BL = (row_BL >= 0) & (row_BL < embed_VD.shape[0])
-    grads_VD, x_BLD = lookup(grads_VD, embed_VD, jnp.where(is_here_BL, row_BL, 0))
-    return grads_VD, scatter_rows(jnp.where(is_here_BL[..., None], x_BLD, 0))
+    tap_VD, x_BLD = lookup(tap_VD, embed_VD, jnp.where(is_here_BL, row_BL, 0))
+    return tap_VD, scatter_rows(jnp.where(is_here_BL[..., None], x_BLD, 0))
 
 
 def logits(x_BLD, ends, cfg):
@@ -423,13 +423,13 @@ def scan_layers(layer: Callable, x, kinds: list[str], inputs: dict, first_layer,
     kinds = block_of(kinds)
     if has_lists(inputs):
         return run_list(layer, x, kinds, inputs, first_layer)
-    several = [kind for kind in inputs if kinds.count(kind) > 1]
+    repeated = [kind for kind in inputs if kinds.count(kind) > 1]
 
     def block(x, numbered_input):
         block_input, n = numbered_input
         outputs = {kind: [] for kind in inputs}
         for kind, start, stop in kind_runs(kinds):
-            if kind in several:
+            if kind in repeated:
                 run_input = jax.tree.map(itemgetter(slice(start, stop)), block_input[kind])
                 numbers = n + jnp.arange(stop - start)
                 x, output = lax.scan(partial(layer, kind), x, (run_input, numbers), unroll=unroll)
@@ -446,8 +446,8 @@ def scan_layers(layer: Callable, x, kinds: list[str], inputs: dict, first_layer,
     times = jax.tree.leaves(inputs)[0].shape[0]
     numbers = first_layer + len(kinds) * jnp.arange(times)
     x, outputs = lax.scan(block, x, (inputs, numbers), unroll=unroll)
-    several_outputs = {kind: outputs[kind] for kind in several}
-    return x, outputs | jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), several_outputs)
+    repeated_outputs = {kind: outputs[kind] for kind in repeated}
+    return x, outputs | jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), repeated_outputs)
 
 
 def run_list(layer: Callable, x, kinds: list[str], inputs: dict, first_layer):
@@ -479,38 +479,37 @@ def fold_key(key, n):
 
 
 @jax.custom_vjp
-def tap_gradient(grads, w, index):
-    """(grads, w) unchanged.  The backward pass adds the gradient of w to the cotangent of grads: at
-    `index`, which has a number for each leading dim, or to all of it if index is None.
+def tap_gradient(tap, w, index):
+    """(tap, w) unchanged.  A tap is a tree like w whose values are not used: its cotangent is the
+    sum of the gradients of w so far, to which the backward pass adds this one, at `index`, which
+    has a number for each leading dim, or to all of it if index is None.
 
-    That cotangent is a running sum: the caller passes the sum so far as the cotangent of the
-    returned grads, and gets the new sum as the gradient of the grads given, whose values are not
-    used.  The sum grows in place (in an interleaved schedule, in a copy of one part).  Without this
-    the loop over layers would stack their gradients, to be added to the sum afterwards: 0.18 GiB
-    more for llama_1b with 1f1b on v5p 2x2x2, one sequence a microbatch, and 5 % more cycles by
-    XLA's count.
+    The caller passes the sum so far as the cotangent of the returned tap, and gets the new sum as
+    the gradient of the tap given.  The sum grows in place (in an interleaved schedule, in a copy of
+    one part).  Without this the loop over layers would stack their gradients, to be added to the
+    sum afterwards: 0.18 GiB more for llama_1b with 1f1b on v5p 2x2x2, one sequence a microbatch,
+    and 5 % more cycles by XLA's count.
     """
-    return grads, w
+    return tap, w
 
 
-def tap_gradient_backward(index, grads_and_g):
-    grads, g = grads_and_g
+def tap_gradient_backward(index, sum_and_grad):
+    total, grad = sum_and_grad
     if index is None:
-        return accumulate(grads, g), None, None
-    return jax.tree.map(partial(add_to_index, index=index), grads, g), None, None
+        return add_trees(total, grad), None, None
+    return jax.tree.map(partial(add_to_index, index=index), total, grad), None, None
 
 
-tap_gradient.defvjp(lambda grads, w, index: ((grads, w), index), tap_gradient_backward)
+tap_gradient.defvjp(lambda tap, w, index: ((tap, w), index), tap_gradient_backward)
 
 
 def apply_layers(
-    params, kinds: list[str], first_layer, x_BLD, span: Span, cfg: Config, key=None, grads=None
+    params, kinds: list[str], first_layer, x_BLD, span: Span, cfg: Config, key=None, tap=None
 ):
-    """(x_BLD, statistics, grads): x through the layers of params, blocks of `kinds`, in the form of
+    """(x_BLD, statistics, tap): x through the layers of params, blocks of `kinds`, arranged by
     `arrange_layers`.
 
-    key: for dropout, in training.  grads: a tree like params whose cotangent is the sum that
-    gradients are added to (`tap_gradient`); with None, params get the gradient.
+    key: for dropout, in training.  tap: see `tap_gradient`; with None, params get the gradient.
     """
 
     def compute(kind, x_BLD, w, n):
@@ -519,51 +518,52 @@ def apply_layers(
         x_BLD, _, stats = decoder_layer(kind, x_BLD, w, cfg, fold_key(key, n), span, None)
         return x_BLD, stats
 
-    def layer(kind, x_and_grads, numbered_input):
-        (x_BLD, grads), ((w, index), n) = x_and_grads, numbered_input
-        if grads is not None and index is not None:
-            kind_grads, w = tap_gradient(grads[kind], w, index)
-            grads = grads | {kind: kind_grads}
+    def layer(kind, x_and_tap, numbered_input):
+        (x_BLD, tap), ((w, index), n) = x_and_tap, numbered_input
+        if tap is not None and index is not None:
+            kind_tap, w = tap_gradient(tap[kind], w, index)
+            tap = tap | {kind: kind_tap}
         x_BLD, stats = rematerialize(partial(compute, kind), cfg)(x_BLD, w, n)
-        return (x_BLD, grads), stats
+        return (x_BLD, tap), stats
 
     if has_lists(params):
-        if grads is not None:
-            grads, params = tap_gradient(grads, params, None)
+        if tap is not None:
+            tap, params = tap_gradient(tap, params, None)
         inputs = {kind: [(w, None) for w in layers] for kind, layers in params.items()}
     else:
         inputs = {kind: (w, tuple(jnp.indices(stacked_shape(w)))) for kind, w in params.items()}
-    args = (x_BLD, grads), kinds, inputs, first_layer, cfg.train.unroll
-    (x_BLD, grads), stats = scan_layers(layer, *args)
-    return x_BLD, mark_varying(stats), grads
+    (x_BLD, tap), stats = scan_layers(
+        layer, (x_BLD, tap), kinds, inputs, first_layer, cfg.train.unroll
+    )
+    return x_BLD, mark_varying(stats), tap
 
 
-def apply_embedding(params, token_BL, span: Span, cfg: Config, key=None, grads=None):
-    """(x_BLD, grads) as `apply_layers`: the embedding, and that of positions."""
-    grads = {} if grads is None else dict(grads)
-    args = grads.get("embed_VD"), params["embed_VD"], token_BL
-    grads["embed_VD"], x_BLD = embed(*args, span.tp_dim)
+def apply_embedding(params, token_BL, span: Span, cfg: Config, key=None, tap=None):
+    """(x_BLD, tap) as `apply_layers`: the embedding, and that of positions."""
+    tap = {} if tap is None else dict(tap)
+    tap["embed_VD"], x_BLD = embed(tap.get("embed_VD"), params["embed_VD"], token_BL, span.tp_dim)
     if cfg.model.positions == "learned":
         position_BL = tp_part(jnp.broadcast_to(span.position_BL, token_BL.shape), span.tp_dim)
-        args = grads.get("position_LD"), params["position_LD"], position_BL
-        grads["position_LD"], position_BLD = lookup(*args)
+        tap["position_LD"], position_BLD = lookup(
+            tap.get("position_LD"), params["position_LD"], position_BL
+        )
         x_BLD += position_BLD
     if cfg.model.scale_embedding:
         x_BLD *= cfg.model.embedding_scale
     x_BLD = dropout(x_BLD, fold_key(key, cfg.model.n_layers), span.row_B, cfg)
-    return mark_varying(x_BLD), grads
+    return mark_varying(x_BLD), tap
 
 
-def apply_front(params, token_BL, span: Span, cfg: Config, key=None, grads=None):
-    """(x_BLD, statistics, grads) as `apply_layers`: the embedding, and the layers of the prefix.
+def apply_front(params, token_BL, span: Span, cfg: Config, key=None, tap=None):
+    """(x_BLD, statistics, tap) as `apply_layers`: the embedding, and the layers of the prefix.
     params: from `arrange_layers`."""
-    x_BLD, grads = apply_embedding(params, token_BL, span, cfg, key, grads)
-    prefix = layer_kinds(cfg.model.prefix)
-    if not prefix:
-        return x_BLD, {}, grads
-    args = x_BLD, span, cfg, key, grads.get("prefix")
-    x_BLD, stats, grads["prefix"] = apply_layers(params["prefix"], prefix, 0, *args)
-    return x_BLD, stats, grads
+    x_BLD, tap = apply_embedding(params, token_BL, span, cfg, key, tap)
+    prefix, stats = layer_kinds(cfg.model.prefix), {}
+    if prefix:
+        x_BLD, stats, tap["prefix"] = apply_layers(
+            params["prefix"], prefix, 0, x_BLD, span, cfg, key, tap.get("prefix")
+        )
+    return x_BLD, stats, tap
 
 
 # ---- the whole model, forward only

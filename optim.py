@@ -75,18 +75,18 @@ def clip(cfg: Config) -> optax.GradientTransformation:
     return optax.clip_by_global_norm(cfg.optim.clip_norm)
 
 
-def is_hidden(cfg: Config):
+def is_layer_matrix(cfg: Config):
     """A tree of booleans: whether each weight is a matrix of a layer."""
     return jax.tree.map(lambda p: len(p.rows) > 0, param_table(cfg))
 
 
-def scale_hidden(cfg: Config, rate=1.0, power=1.0) -> optax.GradientTransformation:
+def scale_layer_matrices(cfg: Config, rate=1.0, power=1.0) -> optax.GradientTransformation:
     """Scales the updates of the layers' matrices by rate, and with muP by (base width / width) **
     power.  power: 1 for AdamW and Lion (Yang et al. 2022, table 8); 0.5 for Muon, whose updates
     have singular values that grow as the root of the width."""
     m = cfg.model
     rate *= (m.mup_base_width / m.d_model) ** power if m.mup_base_width else 1.0
-    return optax.masked(optax.scale(rate), is_hidden(cfg))
+    return optax.masked(optax.scale(rate), is_layer_matrix(cfg))
 
 
 def decay_weights(cfg: Config) -> optax.GradientTransformation:
@@ -108,8 +108,8 @@ def adam(cfg: Config) -> optax.GradientTransformation:
 
 def with_direction(direction, cfg: Config, **scale) -> optax.GradientTransformation:
     """The optimizer whose clipped gradients become updates in this direction; scale: see
-    `scale_hidden`."""
-    decay = optax.chain(scale_hidden(cfg, **scale), decay_weights(cfg))
+    `scale_layer_matrices`."""
+    decay = optax.chain(scale_layer_matrices(cfg, **scale), decay_weights(cfg))
     return optax.chain(clip(cfg), direction, decay, scale_by_rate(cfg))
 
 
@@ -125,7 +125,7 @@ def lion(cfg: Config) -> optax.GradientTransformation:
 
 def muon(cfg: Config) -> optax.GradientTransformation:
     """Muon (Jordan et al. 2024), with one moment, for matrices of layers; AdamW for the rest."""
-    names = jax.tree.map(lambda hidden: "muon" if hidden else "adam", is_hidden(cfg))
+    names = jax.tree.map(lambda is_one: "muon" if is_one else "adam", is_layer_matrix(cfg))
     direction = optax.partition(dict(muon=scale_by_muon(cfg), adam=adam(cfg)), names)
     return with_direction(direction, cfg, rate=cfg.optim.muon_lr_ratio, power=0.5)
 

@@ -74,18 +74,19 @@ class Pattern:
             raise UserError(DATA, what, "give weights of fewer digits")
         self.sources = spread(self.weights.tolist())
         one_hot = self.sources[:, None] == np.arange(len(names))
-        self.before = np.concatenate([np.zeros((1, len(names)), np.int64), one_hot.cumsum(0)])
+        zero = np.zeros((1, len(names)), np.int64)
+        self.before_row = np.concatenate([zero, one_hot.cumsum(0)])  # each source's, in a period
 
-    def counts(self, n_rows: int) -> np.ndarray:
+    def count_rows(self, n_rows: int) -> np.ndarray:
         """How many of the first n_rows are each source's."""
         periods, rest = divmod(n_rows, self.period)
-        return periods * self.weights + self.before[rest]
+        return periods * self.weights + self.before_row[rest]
 
-    def place(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def locate_rows(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(source, how many rows of it come before) of each row."""
         periods, rest = np.divmod(rows, self.period)
         sources = self.sources[rest]
-        return sources, periods * self.weights[sources] + self.before[rest, sources]
+        return sources, periods * self.weights[sources] + self.before_row[rest, sources]
 
 
 def spread(weights: list[int]) -> np.ndarray:
@@ -111,8 +112,8 @@ class Order:
     """Which window of which source each row of a run is: the sources alternate in the pattern of
     the stage, and each source gives all of its windows once an epoch, in a seeded order.
 
-    The stream is what a run without data.skip trains on: the rows of its update 0, then those of
-    update 1, and so on.  A run with data.skip leaves some updates of the stream out.
+    The stream is what a run without data.skip trains on: batches, each with an index from 0 on, and
+    their rows, numbered from the first batch on.  A run with data.skip leaves some batches out.
     """
 
     def __init__(self, cfg: Config, n_windows: list[int]):
@@ -124,43 +125,47 @@ class Order:
         self.names, self.skip = list(parts), read_skip(cfg.data.skip)
         stages = read_stages(cfg.data.stages, parts)
         self.patterns = [Pattern(weights, self.names) for weights in stages.values()]
-        self.starts = np.array([self.rows_before(update) for update in stages])
-        self.before = [np.zeros(len(parts), np.int64)]  # rows of each source before each stage
-        for pattern, n_rows in zip(self.patterns, np.diff(self.starts), strict=False):
-            self.before.append(self.before[-1] + pattern.counts(int(n_rows)))
+        self.stage_starts = np.array([self.rows_before(index) for index in stages])
+        self.before_stage = [np.zeros(len(parts), np.int64)]  # rows of each source
+        for pattern, n_rows in zip(self.patterns, np.diff(self.stage_starts), strict=False):
+            self.before_stage.append(self.before_stage[-1] + pattern.count_rows(int(n_rows)))
 
     def stream_index(self, step: int) -> int:
-        """The index in the stream of the run's update step + 1."""
+        """The index in the stream of the batch that update step + 1 of the run trains on."""
         return stream_index(step, self.skip)
 
-    def rows_before(self, update: int) -> int:
-        """How many rows the stream has before an update."""
-        n_updates = np.maximum(0, update - self.ramp_starts)
-        # From each start on, every update has this many rows more than before it.
-        return int(n_updates @ np.diff(self.ramp_sizes, prepend=0))
+    def rows_before(self, index: int) -> int:
+        """How many rows the stream has before a batch."""
+        n_batches = np.maximum(0, index - self.ramp_starts)
+        # From each start on, every batch has this many rows more than before it.
+        return int(n_batches @ np.diff(self.ramp_sizes, prepend=0))
 
     def batch_rows(self, step: int) -> np.ndarray:
         """The rows of the stream that update step + 1 of the run trains on."""
-        update = self.stream_index(step)
-        return np.arange(self.rows_before(update), self.rows_before(update + 1))
+        index = self.stream_index(step)
+        return np.arange(self.rows_before(index), self.rows_before(index + 1))
 
     def batch_sizes(self, first: int, last: int) -> list[int]:
         """The sizes of the batches of the run's updates first + 1 .. last, each once."""
-        updates = [self.stream_index(first), self.stream_index(last - 1)]
-        begin, end = np.searchsorted(self.ramp_starts, updates, side="right")
+        indices = [self.stream_index(first), self.stream_index(last - 1)]
+        begin, end = np.searchsorted(self.ramp_starts, indices, side="right")
         return sorted({*self.ramp_sizes[begin - 1 : end].tolist()})
 
-    def place(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+    def locate_rows(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """(source, how many rows of it come before) of each row that update step + 1 trains on."""
         rows = self.batch_rows(step)
-        s = np.searchsorted(self.starts, rows[0], side="right") - 1  # stages begin with an update
-        sources, before = self.patterns[s].place(rows - self.starts[s])
-        return sources, before + self.before[s][sources]
+        s = self.stage_of(rows[0])  # of all rows: a stage begins with a batch
+        sources, before = self.patterns[s].locate_rows(rows - self.stage_starts[s])
+        return sources, before + self.before_stage[s][sources]
+
+    def stage_of(self, row: int) -> int:
+        """The number of the stage that a row of the stream is in."""
+        return int(np.searchsorted(self.stage_starts, row, side="right")) - 1
 
     def batch(self, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(source, epoch, window) of each row of the batch that update step + 1 trains on."""
-        sources, counts = self.place(step)
-        epochs, i = np.divmod(counts, self.n_windows[sources])
+        sources, before = self.locate_rows(step)
+        epochs, i = np.divmod(before, self.n_windows[sources])
         windows = np.empty_like(i)
         for s, e in sorted({*zip(sources.tolist(), epochs.tolist(), strict=True)}):
             here = (sources == s) & (epochs == e)
@@ -169,10 +174,10 @@ class Order:
 
     def new_epochs(self, step: int) -> dict[str, int]:
         """{source: number of the epoch, from 2 on, that it begins with the batch of step + 1}."""
-        sources, counts = self.place(step)
+        sources, before = self.locate_rows(step)
         n = self.n_windows[sources]
-        begins = (counts % n == 0) & (counts > 0)
-        epochs = (counts // n + 1)[begins].tolist()
+        begins = (before % n == 0) & (before > 0)
+        epochs = (before // n + 1)[begins].tolist()
         return {self.names[s]: e for s, e in zip(sources[begins].tolist(), epochs, strict=True)}
 
     def key(self, source: int, epoch: int) -> int:
@@ -180,19 +185,20 @@ class Order:
         name = np.array([zlib.crc32(self.names[source].encode())], np.uint64)
         return self.cfg.run.seed << 32 ^ epoch ^ int(scramble(name)[0])
 
-    def counts(self, updates: int) -> np.ndarray:
-        """How many rows of each source the first updates of the stream have."""
-        n_rows = self.rows_before(updates)
-        s = int(np.searchsorted(self.starts, n_rows, side="right")) - 1
-        return self.before[s] + self.patterns[s].counts(n_rows - int(self.starts[s]))
+    def rows_by_source(self, index: int) -> np.ndarray:
+        """How many rows of each source the stream has before a batch."""
+        n_rows = self.rows_before(index)
+        s = self.stage_of(n_rows)
+        in_stage = n_rows - int(self.stage_starts[s])
+        return self.before_stage[s] + self.patterns[s].count_rows(in_stage)
 
     def trained_on(self, step: int) -> dict[str, int]:
         """{name: rows of that source that the first `step` updates of the run trained on}."""
         end = self.stream_index(step - 1) + 1 if step else 0
-        rows = self.counts(end)
+        rows = self.rows_by_source(end)
         for first, stop in self.skip:
             if stop <= end:
-                rows = rows - self.counts(stop) + self.counts(first)
+                rows = rows - self.rows_by_source(stop) + self.rows_by_source(first)
         return dict(zip(self.names, rows.tolist(), strict=True))
 
     def first_beyond(self, epochs: int) -> tuple[str, int] | None:
@@ -201,7 +207,7 @@ class Order:
         limit = self.n_windows * epochs
 
         def is_beyond(step: int) -> np.ndarray:
-            return self.counts(self.stream_index(step - 1) + 1) > limit
+            return self.rows_by_source(self.stream_index(step - 1) + 1) > limit
 
         steps = range(1, self.cfg.train.steps + 1)
         n = bisect_left(steps, True, key=lambda step: is_beyond(step).any())
@@ -214,16 +220,16 @@ class Order:
         n, steps = int(self.n_windows[source]), range(self.cfg.train.steps)
         stream, found = range(self.stream_index(steps[-1]) + 1), set()
 
-        def count_before(update: int) -> int:
-            """How many of the source's rows the stream has before an update."""
-            return int(self.counts(update)[source])
+        def count_before(index: int) -> int:
+            """How many of the source's rows the stream has before a batch."""
+            return int(self.rows_by_source(index)[source])
 
         for epoch in range(-(-count_before(len(stream)) // n)):
             i = permute(np.array(windows), n, self.key(source, epoch), inverse=True)
             for count in (epoch * n + i).tolist():
-                update = bisect_right(stream, count, key=count_before) - 1
-                step = bisect_left(steps, update, key=self.stream_index)
-                is_reached = count < count_before(update + 1)
-                if is_reached and self.stream_index(step) == update:  # else data.skip leaves it out
+                index = bisect_right(stream, count, key=count_before) - 1
+                step = bisect_left(steps, index, key=self.stream_index)
+                is_reached = count < count_before(index + 1)
+                if is_reached and self.stream_index(step) == index:  # else data.skip leaves it out
                     found.add(step + 1)
         return sorted(found)

@@ -126,6 +126,7 @@ class NormsPanel(Panel):
         self.names, self.every = layer_names(cfg), cfg.log.norms_every
         self.curves = {}  # {name in SIZES: {step: one number each layer}}
         self.first = {}  # {name in SIZES: the first ten rows of finite numbers}
+        self.newest = {}  # the last row
 
     def row(self, arrays: dict) -> dict:
         norms = {name: [finite_or_none(x) for x in values] for name, values in arrays.items()}
@@ -137,17 +138,17 @@ class NormsPanel(Panel):
         return f"largest change {change[worst]:.1%} in {self.names[worst]}"
 
     def track(self, row: dict):
+        self.newest = row
         for name in SIZES:
             values = np.array([*row[name]], float)  # a null is NaN
             self.curves.setdefault(name, {})[row["step"]] = values
             first = self.first.setdefault(name, [])
             if len(first) < 10 and np.isfinite(values).all():
                 first.append(values)
-        self.newest = row
 
     def alarms(self) -> dict[str, str]:
         found = {}
-        for name in ("gradient", "weight", "logit"):
+        for name in ("gradient", "weight", "logit") if self.newest else ():
             usual = np.median(self.first[name], axis=0) if self.first[name] else ()
             for layer, a, b in zip(self.names, usual, self.newest[name], strict=False):
                 if b is not None and b > self.GROWTH * a > 0:

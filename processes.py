@@ -251,14 +251,14 @@ class Stop:
 
     def __init__(self):
         self.wants_stop = self.wants_save = False
-        self.told_at = None
+        self.first_signal_at = None
         """When the first signal to stop came."""
         self.error = None
         """Why this process asks to stop, if not because of a signal."""
-        self.asked_for = 0
+        self.save_poll = 0
         """The poll at which all save because this process has asked for it."""
-        self.stops = self.saves = False
-        """What all have agreed on.  `saves` stays True until a save has worked."""
+        self.must_stop = self.must_save = False
+        """What all have agreed on.  `must_save` stays True until a save has worked."""
         self.polls, self.last_poll, self.last_update = 0, time.monotonic(), None
         self.update_seconds = deque(maxlen=20)
         """How long the last updates took."""
@@ -270,13 +270,13 @@ class Stop:
 
     def handle(self, number, frame):
         now = time.monotonic()
-        if self.told_at is not None:
-            if LAST_END in os.environ and now < self.told_at + self.TOGETHER:
+        if self.first_signal_at is not None:
+            if LAST_END in os.environ and now < self.first_signal_at + self.TOGETHER:
                 return
             write_error("\ninterrupted before all was saved; run the same command again\n")
             os._exit(errors.INTERRUPTED)
         write_error("\nstopping after this update; a second signal stops at once\n")
-        self.wants_stop, self.told_at = True, now
+        self.wants_stop, self.first_signal_at = True, now
 
     def hang_up(self, number, frame):
         """The handler of SIGHUP.  It is not counted as a first signal: shells may send it twice,
@@ -286,7 +286,7 @@ class Stop:
 
     def stop_unread(self):
         """Stop because nothing reads what the run prints."""
-        if self.told_at is None:
+        if self.first_signal_at is None:
             write_error("\nnothing reads the output any more: stopping after this update\n")
         self.wants_stop = True
 
@@ -315,23 +315,23 @@ class Stop:
             asked.add("stop")
         if self.wants_save:
             self.wants_save = False
-            if self.polls > self.asked_for:  # otherwise the save that it asked for is still ahead
+            if self.polls > self.save_poll:  # otherwise the save that it asked for is still ahead
                 asked.add("save")
-                self.asked_for = self.polls + (NOTICE if len(process_ids()) > 1 else 0)
+                self.save_poll = self.polls + (NOTICE if len(process_ids()) > 1 else 0)
         if len(process_ids()) > 1:
             for what in asked:
                 key = f"trifold/asked/{self.polls + NOTICE}/{what}/{process_id()}"
                 shared_store().key_value_set(key, "")
             found = shared_store().key_value_dir_get(f"trifold/asked/{self.polls}/")
             asked = {key.split("/")[-2] for key, _ in found}
-        self.stops = self.stops or "stop" in asked
-        self.saves = self.saves or "save" in asked
+        self.must_stop = self.must_stop or "stop" in asked
+        self.must_save = self.must_save or "save" in asked
 
     def agree_to_stop(self, error: BaseException | None = None, is_update: bool = False) -> bool:
         """Poll, and return whether to stop now, the same in every process.
 
-        error: why this process cannot go on after this poll, or with several processes after the
-        one that comes NOTICE later.  is_update: an update follows this poll.
+        error: why this process cannot go on, at the latest after the poll that comes NOTICE later;
+        a single process stops at once.  is_update: an update follows this poll.
         """
         if is_update:
             before, self.last_update = self.last_update, time.monotonic()
@@ -340,7 +340,7 @@ class Stop:
         if error is not None and self.error is None:
             self.error, self.wants_stop = error, True
         self.poll()
-        return self.stops
+        return self.must_stop
 
 
 # ---- saving

@@ -452,7 +452,8 @@ def save(store, step: int, state: State, last: bool, stop):
     while not (saved := store.save(step, items, last)) and last:
         time.sleep(1)
         stop.poll()  # so that the Watchdog sees that the run goes on
-    stop.saves = stop.saves and not saved  # a save that a signal asked for is tried until it works
+    if saved:  # until then, a save that a signal asked for is tried again
+        stop.must_save = False
 
 
 def evaluate_if_due(params, step: int, vals, tasks, log: MetricsLog, stop, cfg: Config) -> bool:
@@ -482,7 +483,8 @@ def read_upcoming(step: int, train: Dataset, vals, cfg: Config) -> BaseException
     with jax.profiler.TraceAnnotation(DATA_WAIT):
         error, due = train.batch_error(step), next_evaluation(step, cfg)
         for val in vals:
-            val.read_ahead(indices := val.eval_indices(due))
+            indices = val.eval_indices(due)
+            val.read_ahead(indices)
             if due - step <= NOTICE:
                 error = error or val.eval_error(indices)
     return error
@@ -496,7 +498,7 @@ def save_if_due(store, step: int, state: State, last: bool, evaluated: bool, log
     keeps_best = evaluated and c.best
     if keeps_best:
         store.finish()  # so that this one is not skipped
-    if last or stop.saves or is_due(step, c.every, cfg) or keeps_best:
+    if last or stop.must_save or is_due(step, c.every, cfg) or keeps_best:
         log.run_untimed(save, store, step, state, last, stop)
 
 
@@ -521,7 +523,9 @@ def train_loop(run, store, state: State, train: Dataset, vals, tasks, stop, cfg:
         evaluated = evaluate_if_due(state.params, step, vals, tasks, log, stop, cfg)
         sample_if_due(state.params, step, train, log, cfg)
         last = step == cfg.train.steps
-        last = last or stop.agree_to_stop(read_upcoming(step, train, vals, cfg), is_update=True)
+        if not last:
+            error = read_upcoming(step, train, vals, cfg)
+            last = stop.agree_to_stop(error, is_update=True)
         save_if_due(store, step, state, last, evaluated, log, stop, cfg)
         if last:
             break

@@ -49,8 +49,8 @@ class Param:
     columns: tuple[int, ...] = ()
     """The dims of the product's result.  Each index of the other dims is a matrix of its own."""
 
-    def without_layers(self, dims) -> list:
-        """The elements of `dims`, one for each dim, without that of the layers."""
+    def of_one_layer(self, dims) -> list:
+        """The elements of `dims`, which has one for each dim, without that of the dim of layers."""
         return list(dims[1:] if self.is_stacked else dims)
 
 
@@ -106,7 +106,7 @@ def init_weights(table, seed: int):
 
 def can_draw(p: Param) -> bool:
     """Whether `draw_normals` can draw a weight; no preset reaches the limits of `draw_chunk`."""
-    dims = p.without_layers(p.shape)
+    dims = p.of_one_layer(p.shape)
     fits = len(dims) <= 4 and math.prod(dims[-3:]) < 2**32 and math.prod(dims[:-3]) < 2**16
     return isinstance(p.init, Normal) and fits
 
@@ -168,12 +168,12 @@ class LocalPart:
         self.sizes = [size // count for size, count in zip(p.shape, counts, strict=True)]
         start = [size * i for size, i in zip(self.sizes, index, strict=True)]
         self.n_layers = self.sizes[0] if p.is_stacked else 1
-        self.n_numbers = math.prod(p.without_layers(self.sizes))
+        self.n_numbers = math.prod(p.of_one_layer(self.sizes))
         """In each layer."""
         assert self.n_numbers < 2**32, "draw_chunk counts them in 32 bits"
 
         def four_dims(values, missing):
-            values = p.without_layers(values)
+            values = p.of_one_layer(values)
             return jnp.stack([jnp.uint32(x) for x in [missing] * (4 - len(values)) + values])
 
         # What `draw_normals` looks up for each chunk: a table of chunks would be a constant of the

@@ -116,7 +116,7 @@ PLAIN = {
     "model.mup_base_width": 0, "model.mup_base_depth": 0, "model.mup_base_head": 0,
     "train.dropout": 0, "train.z_loss": 0, "data.document_mask": False,
 }  # fmt: skip
-# The policies of jax.checkpoint for train.remat; without one, everything is kept.
+# The policies of jax.checkpoint for train.remat; with "none" everything is kept.
 PLAIN_REMAT = dict(layer=None, dots=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
 
 
@@ -163,7 +163,7 @@ def plain_loss(params, token_BL, target_BL, cfg: Config):
     if m.positions == "learned":
         x_BLD += w["position_LD"][: token_BL.shape[1]]
     layer = partial(plain_layer, m=m)
-    if cfg.train.remat in PLAIN_REMAT:
+    if cfg.train.remat != "none":
         policy = PLAIN_REMAT[cfg.train.remat]
         layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
     x_BLD, _ = lax.scan(layer, x_BLD, w["layers"]["dense"])
@@ -286,6 +286,7 @@ def make_peers(names, window_BL, cfg: Config) -> tuple[list[Contestant], dict[st
     """The peers of these names, and the reason for each that is left out."""
     values = {name: config.field_value(cfg, name) for name in PLAIN}
     missing = [f"{name}={x}" for name, x in values.items() if x != PLAIN[name]]
+    missing += [f"train.remat={x}" for x in [cfg.train.remat] if x not in ("none", *PLAIN_REMAT)]
     missing += ["several processes"] if jax.process_count() > 1 else []
     if missing:
         return [], dict.fromkeys(names, f"has no {', no '.join(missing)}")

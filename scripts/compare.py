@@ -108,11 +108,11 @@ def main(args: Args):
     check_output("out", args.out)
     runs = [Curves(run) for run in args.runs]
     sets = sorted({name for run in runs for name in run.evals})
-    n = max(len(run.loss) for run in runs) // 50  # a point of a curve is the mean of n + 1 updates
-    draw(args.out, runs, sets, n)
+    lengths = [len(run.loss) for run in runs]
+    draw(args.out, runs, sets, max(lengths) // 50)  # a point of a curve is a mean of n + 1 updates
     rows = [["", *(run.name for run in runs)]]
     rows += [[cost, *(f"{run.costs[cost][-1]:.4g}" for run in runs)] for cost in runs[0].costs]
-    n = min(len(run.loss) for run in runs) // 50  # so that no run shows its first updates
+    n = min(lengths) // 50  # so that no run shows its first updates
     what = f"training loss of {n + 1} updates" if n else "training loss"
     rows += [[what, *(f"{smooth(run.loss, n)[-1]:.4f}" for run in runs)]]
     for name in sets:

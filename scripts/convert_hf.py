@@ -35,7 +35,7 @@ import config
 import errors
 import files
 from config import Config
-from errors import CHECKPOINT, DATA, STORAGE, USAGE, Problem, UserError
+from errors import CHECKPOINT, DATA, STORAGE, USAGE, Problem, UserError, first_ten
 
 
 @dataclass(frozen=True)
@@ -216,8 +216,7 @@ def check_tensors(found: dict[str, StoredTensor], tensors: list[TensorMap], hf: 
 
     def note(names, what, fix):
         if names:
-            more = f", and {len(names) - 10} more" if len(names) > 10 else ""
-            problems.append(Problem(f"{len(names)} {what}: {', '.join(names[:10])}{more}", fix))
+            problems.append(Problem(f"{len(names)} {what}: {first_ten(names)}", fix))
 
     fix = "convert the model to bfloat16 first, with its publisher's script"
     note(scales, "tensors are of quantized weights", fix)

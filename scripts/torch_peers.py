@@ -120,7 +120,7 @@ class Training:
         self.network = NETWORKS[name](cfg).to(device).train()
         self.initial = {name: x.clone() for name, x in self.network.state_dict().items()}
         windows = torch.tensor(window_BL, dtype=torch.long, device=device)
-        self.slices = windows.chunk(cfg.train.grad_accum * cfg.train.microbatches)
+        self.microbatches = windows.chunk(cfg.train.grad_accum * cfg.train.microbatches)
         o, params = cfg.optim, list(self.network.parameters())
         groups = [
             dict(params=[p for p in params if p.ndim > 1], weight_decay=o.weight_decay),
@@ -137,17 +137,17 @@ class Training:
         self.adamw.state.clear()
         return 0
 
-    def mean_loss(self, slice_BL):
-        logit_BLV = self.network(slice_BL[:, :-1])[..., : self.cfg.model.vocab_size].float()
-        return functional.cross_entropy(logit_BLV.flatten(0, 1), slice_BL[:, 1:].flatten())
+    def mean_loss(self, token_BL):
+        logit_BLV = self.network(token_BL[:, :-1])[..., : self.cfg.model.vocab_size].float()
+        return functional.cross_entropy(logit_BLV.flatten(0, 1), token_BL[:, 1:].flatten())
 
     def step(self, n: int):
         """(n + 1, {"loss": nats a token}) after one update."""
         total = 0
         autocast = torch.autocast(self.device, torch.bfloat16, self.cfg.train.dtype == "bfloat16")
-        for slice_BL in self.slices:
+        for token_BL in self.microbatches:
             with autocast:
-                loss = self.mean_loss(slice_BL) / len(self.slices)
+                loss = self.mean_loss(token_BL) / len(self.microbatches)
             loss.backward()
             total += loss.detach()
         torch.nn.utils.clip_grad_norm_(self.network.parameters(), self.cfg.optim.clip_norm)

@@ -477,7 +477,7 @@ def test_all_tensors_that_do_not_fit_are_reported_at_once(tmp_path):
     tensors |= {f"model.layers.0.strange.{n}": np.zeros(1, np.float32) for n in range(12)}
     text = problems(tmp_path, "llama", tensors)
     assert "12 tensors are unknown for llama: model.layers.0.strange.0" in text
-    assert text.count("strange") == 10 and ", and 2 more" in text
+    assert text.count("strange") == 10 and " and 2 more" in text
     assert "are missing: model.norm.weight" in text
     assert "model.layers.1.mlp.up_proj.weight [32, 17] instead of [32, 16]" in text
 

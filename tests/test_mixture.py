@@ -53,14 +53,14 @@ def test_every_prefix_has_each_source_within_one_row_of_its_weight(seed):
     pattern = weights_of(**{f"s{n}": weight for n, weight in enumerate(weights.round(2))})
     share = pattern.weights / pattern.weights.sum()
     n = 3 * pattern.period + 7
-    sources, before = pattern.place(np.arange(n))
+    sources, before = pattern.locate_rows(np.arange(n))
     count = np.zeros(len(weights), int)
     for row, source in enumerate(sources):
         assert before[row] == count[source]
         count[source] += 1
         assert (np.abs(count - (row + 1) * share) < 1).all()
         if row % 50 == 0:
-            np.testing.assert_array_equal(pattern.counts(row + 1), count)
+            np.testing.assert_array_equal(pattern.count_rows(row + 1), count)
 
 
 def test_weights_of_too_many_digits_are_refused():

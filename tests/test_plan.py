@@ -458,7 +458,7 @@ def test_the_matrices_and_the_moment_of_muon_are_counted():
     want = n_hidden = 0
     for p in utils.leaf_table(model.param_table(adamw)).values():
         if p.rows:
-            sizes = p.without_layers(p.shape)
+            sizes = p.of_one_layer(p.shape)
             S, T = sorted(math.prod(sizes[dim] for dim in dims) for dims in (p.rows, p.columns))
             n = math.prod(p.shape) // (S * T)
             want += math.ceil(n / 4) * (2 * S * S * T + 5 * (4 * S * S * T + 2 * S**3))
