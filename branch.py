@@ -11,13 +11,13 @@ from etils import epath
 
 import model
 import utils
-from checkpoint import Checkpoints, Damaged
 from config import Config
 from errors import CHECKPOINT, USAGE, Problem, UserError
 from files import absolute_path, run_path, write_whole
 from metrics import read_lines
 from rundir import read_record
 from shards import check_tokenizer
+from verify import Damaged, SavedCheckpoints
 from weights import init_weights
 
 MAY_DIFFER = re.compile("rope_|yarn_|max_positions$|window$")
@@ -33,7 +33,7 @@ class Parent:
         """tokenizer: that of the training data, if it has one."""
         (self.path, step), self.start_with = read_name(cfg.run.start_from), cfg.run.start_with
         utils.together(self.check, cfg, tokenizer)
-        self.store = Checkpoints(self.path, keep=0)
+        self.store = SavedCheckpoints(self.path)
         # Process 0 decides: a parent that still trains may save before another process looks.
         found = utils.run_on_lead(self.store.find_step, step)
         found = json.loads(utils.exchange(json.dumps(found))[0])
@@ -43,7 +43,7 @@ class Parent:
         try:
             self.meta = self.store.read_meta(found, {})
         except Damaged:
-            self.store.raise_if_read_only(str(found))  # it is: keep=0
+            self.store.raise_damaged(str(found))
         if cfg.run.start_with == "state" and found > cfg.train.steps:
             what = f"train.steps={cfg.train.steps}, but {cfg.run.start_from} has made {found}"
             raise UserError(USAGE, what, f"set --train.steps above {found}")

@@ -81,6 +81,7 @@ from profiling import DATA_WAIT, Profile
 from rundir import open_run, record_start
 from tasks import Tasks, open_tasks
 from utils import with_slices
+from verify import SavedCheckpoints
 
 # ---- the state
 
@@ -183,12 +184,14 @@ def abstract_state(cfg: Config) -> State:
     return with_shardings(state_shapes(cfg), state_specs(cfg))
 
 
-def restore_or_init(run, train: Dataset, cfg: Config) -> tuple[Checkpoints, State]:
+def restore_or_init(run, train: Dataset, cfg: Config) -> tuple[SavedCheckpoints, State]:
     """The run's checkpoints, and the State of the newest one, or a new State where there is none.
     Raises UserError CHECKPOINT and USAGE."""
-    keep = 0 if cfg.eval_only and not is_writable(run) else cfg.checkpoint.keep
-    settings = fixed_settings(cfg, train.source.fingerprint)
-    store = Checkpoints(run, keep, settings, cfg.run.accept, cfg.checkpoint.patience)
+    settings, c = fixed_settings(cfg, train.source.fingerprint), cfg.checkpoint
+    if cfg.eval_only and not is_writable(run):
+        store = SavedCheckpoints(run, settings, cfg.run.accept)
+    else:
+        store = Checkpoints(run, c.keep, settings, cfg.run.accept, c.patience)
     begin = time.monotonic()
     found = store.restore(checkpoint_items(abstract_state(cfg)))
     if found is None and cfg.eval_only:
@@ -239,7 +242,7 @@ def load_params(run, cfg: Config, step: int = -1, weights: str = "last"):
     or ema for their moving average.  Raises UserError CHECKPOINT."""
     item = weights_item(cfg, weights)
     abstract = with_shardings(model.param_shapes(cfg), model.param_specs(cfg))
-    found = Checkpoints(run, keep=0).restore({item: abstract}, step)
+    found = SavedCheckpoints(run).restore({item: abstract}, step)
     if found is None:
         raise UserError(CHECKPOINT, f"{run} has no checkpoint", "train it first")
     return found[item]

@@ -90,6 +90,7 @@ import processes
 import rundir
 import train
 import utils
+import verify
 from scripts import hf_arrays, hf_config, hf_families
 from scripts.hf_arrays import SavedWeights
 from scripts.hf_families import TensorMap
@@ -442,7 +443,7 @@ def end_token(tokenizer: str, end_id: int) -> tuple[int | None, str | None]:
 def open_weights(run, cfg: Config, step: int, item: str, tensors) -> tuple[int, SavedWeights]:
     """(step, weights) of checkpoint `step`, or of the newest for -1, verified.  Raises UserError
     CHECKPOINT and STORAGE."""
-    store = checkpoint.Checkpoints(run, keep=0)
+    store = verify.SavedCheckpoints(run)
     step = store.find_step(step)
     if step is None:
         raise UserError(CHECKPOINT, f"{store.path} has no checkpoint", "train the run first")
@@ -454,8 +455,8 @@ def open_weights(run, cfg: Config, step: int, item: str, tensors) -> tuple[int, 
             for name, array in saved.arrays.items():
                 digest, _ = hf_arrays.digest_blocks(hf_arrays.read_chunks(array, bar), array.shape)
                 if digest != meta["leaves"][f"{item}/{name}"][2]:
-                    raise checkpoint.Damaged(f"{name} is not as saved")
-    except ValueError as e:  # a checkpoint.Damaged, or of tensorstore
+                    raise verify.Damaged(f"{name} is not as saved")
+    except ValueError as e:  # a verify.Damaged, or of tensorstore
         what = f"checkpoint {path} is damaged: {str(e)[:200]}"
         fix = "give --step another one, or restore it from a copy"
         raise UserError(CHECKPOINT, what, fix) from None

@@ -19,6 +19,7 @@ import config
 import digests
 import train
 import utils
+import verify
 from errors import CHECKPOINT, STORAGE, USAGE, UserError
 
 SLOW = pytest.mark.slow
@@ -178,7 +179,7 @@ def test_no_mutation_of_any_file_gives_a_wrong_state(copy, mutation):
         try:
             assert_restored(store.load(20, abstract), states[20])
             outcomes.append("whole")
-        except checkpoint.Damaged:
+        except verify.Damaged:
             outcomes.append("refused")
         path.write_bytes(original)
     assert outcomes.count("refused") >= 5, outcomes
@@ -256,11 +257,12 @@ def test_a_run_without_a_usable_checkpoint_does_not_start_over(copy):
 def test_a_reader_moves_no_damaged_checkpoint(copy):
     cfg, run, _ = copy
     flip_bit(checkpoint_files(run, 20)[-1], 5000)
+    abstract = train.checkpoint_items(train.abstract_state(cfg))
     with pytest.raises(UserError, match="checkpoint .*20 is damaged"):
-        open_store(run, keep=0).restore(train.checkpoint_items(train.abstract_state(cfg)))
+        verify.SavedCheckpoints(run).restore(abstract)
     assert (run / "checkpoints" / "20").exists()
     with pytest.raises(UserError, match="has no checkpoint 15, only 10 or 20"):
-        open_store(run, keep=0).restore(train.checkpoint_items(train.abstract_state(cfg)), step=15)
+        verify.SavedCheckpoints(run).restore(abstract, step=15)
 
 
 def test_another_setting_or_dtype_is_an_error_that_names_the_fields(copy):

@@ -37,6 +37,7 @@ import files
 import model
 import train
 import utils
+import verify
 from architecture import Model
 from errors import UserError
 from scripts import convert_hf, hf_arrays, hf_config, hf_families
@@ -703,7 +704,7 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path):
     meta = tmp_path / "runs/x/checkpoints/0/meta/metadata"
     text = json.loads(meta.read_text())
     text["leaves"]["params/norm_D"][2][0] ^= 1
-    text["checksum"] = checkpoint.meta_checksum(text)
+    text["checksum"] = verify.meta_checksum(text)
     meta.write_text(json.dumps(text))
     with pytest.raises(UserError, match="damaged: norm_D is not as saved"):
         convert_hf.export_hf(tmp_path / "runs" / "x", tmp_path / "out")

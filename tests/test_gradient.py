@@ -251,7 +251,7 @@ def test_inputs_of_layers_can_wait_in_host_memory():
 
 
 def test_a_backward_function_takes_other_weights_than_it_has_saved():
-    """JAX's documentation says little about the attribute that with_saved_weights replaces."""
+    """JAX's documentation says little about the attribute that with_weights replaces."""
 
     def f(w, x):
         return w["scale"] * x
@@ -259,11 +259,11 @@ def test_a_backward_function_takes_other_weights_than_it_has_saved():
     w, x, one = dict(scale=jnp.float32(2)), jnp.float32(3), jnp.float32(1)
     _, backward = jax.vjp(f, w, x)
     assert jax.tree.leaves(backward.args_res[0]) == [2]
-    other = gradient.with_saved_weights(backward, dict(scale=jnp.float32(5)))
+    other = gradient.with_weights(backward, dict(scale=jnp.float32(5)))
     assert other(one) == (dict(scale=3), 5)
     assert backward(one) == (dict(scale=3), 2)  # the original has not changed
     # Without the weights x alone waits for the backward pass.
-    assert jax.tree.leaves(gradient.with_saved_weights(backward, None)) == [3]
+    assert jax.tree.leaves(gradient.with_weights(backward, None)) == [3]
 
 
 # ---- the objective

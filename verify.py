@@ -1,0 +1,244 @@
+"""Checkpoints as they are read: found, verified and compared with the run; checkpoint.py saves."""
+
+import errno
+import json
+import os
+import re
+import stat
+import zlib
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+
+import errors
+import utils
+from digests import digest_leaves
+from errors import UserError, first_ten
+from files import is_remote, paths_in
+
+
+class Damaged(ValueError):
+    """A checkpoint that differs from what was saved, or cannot be read."""
+
+
+def meta_checksum(meta: dict) -> int:
+    """CRC-32 of a checkpoint's meta without its checksum."""
+    rest = {name: value for name, value in meta.items() if name != "checksum"}
+    return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
+
+
+# An error with one of these in its text means that the storage cannot be reached, not that the
+# checkpoint is damaged.
+UNREACHABLE = "RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE_EXCEEDED|UNAUTHENTICATED|PERMISSION_DENIED"
+UNREACHABLE += "|[Pp]ermission denied"
+
+
+def find_fault(folder: Path) -> str:
+    """What is wrong with a checkpoint's folder on this machine: a link, pipe or device; "" if
+    nothing is.
+
+    Orbax would follow a link out of the run directory, and wait for a pipe for ever.  Raises
+    PermissionError for a file that may not be read, because its checkpoint is not damaged.
+    """
+    try:
+        for path in [folder, *folder.rglob("*")]:
+            mode = path.lstat().st_mode
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                kind = "a symbolic link" if stat.S_ISLNK(mode) else "a pipe or device"
+                return f"{'it' if path == folder else path.relative_to(folder)} is {kind}"
+            needed = os.R_OK | (os.X_OK if stat.S_ISDIR(mode) else 0)
+            if not os.access(path, needed, effective_ids=os.access in os.supports_effective_ids):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+    except FileNotFoundError:
+        return "it was removed while this process looked at it"
+    return ""
+
+
+def mismatches(there: dict, here: dict) -> dict[str, tuple]:
+    """{name: (value there, value here)} of what differs, "nothing" where one of them has none."""
+    pairs = {n: (there.get(n, "nothing"), here.get(n, "nothing")) for n in here | there}
+    return {n: (a, b) for n, (a, b) in pairs.items() if a != b}
+
+
+def digests_of(tree) -> tuple[dict[str, list[int]], bool]:
+    """({"params/embed_VD": its digest} of each array, whether all of their numbers are finite)."""
+    table = utils.leaf_table(tree)
+    values, finite = digest_leaves(list(table.values()))
+    return dict(zip(table, np.asarray(values).tolist(), strict=True)), bool(finite)
+
+
+def find_pipes(path: epath.Path) -> list[epath.Path]:
+    """The checkpoints in a folder whose metadata are a pipe or device.  Orbax reads the metadata of
+    all checkpoints when it is opened, and would wait for ever."""
+    found = [] if is_remote(path) else paths_in(path, "*/_CHECKPOINT_METADATA")
+    return [path.parent for path in found if not stat.S_ISREG(os.lstat(path).st_mode)]
+
+
+OPTIONAL = {
+    "rest/opt/": "another optimizer's state (optim.name)",
+    "ema/": "an average of the weights (optim.ema)",
+    "recent_norms/": "the last gradient norms (train.spike_sigma)",
+}
+"""Arrays that some settings add; an error counts them instead of naming each."""
+
+
+class SavedCheckpoints:
+    """The checkpoints of a run, verified when they are restored.
+
+    The folder checkpoints/N is the state after N updates.  It holds the state's items
+    (`train.checkpoint_items`) and `meta`, a JSON object:
+      format    FORMAT
+      step      N
+      must      the settings that every run which continues from here must have too
+      leaves    {"params/embed_VD": [shape, dtype, digest]} of every array
+      checksum  meta_checksum
+    """
+
+    FORMAT = 2
+
+    def __init__(self, run: epath.Path, settings=None, accept=()):
+        """run: the run directory.  settings: {name: value}, compared with a restored checkpoint's
+        `must`.  accept: names of settings not to compare.  Raises UserError CHECKPOINT."""
+        self.run, self.path = run, run / "checkpoints"
+        self.settings, self.accept = settings or {}, accept
+        self.newest = None
+        """The step of the last checkpoint that this object restored, saved or started to save."""
+        self.open_manager()
+
+    def open_manager(self):
+        utils.run_on_lead(self.refuse_pipes)
+        options = ocp.CheckpointManagerOptions(read_only=True)
+        self.manager = ocp.CheckpointManager(self.path, options=options)
+
+    def refuse_pipes(self):
+        for folder in find_pipes(self.path):
+            self.raise_damaged(folder.name)
+
+    def raise_damaged(self, name: str):
+        """Raise UserError CHECKPOINT for a damaged checkpoint."""
+        what = f"checkpoint {self.path / name} is damaged"
+        fix = "resume its run: it continues from the checkpoint before this one"
+        raise UserError(errors.CHECKPOINT, what, fix)
+
+    def move_to_damaged(self, step: int) -> epath.Path:
+        """What `restore` does with a damaged checkpoint; only Checkpoints may move it."""
+        self.raise_damaged(str(step))
+
+    def restore(self, abstract: dict, step: int = -1):
+        """Return the newest checkpoint that passes verification, or None if the run has no rows in
+        metrics.jsonl and no checkpoint.
+
+        abstract: {item: tree} of the items to restore, which need not be all that were saved.  The
+        leaves are ShapeDtypeStructs with the shardings that the restored arrays get.
+        step: the checkpoint to restore; -1 tries all, newest first, and gives those that fail
+        verification to `move_to_damaged`.  Raises UserError CHECKPOINT if none is usable, if a run
+        that has trained has none, or if there is no checkpoint `step`; and the UserErrors of
+        `load` and `move_to_damaged`.
+        """
+        bad = []
+        while (n := self.find_step(step)) is not None:
+            try:
+                tree = self.load(n, abstract)
+                self.newest = n
+                return tree
+            except Damaged as e:
+                bad.append(f"{n} ({e})")
+                moved_to = self.move_to_damaged(n)
+                utils.warn(f"checkpoint {n} failed verification ({e}); moved to {moved_to}")
+        if bad:
+            what = f"no usable checkpoint among {len(bad)} in {self.path}: {', '.join(bad)}"
+            fix = "restore one from a copy, or start over with --fresh; they are in damaged/"
+            raise UserError(errors.CHECKPOINT, what, fix)
+        metrics = self.run / "metrics.jsonl"
+        if metrics.exists() and metrics.read_bytes().strip():
+            what = f"{self.run} has trained, but {self.path} holds no checkpoint"
+            fix = "restore the checkpoints from a copy, or start over with --fresh"
+            raise UserError(errors.CHECKPOINT, what, fix)
+        return None
+
+    def find_step(self, step: int) -> int | None:
+        """Return `step`, or for -1 the step of the newest checkpoint, None if there is none.
+        Raises UserError CHECKPOINT if there is no checkpoint `step`."""
+        if step == -1:
+            return self.manager.latest_step()
+        found = self.manager.all_steps()
+        if step not in found:
+            what = f"{self.path} has no checkpoint {step}, only {errors.or_list(found or ['none'])}"
+            fix = "give one of those as the step, or none for the newest"
+            raise UserError(errors.CHECKPOINT, what, fix)
+        return step
+
+    def load(self, step: int, abstract: dict):
+        """Return the items of checkpoint `step`, with every array verified.  Raises what read_meta
+        raises."""
+        meta = self.read_meta(step, abstract)
+        items = {name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()}
+        tree = dict(self.read(step, **items))
+        found, _ = digests_of(tree)
+        wrong = [n for n, x in found.items() if x != meta["leaves"][n][2]]
+        if wrong:
+            raise Damaged(f"{len(wrong)} of {len(found)} arrays are not as saved, {wrong[0]} first")
+        return tree
+
+    def read_meta(self, step: int, abstract: dict) -> dict:
+        """Return the meta of checkpoint `step`, after comparing it with its checksum, its step and
+        this run.  Raises Damaged, UserError CHECKPOINT for another run's, and what `read`
+        raises."""
+        fault = "" if is_remote(self.path) else find_fault(Path(self.path / str(step)))
+        if not utils.all_agree(fault == ""):
+            raise Damaged(fault or "another process found a fault")
+        meta = self.read(step, meta=ocp.args.JsonRestore())["meta"]
+        if not isinstance(meta, dict) or meta.get("checksum") != meta_checksum(meta):
+            raise Damaged("its meta does not match its checksum")
+        if meta["step"] != step:
+            raise Damaged(f"it is checkpoint {meta['step']} under another name")
+        self.check_same_run(step, meta, abstract)
+        return meta
+
+    def read(self, step: int, **items):
+        """Return items of checkpoint `step` without verification; items: {name: what orbax takes to
+        restore it}.  Raises Damaged, or UserError STORAGE if the storage cannot be reached."""
+        tree = error = None
+        try:
+            tree = self.manager.restore(step, args=ocp.args.Composite(**items))
+        except Exception as e:  # orbax raises many types for damage, a bare Exception among them
+            error = e
+        refused = isinstance(error, PermissionError | ConnectionError | TimeoutError)
+        if refused or re.search(UNREACHABLE, str(error)):
+            what = f"cannot read {self.path / str(step)}: {str(error)[:300]}"
+            fix = "fix the storage or the permissions, and run the same command again"
+            raise UserError(errors.STORAGE, what, fix) from error
+        if not utils.all_agree(error is None):
+            why = f"{type(error).__name__}: {error}" if error else "another process failed"
+            raise Damaged(re.sub(r"\s+", " ", why)[:160]) from error
+        return tree
+
+    def check_same_run(self, step: int, meta: dict, abstract: dict):
+        """Raise UserError CHECKPOINT if format, settings, shapes or dtypes in meta differ from this
+        run's.  A setting that was saved as null is not compared: imported weights have no data."""
+        compared = [n for n in self.settings if n.removesuffix(" fingerprint") not in self.accept]
+        there = {n: meta["must"].get(n, "nothing") for n in compared}
+        there = {n: x for n, x in there.items() if x is not None} | dict(format=meta["format"])
+        here = self.settings | dict(format=self.FORMAT)
+        settings = mismatches(there, {n: here[n] for n in there})
+        leaves = {n: x for n, x in meta["leaves"].items() if n.split("/")[0] in abstract}
+        saved = {n: f"{dtype}{shape}" for n, (shape, dtype, _) in leaves.items()}
+        wanted = {n: f"{x.dtype}{list(x.shape)}" for n, x in utils.leaf_table(abstract).items()}
+        arrays, optional = mismatches(saved, wanted), {}
+        # Where weights differ too, the reason is another model, and not one of these settings.
+        if not any(n.startswith("params/") for n in arrays):
+            for prefix, why in OPTIONAL.items():
+                found = [n for n, x in arrays.items() if n.startswith(prefix) and "nothing" in x]
+                optional |= dict.fromkeys(found, why)
+        pairs = {n: x for n, x in (settings | arrays).items() if n not in optional}
+        differ = [f"{n}: {a} there, {b} here" for n, (a, b) in pairs.items()]
+        differ += [f"{n} arrays are of {why}" for why, n in Counter(optional.values()).items()]
+        if differ:
+            what = f"checkpoint {self.path / str(step)} is of another run: "
+            fix = "give the values in its run's config.json, or another --run.name, or --fresh, or "
+            fix += "--run.accept with the names of settings that change no weight's shape"
+            fix += "; or start another run from it with --run.start_from" if optional else ""
+            raise UserError(errors.CHECKPOINT, what + first_ten(differ, "; "), fix)
