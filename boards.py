@@ -20,7 +20,7 @@ from utils import say, warn
 
 def row_fields(row: dict) -> dict:
     """The fields of a row under their names on a board: kind/field, and val/.. for named sets."""
-    fields = {name: row[name] for name in row if name not in ("kind", "step")}
+    fields = {name: row[name] for name in row if name not in ("kind", "step", "data")}
     if row["kind"] in PANELS:
         fields = PANELS[row["kind"]].board_fields(row)
     if "set" in row:  # its loss is val/name

@@ -74,6 +74,10 @@ class Parent:
         names = {n for n in self.meta["leaves"] if n.startswith(f"{item}/")}
         return names == utils.leaf_table({item: abstract[item]}).keys()
 
+    def has_settings(self, settings: dict) -> bool:
+        """Whether the parent's checkpoint was saved with these settings, {name: value}."""
+        return all(self.meta["must"].get(name) == x for name, x in settings.items())
+
     def restore(self, abstract: dict, cfg: Config) -> dict:
         """The items of `abstract`, verified.  Learned positions beyond the parent's get the initial
         values of a new run, and moments of 0."""
@@ -120,9 +124,16 @@ def read_name(text: str) -> tuple[epath.Path, int]:
     return absolute_path(name), int(step or -1)
 
 
+def forget_parent(run: epath.Path):
+    """Remove the parent from a run's config.json: that of a start which has left no checkpoint."""
+    record = read_record(run)
+    if record.pop("parent", None):
+        write_whole(run / "config.json", json.dumps(record, indent=1) + "\n")
+
+
 def refuse_other_parent(run: epath.Path, cfg: Config):
     """Raises UserError CHECKPOINT if a run that has a checkpoint did not start from
-    run.start_from."""
+    run.start_from, with what run.start_with says."""
     if not cfg.run.start_from:
         return
     (path, step), parent = read_name(cfg.run.start_from), read_record(run).get("parent", {})
@@ -130,3 +141,8 @@ def refuse_other_parent(run: epath.Path, cfg: Config):
     if not is_branch or parent.get("path") != str(path) or step not in (-1, parent["step"]):
         what = f"{run} has checkpoints of its own, and did not start from {cfg.run.start_from}"
         raise UserError(CHECKPOINT, what, "choose another --run.name, or start over with --fresh")
+    if parent["start_with"] != cfg.run.start_with:
+        what = f"{run} started with its parent's {parent['start_with']}, but "
+        what += f"run.start_with={cfg.run.start_with}"
+        fix = f"give --run.start_with {parent['start_with']}, or choose another --run.name"
+        raise UserError(CHECKPOINT, what, fix)

@@ -207,9 +207,9 @@ class Train:
     """Type of the computations; parameters and optimizer state are stored in float32."""
     remat: Literal["auto", "none", "dots", "attention", "layer", "offload"] = "auto"
     """What the backward pass recomputes, to save memory.
-    auto: layer if mesh.pp is above 1, or where what follows takes too much memory.
-    On TPUs, H100s and H200s dots, if its plan takes at most four fifths of a device's memory.
-    On a CPU none, if that takes less than 1 GiB.
+    auto: layer, except if mesh.pp is 1:
+    on a CPU none, if that takes less than 1 GiB;
+    on H100s and H200s dots, without experts, if its plan takes at most 4/5 of the memory.
     none: nothing.  layer: whole layers.
     dots: everything except matmuls with dense weights and cuDNN's attention.
     attention: only attention.

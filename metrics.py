@@ -129,11 +129,13 @@ class MetricsLog:
     MAX_SKIPS = 10
 
     def __init__(
-        self, run: epath.Path, cfg: Config, step: int, flops_per_token: float, tokens_by_source
-    ):
+        self, run: epath.Path, cfg: Config, step: int, flops_per_token: float, tokens_by_source,
+        evaluated: dict,
+    ):  # fmt: skip
         """step: the update the run resumes from.  flops_per_token: forward and backward.
-        tokens_by_source: as Dataset.tokens_by_source."""
-        self.tokens_by_source = tokens_by_source
+        tokens_by_source: as Dataset.tokens_by_source.  evaluated: {(kind, set): fingerprint of what
+        this start evaluates}."""
+        self.tokens_by_source, self.evaluated = tokens_by_source, evaluated
         self.cfg, self.run, self.steps_before = cfg, run, step
         self.flops_per_token, self.peak = flops_per_token, peak_flops(cfg)
         parent = (run_on_lead(read_record, run) or {}).get("parent", {})  # the lead writes rows
@@ -154,12 +156,16 @@ class MetricsLog:
         self.scores = {}  # {step: its row of kind "tasks"}
         self.panels = {name: panel(cfg) for name, panel in PANELS.items()}
         self.alarms = {}  # all so far, {what: text}
+        self.others = set()  # (kind, set) of rows about other data than this start evaluates
         patience = cfg.checkpoint.patience
         # track fills the fields above from the rows that are there.
         self.metrics_file = RowFile(run / "metrics.jsonl", step, patience, self.track)
         self.samples_file = RowFile(run / "samples.jsonl", step, patience)
         self.sampled_steps = {row["step"] for row in self.samples_file.rows}
         self.warn_of_lost_rows(begin)
+        for name in sorted(" ".join(pair).strip() for pair in self.others):
+            what = f"{self.metrics_file.path} has rows of kind {name} about other data"
+            warn(f"{what}: they do not count for pictures and best checkpoints")
         self.wandb = run_on_lead(start_wandb, run, cfg)
         self.tensorboard = run_on_lead(TensorBoard, run, step) if cfg.log.tensorboard else None
         if step < cfg.train.steps:
@@ -190,6 +196,8 @@ class MetricsLog:
             self.train_losses[row["step"]] = loss
             self.skips = self.skips + 1 if None in (loss, norm) else 0
             self.spikes += row.get("spike", 0) > 0
+        elif self.is_of_other_data(row):
+            self.others.add((row["kind"], row.get("set", "")))
         elif row["kind"] == "eval":
             self.eval_losses.setdefault(row.get("set", ""), {})[row["step"]] = row["loss"]
         elif row["kind"] == "tasks":
@@ -198,6 +206,11 @@ class MetricsLog:
             panel = self.panels[row["kind"]]
             panel.track(row)
             self.alarms = panel.alarms() | self.alarms
+
+    def is_of_other_data(self, row: dict) -> bool:
+        """Whether an evaluation's set, or the tasks, were other files than this start's."""
+        here = self.evaluated.get((row["kind"], row.get("set", "")))
+        return here is not None and row.get("data", here) != here
 
     def write(self, row: dict):
         if is_lead():

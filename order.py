@@ -206,14 +206,16 @@ class Order:
         source, if train.steps reaches it."""
         limit = self.n_windows * epochs
 
-        def is_beyond(step: int) -> np.ndarray:
-            return self.rows_by_source(self.stream_index(step - 1) + 1) > limit
+        def stream_is_beyond(step: int) -> bool:
+            return bool((self.rows_by_source(self.stream_index(step) + 1) > limit).any())
 
-        steps = range(1, self.cfg.train.steps + 1)
-        n = bisect_left(steps, True, key=lambda step: is_beyond(step).any())
-        if n == len(steps):
-            return None
-        return self.names[int(np.argmax(is_beyond(steps[n])))], steps[n]
+        steps = range(self.cfg.train.steps)
+        for step in steps[bisect_left(steps, True, key=stream_is_beyond) :]:
+            sources, before = self.locate_rows(step)
+            is_beyond = before >= limit[sources]
+            if is_beyond.any():  # not so if data.skip leaves these rows out
+                return self.names[sources[np.argmax(is_beyond)]], step + 1
+        return None
 
     def updates_of(self, source: int, windows: range) -> list[int]:
         """The updates of the run, counted from 1, that train on one of a source's windows."""

@@ -62,7 +62,7 @@ import optim
 import processes
 import utils
 from boards import send_to_wandb
-from branch import Parent, refuse_other_parent
+from branch import Parent, forget_parent, refuse_other_parent
 from checkpoint import Checkpoints
 from config import Config
 from dataset import Dataset, check_tokenizers
@@ -199,6 +199,7 @@ def restore_or_init(run, train: Dataset, cfg: Config) -> tuple[SavedCheckpoints,
         raise UserError(CHECKPOINT, what, "train it first, without --eval_only")
     if found is None:
         with utils.say_time("initial state"):
+            utils.run_on_lead(forget_parent, run)
             start = partial(branch_state, run, train.source) if cfg.run.start_from else init_state
             state = jax.block_until_ready(utils.wait_for(start(cfg)))
         return store, state
@@ -217,6 +218,8 @@ def branch_state(run, source, cfg: Config) -> State:
     parent = Parent(cfg, source.tokenizer)
     abstract, with_state = checkpoint_items(abstract_state(cfg)), cfg.run.start_with == "state"
     taken = {item for item in abstract if with_state and parent.has(item, abstract)} | {"params"}
+    if not parent.has_settings(batch_settings(cfg, source.fingerprint)):
+        taken -= {"recent_norms"}  # other batches have other gradient norms
     found = parent.restore({item: abstract[item] for item in taken}, cfg)
     utils.run_on_lead(parent.note, run)
 
@@ -261,8 +264,13 @@ def fixed_settings(cfg: Config, fingerprint: str | None) -> dict:
     """The settings that must be the same in a run and in the checkpoint that it resumes from; all
     others may change between starts."""
     m = {f"model.{name}": value for name, value in vars(cfg.model).items()}
+    return m | {"run.seed": cfg.run.seed} | batch_settings(cfg, fingerprint)
+
+
+def batch_settings(cfg: Config, fingerprint: str | None) -> dict:
+    """Those of `fixed_settings` that decide what a batch is."""
     t = {f"train.{name}": getattr(cfg.train, name) for name in ("seq_len", "batch_size")}
-    return m | t | {"run.seed": cfg.run.seed, "data.train fingerprint": fingerprint}
+    return t | {"data.train fingerprint": fingerprint}
 
 
 def model_settings(cfg: Config) -> dict:
@@ -387,9 +395,10 @@ def evaluate(params, data: Dataset, step: int, cfg: Config, stop=None) -> dict |
         total, tokens = total + float(nll), tokens + int(n)
     loss = total / tokens if tokens else math.nan
     bits = loss / math.log(2) / (data.source.bytes_per_token or math.nan)
-    name = dict(set=data.name) if data.name else {}
+    facts = dict(set=data.name) if data.name else {}
+    facts |= dict(data=data.source.fingerprint)
     loss, bits = utils.finite_or_none(loss), utils.finite_or_none(bits)
-    return name | dict(loss=loss, bits_per_byte=bits, tokens=tokens)
+    return facts | dict(loss=loss, bits_per_byte=bits, tokens=tokens)
 
 
 def score_rows(params, tokens_AMBL, targets_AMBL, cfg: Config) -> tuple[np.ndarray, np.ndarray]:
@@ -407,7 +416,8 @@ def score_tasks(params, tasks: Tasks, cfg: Config, stop=None) -> dict | None:
         if stop is not None and stop.agree_to_stop():
             return None
         batches.append(score_rows(params, *tasks.batch(i), cfg))
-    return tasks.scores(*map(np.concatenate, zip(*batches, strict=True)))
+    scores = tasks.scores(*map(np.concatenate, zip(*batches, strict=True)))
+    return dict(data=tasks.fingerprint) | scores
 
 
 def is_due(step: int, every: int, cfg: Config) -> bool:
@@ -496,13 +506,13 @@ def read_upcoming(step: int, train: Dataset, vals, cfg: Config) -> BaseException
 def save_if_due(store, step: int, state: State, last: bool, evaluated: bool, log, stop, cfg):
     """Save if it is the last step, a save is due, or a signal or a failed save asks for one."""
     c = cfg.checkpoint
-    if store.is_due_by_clock(c.every, c.minutes) and utils.is_lead():
-        stop.ask_to_save()
     keeps_best = evaluated and c.best
     if keeps_best:
         store.finish()  # so that this one is not skipped
     if last or stop.must_save or is_due(step, c.every, cfg) or keeps_best:
         log.run_untimed(save, store, step, state, last, stop)
+    elif store.is_due_by_clock(c.every, c.minutes) and utils.is_lead():
+        stop.ask_to_save()
 
 
 def train_loop(run, store, state: State, train: Dataset, vals, tasks, stop, cfg: Config):
@@ -510,7 +520,10 @@ def train_loop(run, store, state: State, train: Dataset, vals, tasks, stop, cfg:
     and checkpoints on the way."""
     start = int(state.step)
     utils.run_on_lead(record_start, run, cfg, train.source, start)
-    log = MetricsLog(run, cfg, start, model.flops_per_token(cfg), train.tokens_by_source)
+    evaluated = {("eval", val.name): val.source.fingerprint for val in vals}
+    evaluated |= {("tasks", ""): tasks.fingerprint} if tasks else {}
+    speed = model.flops_per_token(cfg)
+    log = MetricsLog(run, cfg, start, speed, train.tokens_by_source, evaluated)
     if cfg.checkpoint.best:
         store.keep_best(log.best_losses)
     if cfg.rollback >= 0 and log.wandb:

@@ -285,7 +285,12 @@ def main(args: Args, cfg: Config):
     cfg = with_largest_batch(checks.resolve(cfg, n_devices, slices=args.slices))
     if cfg.mesh.slices != args.slices:
         what = f"mesh.dp={cfg.mesh.dp} has {cfg.mesh.slices} slices, but --slices is {args.slices}"
-        raise UserError(USAGE, what, f"give --slices {cfg.mesh.slices}, or --mesh.dp -1")
+        fix = f"give --mesh.dp -1 or a multiple of {args.slices}"
+        if cfg.mesh.slices > 1:
+            fix += f", or --slices {cfg.mesh.slices}"
+        else:
+            what += ": a mesh whose pp or tp leaves a node cannot be planned"
+        raise UserError(USAGE, what, fix)
     if math.prod(cfg.mesh.sizes) != n_devices:
         product = "mesh.dp*mesh.pp*mesh.tp = {}*{}*{}".format(*cfg.mesh.sizes)
         product += f" = {math.prod(cfg.mesh.sizes)}"

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import sys
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -112,6 +114,43 @@ def test_a_branch_with_weights_is_a_new_training(reference, base):
     assert list(found) == [1, 2] and found[1]["lr"] == pytest.approx(cfg.optim.lr / 5)
     first = rows(reference)[1]["loss"]
     assert found[1]["loss"] < first - 0.5  # of the same batch, but with trained weights
+
+
+def test_a_branch_that_left_no_checkpoint_is_forgotten(reference, base, monkeypatch):
+    cfg, run = branch_of(reference, base, "killed", "@10", "state", train=dict(steps=11))
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "compile_step", lambda *_: sys.exit(1))
+        with pytest.raises(SystemExit):
+            train.main(cfg)
+    assert json.loads((run / "config.json").read_text())["parent"]["step"] == 10
+    new = dict(
+        run=replace(cfg.run, start_from="", start_with="weights"), train=replace(cfg.train, steps=1)
+    )
+    train.main(replace(cfg, **new))
+    assert "parent" not in json.loads((run / "config.json").read_text())
+    assert list(rows(run)) == [1]
+
+
+def test_what_a_branch_started_with_cannot_change(base, tmp_path):
+    name = dict(start_from=f"{tmp_path}/parent@10", start_with="weights")
+    cfg = replace(base, run=replace(base.run, **name))
+    for how, word in (("weights", None), ("state", "its parent's state, but run.start_with=wei")):
+        parent = dict(path=f"{tmp_path}/parent", step=10, tokens=0, start_with=how)
+        (tmp_path / "config.json").write_text(json.dumps(dict(parent=parent)))
+        with pytest.raises(UserError, match=word) if word else nullcontext():
+            branch.refuse_other_parent(epath.Path(tmp_path), cfg)
+
+
+@pytest.mark.slow
+def test_gradient_norms_of_other_batches_are_not_compared_with_the_parents(base):
+    few = dict(eval_every=0, steps=3, spike_sigma=6.0)
+    cfg, run = new_run(base, "norms", train=few)
+    train.main(cfg)
+    more = few | dict(steps=4)
+    for name, batch_size, n in (("same-norms", 32, 4), ("other-norms", 16, 1)):
+        cfg, _ = branch_of(run, base, name, "", "state", train=more | dict(batch_size=batch_size))
+        norms = np.asarray(train.main(cfg).recent_norms)
+        assert np.isfinite(norms).sum() == n
 
 
 def test_a_name_may_have_any_character():

@@ -133,13 +133,15 @@ def test_the_updates_that_a_window_feeds_are_found(sized):
             assert order.updates_of(source, range(window, window + 1)) == want
 
 
-def test_a_limit_of_epochs_names_the_first_update_beyond_it(sized):
+@pytest.mark.parametrize("skip", [MIXED["skip"], *(f"{n}:{n + 6}" for n in range(2, 20, 3))])
+def test_a_limit_of_epochs_names_the_first_update_beyond_it(sized, skip):
     sized = replace(sized, train=replace(sized.train, steps=40))
-    order = order_of(sized, **MIXED)
+    order = order_of(sized, **MIXED | dict(skip=skip))
     for limit in (1, 2, 3):
-        beyond = [step + 1 for step in range(40) if order.batch(step)[1].max() >= limit]
-        found = order.first_beyond(limit)
-        assert found[1] == beyond[0]
+        beyond = [step for step in range(40) if order.batch(step)[1].max() >= limit]
+        sources, epochs, _ = order.batch(beyond[0])
+        name = order.names[sources[np.argmax(epochs >= limit)]]
+        assert order.first_beyond(limit) == (name, beyond[0] + 1)
     assert order.first_beyond(1000) is None
 
 

@@ -631,25 +631,26 @@ def test_a_plan_is_that_of_the_largest_batch_of_a_ramp():
 
 def test_automatic_remat_keeps_matmuls_where_the_plan_of_the_largest_batch_fits(monkeypatch):
     auto = replace(TINY, train=replace(TINY.train, batch_ramp="0:4,100:1"))
-    cfg = configure((1, 1, 1), auto)
+    cfg, chip = configure((1, 1, 1), auto), CHIPS["h100"]
     dots, layer = (
-        plan.make_plan(configure((1, 1, 1), batch_size=4, remat=x), CHIP)["memory_total"]
+        plan.make_plan(configure((1, 1, 1), batch_size=4, remat=x), chip)["memory_total"]
         for x in ("dots", "layer")
     )
     assert layer < dots
-    assert cost_model.choose_remat(cfg, CHIP._replace(memory=1.25 * dots + 1)) == "dots"
-    assert cost_model.choose_remat(cfg, CHIP._replace(memory=1.25 * dots - 1)) == "layer"
+    assert cost_model.choose_remat(cfg, chip._replace(memory=1.25 * dots + 1)) == "dots"
+    assert cost_model.choose_remat(cfg, chip._replace(memory=1.25 * dots - 1)) == "layer"
+    for other in (configure((1, 2, 1)), configure((1, 1, 1), MOE)):
+        assert cost_model.choose_remat(other, chip) == "layer"
 
     def choose(kind, rows=None, **fields) -> str:
-        device = SimpleNamespace(platform="tpu", device_kind=kind, slice_index=0)
+        device = SimpleNamespace(platform="gpu", device_kind=kind, process_index=0)
         monkeypatch.setattr(jax, "devices", lambda *_: [device])
         cfg = replace(auto, mesh=config.Mesh(1, 1, 1), train=replace(auto.train, **fields))
         return utils.resolve_here(cfg, rows).train.remat
 
-    assert choose("TPU v5 lite") == "dots"
-    assert choose("TPU v5 lite", remat="none") == "none"
-    assert choose("TPU v5 lite", rows=4) == choose("TPU v99") == "layer"
-    assert json.loads(answer("--topology", "v5e:1", "--json")[1])["remat"] == "dots"
+    assert choose(chip.kind) == "dots" and choose(chip.kind, remat="none") == "none"
+    assert choose(chip.kind, rows=4) == choose("TPU v5 lite") == choose("Quadro") == "layer"
+    assert json.loads(answer("--topology", "h100:1", "--json")[1])["remat"] == "dots"
 
 
 # ---- against XLA

@@ -16,6 +16,7 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -34,7 +35,9 @@ from runs import (
 )
 
 import checkpoint
+import config
 import files
+import processes
 import restart
 import train
 from errors import DATA, INTERRUPTED, STORAGE, UserError
@@ -233,6 +236,22 @@ def test_a_signal_saves_without_stopping(base, n_processes):
     for process in all_processes:
         assert finish(process)[0] == INTERRUPTED
     assert 3 <= at < max(saved(run)) == len(rows(run))
+
+
+def test_the_clock_asks_for_one_save_at_a_time(monkeypatch):
+    """Also where the update that saves comes later than the one that notices."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    cfg, stop, saves = config.tiny(), processes.Stop(), []
+    log = SimpleNamespace(run_untimed=lambda f, *args: f(*args))
+    store = SimpleNamespace(
+        is_due_by_clock=lambda every, minutes: not saves,
+        save=lambda step, *_: saves.append(step) or True,
+    )
+    monkeypatch.setattr(train, "checkpoint_items", lambda state: state)
+    for step in range(1, 8):
+        assert not stop.agree_to_stop(is_update=True)
+        train.save_if_due(store, step, None, False, False, log, stop, cfg)
+    assert saves == [2]
 
 
 @pytest.mark.parametrize("minutes", [0.02, 0])

@@ -354,6 +354,18 @@ def test_eval_only_evaluates_and_changes_no_file(base, reference, capsys):
     assert refusal(replace(new_run(base, "nowhere")[0], eval_only=True)).code == CHECKPOINT
 
 
+def test_other_validation_data_are_evaluated_where_the_run_is(base, reference, capsys):
+    cfg, run = copy_run(reference, base, "other-val", data=dict(val=base.data.train))
+    before = rows(run, "eval")[20]
+    for _ in range(2):  # the second time there is nothing to do
+        train.main(cfg)
+    assert "rows of kind eval about other data" in capsys.readouterr().err
+    table = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    found = [row for row in table if row["kind"] == "eval"]
+    assert [row["step"] for row in found] == [10, 20, 20] and found[1] == before
+    assert found[2]["loss"] != before["loss"] and found[2]["data"] != before["data"]
+
+
 @pytest.mark.slow
 def test_eval_only_evaluates_a_directory_that_can_only_be_read(base, reference):
     cfg, run = copy_run(reference, base, "readable")
