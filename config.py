@@ -207,9 +207,9 @@ class Train:
     """Type of the computations; parameters and optimizer state are stored in float32."""
     remat: Literal["auto", "none", "dots", "attention", "layer", "offload"] = "auto"
     """What the backward pass recomputes, to save memory.
-    auto: layer, except if mesh.pp is 1:
-    on a CPU none, if that takes less than 1 GiB;
-    on H100s and H200s dots, without experts, if its plan takes at most 4/5 of the memory.
+    auto: layer, unless mesh.pp is 1 and there is memory for more.
+    On a CPU it is none, if that takes less than 1 GiB.
+    On H100s and H200s it is dots without experts, if its plan takes up to 4/5 of the memory.
     none: nothing.  layer: whole layers.
     dots: everything except matmuls with dense weights and cuDNN's attention.
     attention: only attention.

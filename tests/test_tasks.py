@@ -219,7 +219,7 @@ def test_scores_are_rows_and_change_nothing_else(scored, reference):
     files = ("core", "core/copies", "core/functions", "core/wrapping")
     kinds = ("accuracy", "centred_accuracy")
     names = {f"{file}/{kind}" for file in files for kind in kinds}
-    assert found[10].keys() - {"kind", "step"} == names
+    assert found[10].keys() - {"kind", "step", "data"} == names
     assert cli.parse(["--config", str(run_dir / "config.json")]).eval == cfg.eval
     # A finished run scores nothing again.
     before = (run_dir / "metrics.jsonl").read_bytes()
