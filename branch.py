@@ -14,7 +14,7 @@ import utils
 from config import Config
 from errors import CHECKPOINT, USAGE, Problem, UserError
 from files import absolute_path, run_path, write_whole
-from metrics import read_lines
+from rowfile import read_lines
 from rundir import read_record
 from shards import check_tokenizer
 from verify import Damaged, SavedCheckpoints

@@ -213,9 +213,8 @@ def run_schedule(schedule: Schedule, work, x_BLD, saved, total, branch: Callable
         m, r = schedule.backward_microbatch_and_part(t, s)
         is_end = (s == pp - 1) & (r == schedule.parts - 1)
         grad_BLD = jnp.where(is_end, output_grad_BLD, grad_BLD)
-        args = grad_BLD, m, r, buffer, total
         due = partial(schedule.does_backward, t)
-        grad_BLD, total = branch(due, backward, skip_backward, *args)
+        grad_BLD, total = branch(due, backward, skip_backward, grad_BLD, m, r, buffer, total)
         due = partial(schedule.does_finish, t)
         total = branch(due, work.finish, lambda grad, m, total: total, grad_BLD, m, total)
         sent = lax.ppermute(y_BLD, "pp", to_next), lax.ppermute(grad_BLD, "pp", to_previous)

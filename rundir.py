@@ -1,6 +1,6 @@
 """The run directory: one live run at a time, its config.json and history.jsonl, and starting over.
 
-Checkpoints are in checkpoint.py and verify.py, and the rows of metrics.jsonl in metrics.py.
+Checkpoints are in checkpoint.py and verify.py, and the rows of metrics.jsonl in rowfile.py.
 """
 
 import json

@@ -25,6 +25,7 @@ import boards
 import config
 import metrics
 import panels
+import rowfile
 import rundir
 import train
 from errors import USAGE, UserError
@@ -45,7 +46,7 @@ def test_rows_after_the_checkpoint_and_incomplete_lines_are_dropped(tmp_path, ca
     kept = line(1) + line(2) + line(2, "eval")
     no_rows = [b"not json\n", b"\xff\n", b"\xef\xbb\xbf" + line(1).encode()]
     path.write_bytes(b"".join([kept.encode(), *no_rows, line(3).encode(), line(4).encode()[:-9]]))
-    file = metrics.RowFile(path, 2)
+    file = rowfile.RowFile(path, 2)
     assert [(row["kind"], row["step"]) for row in file.rows] == [
         ("train", 1), ("train", 2), ("eval", 2)
     ]  # fmt: skip
@@ -404,11 +405,11 @@ def test_tensorboard_has_the_numbers_of_the_rows_also_after_a_resume(tmp_path):
 def test_rows_wait_for_storage_that_fails_for_a_while(tmp_path, monkeypatch, capsys):
     """Where the folder does not exist yet, locally and as on an object store."""
     for remote in (False, True):
-        monkeypatch.setattr(metrics, "is_remote", lambda path, remote=remote: remote)
+        monkeypatch.setattr(rowfile, "is_remote", lambda path, remote=remote: remote)
         if remote:
-            monkeypatch.setattr(metrics, "local_folder", lambda path: epath.Path(tmp_path))
+            monkeypatch.setattr(rowfile, "local_folder", lambda path: epath.Path(tmp_path))
         path = epath.Path(tmp_path / f"{remote}" / "metrics.jsonl")
-        rows = metrics.RowFile(path, 0, patience=1.5)
+        rows = rowfile.RowFile(path, 0, patience=1.5)
         for step in (1, 2):
             rows.add(dict(step=step))
             rows.upload()
