@@ -217,27 +217,37 @@ def branch_state(run, source, cfg: Config) -> State:
     """The first State of a branch of another run.  source: the branch's training data."""
     parent = Parent(cfg, source.tokenizer)
     abstract, with_state = checkpoint_items(abstract_state(cfg)), cfg.run.start_with == "state"
-    taken = {item for item in abstract if with_state and parent.has(item, abstract)} | {"params"}
-    if not parent.has_settings(batch_settings(cfg, source.fingerprint)):
-        taken -= {"recent_norms"}  # other batches have other gradient norms
+    taken = items_of_parent(parent, abstract, source, cfg) if with_state else {"params"}
     found = parent.restore({item: abstract[item] for item in taken}, cfg)
     utils.run_on_lead(parent.note, run)
-
-    def fill(found):
-        state = make_state(found["params"], cfg)
-        if with_state:  # `found` replaces these where the parent has them
-            opt = optim.with_count(state.opt, parent.step)
-            state = state._replace(step=jnp.int32(parent.step), opt=opt)
-        return checkpoint_items(state) | found
-
     if taken != abstract.keys():
-        shardings = jax.tree.map(lambda x: x.sharding, abstract)
-        found = jax.jit(fill, out_shardings=shardings, donate_argnums=0)(found)
-    state, kept = state_of(found), "its optimizer's state" if with_state else "its weights alone"
+        found = add_items(found, parent.step if with_state else 0, abstract, cfg)
+    kept = "its optimizer's state" if with_state else "its weights alone"
     if with_state and "rest" not in taken:
         kept = "its weights and update; the optimizer's state is new"
     utils.say(f"start from {parent.path} after update {parent.step}, with {kept}")
-    return state
+    return state_of(found)
+
+
+def items_of_parent(parent: Parent, abstract: dict, source, cfg: Config) -> set[str]:
+    """The items of a checkpoint that a branch with run.start_with=state takes from its parent."""
+    found = {item for item in abstract if parent.has(item, abstract)} | {"params"}
+    if not parent.has_settings(batch_settings(cfg, source.fingerprint)):
+        found -= {"recent_norms"}  # other batches have other gradient norms
+    return found
+
+
+def add_items(found: dict, step: int, abstract: dict, cfg: Config) -> dict:
+    """The items of a new state after `step` updates, with those that were found in their place."""
+
+    def fill(found):
+        state = make_state(found["params"], cfg)
+        if step:
+            state = state._replace(step=jnp.int32(step), opt=optim.with_count(state.opt, step))
+        return checkpoint_items(state) | found
+
+    shardings = jax.tree.map(lambda x: x.sharding, abstract)
+    return jax.jit(fill, out_shardings=shardings, donate_argnums=0)(found)
 
 
 def load_params(run, cfg: Config, step: int = -1, weights: str = "last"):
