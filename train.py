@@ -1,5 +1,5 @@
-"""Train: build the mesh, make or resume the state, take steps.  The State, the sharded train and
-eval step, the loop over updates, and `main`.
+"""Train: build the mesh, make or resume the state, take steps.  The sharded train and eval step,
+the loop over updates, and `main`.
 
     python train.py --config demo
 
@@ -46,7 +46,6 @@ import math
 import time
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -62,13 +61,11 @@ import optim
 import processes
 import utils
 from boards import send_to_wandb
-from branch import Parent, forget_parent, refuse_other_parent
-from checkpoint import Checkpoints
+from branch import Parent
 from config import Config
 from dataset import Dataset, check_tokenizers
-from errors import CHECKPOINT, INTERRUPTED, USAGE, UserError
+from errors import INTERRUPTED
 from experts import moe_metrics, update_router_biases
-from files import is_writable
 from generate import generate
 from gradient import add_gradient, prepare_parts, reduce_total, zero_total
 from layers import BATCH
@@ -79,82 +76,18 @@ from norms import layer_norms, logit_sizes
 from processes import NOTICE
 from profiling import DATA_WAIT, Profile
 from rundir import open_run, record_start
+from runstate import (
+    State,
+    checkpoint_items,
+    restore_or_init,
+    state_shapes,
+    state_specs,
+    with_shardings,
+)
 from tasks import Tasks, open_tasks
 from utils import with_slices
-from verify import SavedCheckpoints
 
-# ---- the state
-
-
-class State(NamedTuple):
-    """Everything that changes during training, and all of a checkpoint."""
-
-    step: jax.Array
-    """Updates tried so far, skipped ones included."""
-    params: Any
-    opt: Any
-    """The optimizer's state."""
-    ema: Any = None
-    """With optim.ema, the moving average of params."""
-    recent_norms: Any = None
-    """With train.spike_sigma, the last gradient norms."""
-
-
-def make_state(params, cfg: Config) -> State:
-    """The State before the first update, with these weights."""
-    ema = params if cfg.optim.ema else None
-    norms = jnp.full(optim.SPIKE_WINDOW, -1.0, jnp.float32) if cfg.train.spike_sigma else None
-    return State(np.int32(0), params, optim.optimizer(cfg).init(params), ema, norms)
-
-
-def new_state(cfg: Config) -> State:
-    """The State of a new run."""
-    return make_state(model.init_params(cfg), cfg)
-
-
-def state_shapes(cfg: Config) -> State:
-    """Shapes and dtypes of the State."""
-    return jax.eval_shape(partial(make_state, cfg=cfg), model.param_shapes(cfg))
-
-
-def state_specs(cfg: Config) -> State:
-    """The PartitionSpec of each leaf of State.  Moments in the shape of their weights are sharded
-    like them; counters, and moments of other shapes, are on every device."""
-    specs, state = model.param_specs(cfg), state_shapes(cfg)
-
-    def is_absent(moment):  # the weight belongs to another part of optax.partition
-        return isinstance(moment, optax.MaskedNode)
-
-    def moment_spec(moment, weight, spec):
-        if is_absent(moment):
-            return moment
-        return spec if moment.shape == weight.shape else P()
-
-    trees = state.opt, state.params, specs
-    others = dict(transform_non_params=lambda _: P(), is_leaf=is_absent)
-    opt = optax.tree.map_params(optim.optimizer(cfg), moment_spec, *trees, **others)
-    ema = specs if cfg.optim.ema else None
-    return State(P(), specs, opt, ema, P() if cfg.train.spike_sigma else None)
-
-
-def init_state(cfg: Config) -> State:
-    """`new_state`, made sharded: no device holds all of it."""
-    shardings = utils.shardings(state_specs(cfg))
-    return jax.jit(new_state, static_argnums=0, out_shardings=shardings)(cfg)
-
-
-def checkpoint_items(state: State) -> dict:
-    """A State as the items of a checkpoint.  The weights are an item of their own, so that they can
-    be read alone, and so are the parts that only some runs have."""
-    items = dict(params=state.params, rest=dict(step=state.step, opt=state.opt))
-    items |= dict(ema=state.ema, recent_norms=dict(norm_U=state.recent_norms))
-    return {name: tree for name, tree in items.items() if jax.tree.leaves(tree)}
-
-
-def state_of(items: dict) -> State:
-    """The inverse of `checkpoint_items`."""
-    norms = items.get("recent_norms", {}).get("norm_U")
-    return State(params=items["params"], ema=items.get("ema"), recent_norms=norms, **items["rest"])
+# ---- the train step and the eval step
 
 
 def step_shapes(cfg: Config) -> tuple:
@@ -168,129 +101,6 @@ def step_shapes(cfg: Config) -> tuple:
 def step_specs(cfg: Config) -> tuple:
     """PartitionSpecs of the arrays that train_step takes."""
     return state_specs(cfg), token_spec(), token_spec()
-
-
-def with_shardings(shapes, specs):
-    """The shapes with their shardings on the ambient mesh."""
-
-    def leaf(x, sharding):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-    return jax.tree.map(leaf, shapes, utils.shardings(specs))
-
-
-def abstract_state(cfg: Config) -> State:
-    """Shapes, dtypes and shardings of the State."""
-    return with_shardings(state_shapes(cfg), state_specs(cfg))
-
-
-def restore_or_init(run, train: Dataset, cfg: Config) -> tuple[SavedCheckpoints, State]:
-    """The run's checkpoints, and the State of the newest one, or a new State where there is none.
-    Raises UserError CHECKPOINT and USAGE."""
-    settings, c = fixed_settings(cfg, train.source.fingerprint), cfg.checkpoint
-    if cfg.eval_only and not is_writable(run):
-        store = SavedCheckpoints(run, settings, cfg.run.accept)
-    else:
-        store = Checkpoints(run, c.keep, settings, cfg.run.accept, c.patience)
-    begin = time.monotonic()
-    found = store.restore(checkpoint_items(abstract_state(cfg)))
-    if found is None and cfg.eval_only:
-        what = f"{store.run} has no checkpoint to evaluate"
-        raise UserError(CHECKPOINT, what, "train it first, without --eval_only")
-    if found is None:
-        with utils.say_time("initial state"):
-            utils.run_on_lead(forget_parent, run)
-            start = partial(branch_state, run, train.source) if cfg.run.start_from else init_state
-            state = jax.block_until_ready(utils.wait_for(start(cfg)))
-        return store, state
-    utils.together(refuse_other_parent, run, cfg)
-    if store.newest > cfg.train.steps and not cfg.eval_only:
-        what = f"train.steps={cfg.train.steps}, but {run} has already made {store.newest} updates"
-        fix = f"set --train.steps {store.newest} or more, or start over with --fresh"
-        raise UserError(USAGE, what, fix)
-    took = f"{time.monotonic() - begin:.1f} s"
-    utils.say(f"resume: update {store.newest} (verified) from {store.path} in {took}")
-    return store, state_of(found)
-
-
-def branch_state(run, source, cfg: Config) -> State:
-    """The first State of a branch of another run.  source: the branch's training data."""
-    parent = Parent(cfg, source.tokenizer)
-    abstract, with_state = checkpoint_items(abstract_state(cfg)), cfg.run.start_with == "state"
-    taken = items_of_parent(parent, abstract, source, cfg) if with_state else {"params"}
-    found = parent.restore({item: abstract[item] for item in taken}, cfg)
-    utils.run_on_lead(parent.note, run)
-    if taken != abstract.keys():
-        found = add_items(found, parent.step if with_state else 0, abstract, cfg)
-    kept = "its optimizer's state" if with_state else "its weights alone"
-    if with_state and "rest" not in taken:
-        kept = "its weights and update; the optimizer's state is new"
-    utils.say(f"start from {parent.path} after update {parent.step}, with {kept}")
-    return state_of(found)
-
-
-def items_of_parent(parent: Parent, abstract: dict, source, cfg: Config) -> set[str]:
-    """The items of a checkpoint that a branch with run.start_with=state takes from its parent."""
-    found = {item for item in abstract if parent.has(item, abstract)} | {"params"}
-    if not parent.has_settings(batch_settings(cfg, source.fingerprint)):
-        found -= {"recent_norms"}  # other batches have other gradient norms
-    return found
-
-
-def add_items(found: dict, step: int, abstract: dict, cfg: Config) -> dict:
-    """The items of a new state after `step` updates, with those that were found in their place."""
-
-    def fill(found):
-        state = make_state(found["params"], cfg)
-        if step:
-            state = state._replace(step=jnp.int32(step), opt=optim.with_count(state.opt, step))
-        return checkpoint_items(state) | found
-
-    shardings = jax.tree.map(lambda x: x.sharding, abstract)
-    return jax.jit(fill, out_shardings=shardings, donate_argnums=0)(found)
-
-
-def load_params(run, cfg: Config, step: int = -1, weights: str = "last"):
-    """The weights of a run's newest checkpoint, or of the one after `step` updates.  weights: last,
-    or ema for their moving average.  Raises UserError CHECKPOINT."""
-    item = weights_item(cfg, weights)
-    abstract = with_shardings(model.param_shapes(cfg), model.param_specs(cfg))
-    found = SavedCheckpoints(run).restore({item: abstract}, step)
-    if found is None:
-        raise UserError(CHECKPOINT, f"{run} has no checkpoint", "train it first")
-    return found[item]
-
-
-def weights_item(cfg: Config, weights: str) -> str:
-    """The item of a checkpoint that holds the weights `last` or `ema` of a run.  Raises UserError
-    CHECKPOINT if the run keeps no average."""
-    if weights == "ema" and not cfg.optim.ema:
-        what = "--weights ema, but optim.ema=0: the run keeps no average of its weights"
-        raise UserError(CHECKPOINT, what, "leave --weights out, or train with --optim.ema 0.999")
-    return "ema" if weights == "ema" else "params"
-
-
-def fixed_settings(cfg: Config, fingerprint: str | None) -> dict:
-    """The settings that must be the same in a run and in the checkpoint that it resumes from; all
-    others may change between starts."""
-    m = {f"model.{name}": value for name, value in vars(cfg.model).items()}
-    return m | {"run.seed": cfg.run.seed} | batch_settings(cfg, fingerprint)
-
-
-def batch_settings(cfg: Config, fingerprint: str | None) -> dict:
-    """Those of `fixed_settings` that decide what a batch is."""
-    t = {f"train.{name}": getattr(cfg.train, name) for name in ("seq_len", "batch_size")}
-    return t | {"data.train fingerprint": fingerprint}
-
-
-def model_settings(cfg: Config) -> dict:
-    """`fixed_settings` of weights from elsewhere, which may be trained further with any batch size
-    and data."""
-    settings = fixed_settings(cfg, fingerprint=None)
-    return {name: x if name.startswith("model.") else None for name, x in settings.items()}
-
-
-# ---- the train step and the eval step
 
 
 def loss_and_grads(params, tokens_AMBL, targets_AMBL, key, cfg: Config):

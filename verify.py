@@ -89,7 +89,7 @@ class SavedCheckpoints:
     """The checkpoints of a run, verified when they are restored.
 
     The folder checkpoints/N is the state after N updates.  It holds the state's items
-    (`train.checkpoint_items`) and `meta`, a JSON object:
+    (`runstate.checkpoint_items`) and `meta`, a JSON object:
       format    FORMAT
       step      N
       must      the settings that every run which continues from here must have too

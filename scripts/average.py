@@ -51,7 +51,7 @@ if __name__ == "__main__":  # before jax is imported, see train.py
 import jax
 
 import processes
-import train
+import runstate
 import utils
 from checkpoint import Checkpoints
 from scripts.outputs import check_output
@@ -64,13 +64,13 @@ def main(args: Args, cfg: config.Config):
     utils.run_on_lead(check_new, out)
     mean, steps = None, [int(word) for word in args.steps.split(",")]
     for n, step in enumerate(steps):
-        params = train.load_params(run, cfg, step)
+        params = runstate.load_params(run, cfg, step)
         mean = params if mean is None else update_mean(mean, params, n + 1.0)
-    shardings = utils.shardings(train.state_specs(cfg))
-    state = jax.jit(train.make_state, static_argnums=1, out_shardings=shardings)(mean, cfg)
+    shardings = utils.shardings(runstate.state_specs(cfg))
+    state = jax.jit(runstate.make_state, static_argnums=1, out_shardings=shardings)(mean, cfg)
     utils.run_on_lead(write_record, run, out, steps)
-    store = Checkpoints(out, settings=train.model_settings(cfg))
-    store.save(0, train.checkpoint_items(state), last=True)
+    store = Checkpoints(out, settings=runstate.model_settings(cfg))
+    store.save(0, runstate.checkpoint_items(state), last=True)
     store.close()
     utils.say(f"{out}: the mean of the weights after {args.steps} updates of {run}")
 

@@ -68,6 +68,7 @@ import numpy as np
 
 import processes
 import rundir
+import runstate
 import train
 import utils
 from dataset import Dataset, TokenFiles, parts_of
@@ -173,7 +174,7 @@ def read_rows(args: Args, cfg: config.Config) -> list[Row]:
     if args.loss or args.html:
         step = find_weights(run, args.step)
         print(f"losses by the weights after update {step}", file=sys.stderr, flush=True)
-        params = train.load_params(run, cfg, step)
+        params = runstate.load_params(run, cfg, step)
         nll = np.asarray(train.eval_step(params, *batch, cfg)[2]).reshape(targets.shape)
     rows = []
     for k in range(len(tokens)) if args.row < 0 else [args.row]:

@@ -99,6 +99,7 @@ import model
 import optim
 import processes
 import rundir
+import runstate
 import train
 import utils
 from layers import hidden_units, multiply
@@ -157,7 +158,7 @@ def plain_layer(x_BLD, w, m):
 
 
 def plain_loss(params, token_BL, target_BL, cfg: Config):
-    """Mean negative log likelihood, nats a token; params as in train.State."""
+    """Mean negative log likelihood, nats a token; params as in runstate.State."""
     m, w = cfg.model, jax.tree.map(lambda x: x.astype(cfg.train.dtype), params)
     x_BLD = w["embed_VD"][token_BL]
     if m.positions == "learned":
@@ -174,7 +175,7 @@ def plain_loss(params, token_BL, target_BL, cfg: Config):
 
 
 @partial(jax.jit, static_argnames="cfg", donate_argnames="state")
-def plain_step(state: train.State, tokens_ABL, targets_ABL, cfg: Config):
+def plain_step(state: runstate.State, tokens_ABL, targets_ABL, cfg: Config):
     """One update."""
     value_and_grad = jax.value_and_grad(partial(plain_loss, cfg=cfg))
 
@@ -187,7 +188,7 @@ def plain_step(state: train.State, tokens_ABL, targets_ABL, cfg: Config):
     loss, grads = jax.tree.map(lambda x: x / len(tokens_ABL), total)
     updates, opt = optim.optimizer(cfg).update(grads, state.opt, state.params)
     params = optax.apply_updates(state.params, updates)
-    return train.State(state.step + 1, params, opt), dict(loss=loss)
+    return runstate.State(state.step + 1, params, opt), dict(loss=loss)
 
 
 # ---- contestants
@@ -223,7 +224,7 @@ def on_first_device(f, *args):
 
 def compile_contestant(name: str, step, batch, cfg: Config) -> Contestant:
     """A contestant from a jitted function of (state, *batch, cfg), on the ambient mesh."""
-    begin = partial(on_mesh, jax.sharding.get_mesh(), train.init_state, cfg)
+    begin = partial(on_mesh, jax.sharding.get_mesh(), runstate.init_state, cfg)
     state, start = begin(), time.perf_counter()
     program = utils.compile_program(step, state, *batch, cfg)
     seconds, use = time.perf_counter() - start, program.memory_analysis()

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import jax
 from jax.experimental import topologies
 
+import runstate
 import train
 import utils
 from config import Config
@@ -68,7 +69,7 @@ def compile_step(cfg: Config, target: str, chip: Chip, devices: list) -> dict:
     begin = time.monotonic()
     try:
         with assume_hopper(chip):
-            arguments = train.with_shardings(shapes, specs)
+            arguments = runstate.with_shardings(shapes, specs)
             program = utils.compile_program(train.train_step, *arguments, cfg)
     except jax.errors.JaxRuntimeError as e:
         if "RESOURCE_EXHAUSTED" not in str(e):

@@ -88,7 +88,7 @@ import checkpoint
 import model
 import processes
 import rundir
-import train
+import runstate
 import utils
 import verify
 from scripts import hf_arrays, hf_config, hf_families
@@ -362,7 +362,7 @@ def write_checkpoint(found: dict[str, StoredTensor], tensors: list[TensorMap], r
 
     Every tensor is read twice, because orbax needs the digests before it writes the arrays.
     """
-    state = train.checkpoint_items(train.state_shapes(cfg))
+    state = runstate.checkpoint_items(runstate.state_shapes(cfg))
     shapes = {name: x.shape for name, x in utils.leaf_table(state).items()}
     blocks, broken = weight_blocks(found, tensors, shapes), []
     digests = {name: hf_arrays.zero_digest(shape) for name, shape in shapes.items()}
@@ -376,7 +376,7 @@ def write_checkpoint(found: dict[str, StoredTensor], tensors: list[TensorMap], r
         what = f"{len(broken)} weights hold a NaN or infinity: {', '.join(broken[:10])}"
         raise UserError(DATA, what, "fetch the model again")
 
-    store = checkpoint.Checkpoints(run, settings=train.model_settings(cfg))
+    store = checkpoint.Checkpoints(run, settings=runstate.model_settings(cfg))
     with progress_bar("write", tensors) as bar, hf_arrays.streaming():
 
         def leaf(path, x):
@@ -409,7 +409,7 @@ def export_hf(run_dir, hf_dir, step=-1, dtype="float32", shard_size=5_000_000_00
     end, end_text = end_token(tokenizer, cfg.data.end_id)
     hf = hf_config.write_config(cfg, dtype, end)
     tensors = hf_families.tensor_maps(hf["model_type"], cfg)
-    step, saved = open_weights(run, cfg, step, train.weights_item(cfg, weights), tensors)
+    step, saved = open_weights(run, cfg, step, runstate.weights_item(cfg, weights), tensors)
     tensors.sort(key=partial(slab_order, saved))  # so that each slab is read once
     folder.mkdir(parents=True, exist_ok=True)
     try:

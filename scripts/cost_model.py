@@ -25,6 +25,7 @@ import checks
 import gradient
 import model
 import pipeline
+import runstate
 import train
 import utils
 from config import Config
@@ -464,7 +465,7 @@ def shard_shape(shape: tuple, spec, mesh_shape: dict) -> tuple[int, ...]:
 def state_bytes(cfg: Config) -> dict:
     """Bytes between steps of a device's weights, and of its optimizer state and average of the
     weights ("moments"); counters, which are scalars, are left out."""
-    state, specs = train.state_shapes(cfg), train.state_specs(cfg)
+    state, specs = runstate.state_shapes(cfg), runstate.state_specs(cfg)
 
     def device_bytes(x, spec) -> int:
         n = math.prod(shard_shape(x.shape, spec, cfg.mesh.shape))

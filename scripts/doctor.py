@@ -66,7 +66,7 @@ from jax.sharding import PartitionSpec as P
 import files
 import processes
 import rundir
-import train
+import runstate
 import utils
 from boards import has_wandb_key
 from dataset import Dataset, check_tokenizers, parts_of
@@ -155,7 +155,7 @@ def run_folder(cfg: Config):
 
 def room(cfg: Config, found: dict):
     """free some, use a larger disk or more hosts, or set a lower --checkpoint.keep"""
-    shapes = jax.tree.leaves(train.state_shapes(cfg))
+    shapes = jax.tree.leaves(runstate.state_shapes(cfg))
     keep = cfg.checkpoint.keep + 2 * cfg.checkpoint.best + 1  # one more while it is saved
     size = sum(x.size * x.dtype.itemsize for x in shapes) / GIB
     meminfo, part = Path("/proc/meminfo"), size / len(utils.process_ids())

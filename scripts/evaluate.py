@@ -58,6 +58,7 @@ from jax.experimental import multihost_utils
 
 import processes
 import rundir
+import runstate
 import train
 import utils
 from dataset import Dataset
@@ -79,7 +80,7 @@ def main(args: Args, cfg: config.Config):
     sets = [Dataset(cfg, "val", name) for name in read_sets(cfg.data.val) if is_scored]
     for data in sets:
         utils.run_on_lead(check_tokenizer, run / "tokenizer.json", data.source.tokenizer)
-    params = train.load_params(run, cfg, args.step, args.weights)
+    params = runstate.load_params(run, cfg, args.step, args.weights)
     for data in sets:
         score(args, cfg, params, data)
     if tasks:

@@ -73,6 +73,7 @@ from lm_eval.tasks import TaskManager
 
 import generate
 import processes
+import runstate
 import shards
 import tasks
 import train
@@ -187,7 +188,7 @@ def main(args: Args, cfg: config.Config):
         raise errors.UserError(errors.USAGE, what, fix + "--include_path")
     run = files.absolute_path(args.run)
     tokenizer = tasks.load_tokenizer(run / "tokenizer.json", cfg, "copy the model's there")
-    lm = Run(train.load_params(run, cfg, args.step, args.weights), tokenizer, cfg)
+    lm = Run(runstate.load_params(run, cfg, args.step, args.weights), tokenizer, cfg)
     options = dict(num_fewshot=args.num_fewshot, limit=args.limit, log_samples=False)
     try:
         results = evaluator.simple_evaluate(lm, tasks=names, task_manager=manager, **options)

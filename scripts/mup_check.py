@@ -103,6 +103,7 @@ import attention
 import layers
 import model
 import processes
+import runstate
 import train
 import utils
 from dataset import Dataset
@@ -112,14 +113,14 @@ from scripts.outputs import check_output
 
 
 @partial(jax.jit, static_argnames="cfg", donate_argnames="state")
-def update(state: train.State, tokens_AMBL, targets_AMBL, lr, cfg: config.Config):
+def update(state: runstate.State, tokens_AMBL, targets_AMBL, lr, cfg: config.Config):
     """(state, loss) after one update with that peak learning rate, which is an argument so that one
     program serves all rates."""
     key = jax.random.key(cfg.run.seed)
     loss, grads, _ = train.loss_and_grads(state.params, tokens_AMBL, targets_AMBL, key, cfg)
     updates, opt = optimizer(cfg).update(grads, state.opt, state.params)
     params = optax.apply_updates(state.params, jax.tree.map(lambda x: lr * x, updates))
-    return train.State(state.step + 1, params, opt), loss
+    return runstate.State(state.step + 1, params, opt), loss
 
 
 @partial(jax.jit, static_argnames="cfg")
@@ -148,7 +149,7 @@ def sizes(params, tokens_AMBL, cfg: config.Config) -> dict:
 def train_for(cfg: config.Config, lr: float, steps: int, data: Dataset, bar):
     """(state, mean loss of the last tenth of the updates, infinite if one is not finite); advances
     the bar by a run."""
-    state, losses = train.init_state(cfg), []
+    state, losses = runstate.init_state(cfg), []
     for step in range(steps):
         state, loss = update(state, *data.batch(step), np.float32(lr), cfg)
         losses.append(loss)

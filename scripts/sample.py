@@ -72,9 +72,9 @@ if __name__ == "__main__":  # before jax is imported, see train.py
 
 import generate
 import processes
+import runstate
 import shards
 import tasks
-import train
 import utils
 
 
@@ -98,7 +98,7 @@ def main(args: Args, cfg: config.Config):
     texts = args.prompt or ("",)
     cfg = utils.start_mesh(cfg, rows=len(texts))
     utils.say(f"sampling in {cfg.train.dtype}", file=sys.stderr)  # stdout is for the text
-    params = train.load_params(files.absolute_path(args.run), cfg, args.step, args.weights)
+    params = runstate.load_params(files.absolute_path(args.run), cfg, args.step, args.weights)
     end_id = tasks.find_end_id(tokenizer, cfg)
     try:
         prompts = [tasks.encode(tokenizer, text) or [end_id or 0] for text in texts]

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import config
 import generate
 import model
+import runstate
 import train
 import utils
 from scripts import hf_config
@@ -93,7 +94,7 @@ def params_of(cfg):
     They start as ones, zeros and small numbers, and then a test would not notice a gain or bias
     that is not used, or what a layer adds.
     """
-    params, table = train.init_state(cfg).params, model.param_table(cfg)
+    params, table = runstate.init_state(cfg).params, model.param_table(cfg)
 
     def add_noise(path, x):
         name = path[-1].key

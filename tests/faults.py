@@ -45,6 +45,7 @@ import cli
 import config
 import dataset
 import processes
+import runstate
 import train
 from errors import (
     BUSY,
@@ -90,10 +91,10 @@ class World:
         """{step: state} of two checkpoints whose values differ, in the folder `saved`."""
         cfg = on_mesh(self.base, (1, 1, 1))
         store = checkpoint.Checkpoints(epath.Path(self.folder / "saved"))
-        state = train.init_state(cfg)
+        state = runstate.init_state(cfg)
         states = {10: state, 20: jax.tree.map(lambda x: x + 1, state)}
         for step, state in states.items():
-            assert store.save(step, train.checkpoint_items(state), last=True)
+            assert store.save(step, runstate.checkpoint_items(state), last=True)
         store.close()
         return states
 
@@ -657,7 +658,7 @@ def train_with_nan(world: World, step: int, leaf: int, where: float, in_loss: bo
         while trial.saved():
             on_mesh(trial.cfg, (1, 1, 1))
             store = checkpoint.Checkpoints(epath.Path(trial.run))
-            found = store.restore(train.checkpoint_items(train.abstract_state(trial.cfg)))
+            found = store.restore(runstate.checkpoint_items(runstate.abstract_state(trial.cfg)))
             store.manager.close()
             assert all(np.isfinite(x).all() for x in jax.tree.leaves(found)), store.newest
             shutil.rmtree(trial.run / "checkpoints" / str(store.newest))
@@ -708,10 +709,10 @@ def restored(world: World, run: Path) -> tuple[int, bool]:
     cfg = on_mesh(world.base, (1, 1, 1))
     store = checkpoint.Checkpoints(epath.Path(run))
     try:
-        found = store.restore(train.checkpoint_items(train.abstract_state(cfg)))
+        found = store.restore(runstate.checkpoint_items(runstate.abstract_state(cfg)))
     finally:
         store.manager.close()
-    want = train.checkpoint_items(world.saved[store.newest])
+    want = runstate.checkpoint_items(world.saved[store.newest])
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True)
     return store.newest, all(np.array_equal(got, x) for got, x in pairs)
 

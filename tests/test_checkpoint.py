@@ -17,7 +17,7 @@ from etils import epath
 import checkpoint
 import config
 import digests
-import train
+import runstate
 import utils
 import verify
 from errors import CHECKPOINT, STORAGE, USAGE, UserError
@@ -57,7 +57,7 @@ def test_a_digest_changes_with_any_bit_and_any_move():
 
 def test_digests_keep_no_array_of_terms_in_memory():
     cfg = on_mesh(config.PRESETS["llama3_8b"](), (2, 2, 2))
-    leaves = list(utils.leaf_table(train.abstract_state(cfg).params).values())
+    leaves = list(utils.leaf_table(runstate.abstract_state(cfg).params).values())
     memory = digests.digest_leaves.lower(leaves).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 1e-4 * memory.argument_size_in_bytes
 
@@ -71,10 +71,10 @@ def saved(tmp_path_factory):
     cfg = on_mesh(config.tiny(), (2, 2, 2))
     run = epath.Path(tmp_path_factory.mktemp("saved"))
     store = checkpoint.Checkpoints(run, keep=2, settings=dict(colour="red"))
-    state = train.init_state(cfg)
+    state = runstate.init_state(cfg)
     states = {10: state, 20: jax.tree.map(lambda x: x + 1, state)}
     for step, s in states.items():
-        store.save(step, train.checkpoint_items(s))
+        store.save(step, runstate.checkpoint_items(s))
     store.close()
     return cfg, run, states
 
@@ -93,13 +93,13 @@ def open_store(run, keep=2) -> checkpoint.Checkpoints:
 def restore(run, cfg):
     """(step, items): the checkpoint that a run would resume from."""
     store = open_store(run)
-    found = store.restore(train.checkpoint_items(train.abstract_state(cfg)))
+    found = store.restore(runstate.checkpoint_items(runstate.abstract_state(cfg)))
     store.manager.close()
     return store.newest, found
 
 
 def assert_restored(found, state):
-    jax.tree.map(np.testing.assert_array_equal, found, train.checkpoint_items(state))
+    jax.tree.map(np.testing.assert_array_equal, found, runstate.checkpoint_items(state))
 
 
 def checkpoint_files(run, step) -> list[Path]:
@@ -144,9 +144,9 @@ def test_a_checkpoint_with_a_flipped_bit_is_moved_and_the_one_before_it_is_resto
     assert (run / "damaged" / "20" / "meta").exists() and not (run / "checkpoints" / "20").exists()
 
     store = open_store(run)  # later saves still work, also at the damaged one's step
-    store.restore(train.checkpoint_items(train.abstract_state(cfg)))
+    store.restore(runstate.checkpoint_items(runstate.abstract_state(cfg)))
     for later in (15, 20):
-        assert store.save(later, train.checkpoint_items(states[20]), last=True)
+        assert store.save(later, runstate.checkpoint_items(states[20]), last=True)
     store.close()
     step, found = restore(run, cfg)
     assert step == 20
@@ -163,7 +163,7 @@ def test_no_mutation_of_any_file_gives_a_wrong_state(copy, mutation):
     cfg, run, states = copy
     rng, outcomes = np.random.default_rng(0), []
     store = open_store(run)
-    abstract = train.checkpoint_items(train.abstract_state(cfg))
+    abstract = runstate.checkpoint_items(runstate.abstract_state(cfg))
     for path in sorted(checkpoint_files(run, 20)):
         original = path.read_bytes()
         if not original:
@@ -238,7 +238,7 @@ def test_a_folder_may_have_any_name(saved, tmp_path):
     cfg, _, states = saved
     run = epath.Path(tmp_path / "é #%20?x")
     store = open_store(run)
-    assert store.save(10, train.checkpoint_items(states[10]), last=True)
+    assert store.save(10, runstate.checkpoint_items(states[10]), last=True)
     store.close()
     assert_restored(restore(run, cfg)[1], states[10])
 
@@ -257,7 +257,7 @@ def test_a_run_without_a_usable_checkpoint_does_not_start_over(copy):
 def test_a_reader_moves_no_damaged_checkpoint(copy):
     cfg, run, _ = copy
     flip_bit(checkpoint_files(run, 20)[-1], 5000)
-    abstract = train.checkpoint_items(train.abstract_state(cfg))
+    abstract = runstate.checkpoint_items(runstate.abstract_state(cfg))
     with pytest.raises(UserError, match="checkpoint .*20 is damaged"):
         verify.SavedCheckpoints(run).restore(abstract)
     assert (run / "checkpoints" / "20").exists()
@@ -267,7 +267,7 @@ def test_a_reader_moves_no_damaged_checkpoint(copy):
 
 def test_another_setting_or_dtype_is_an_error_that_names_the_fields(copy):
     cfg, run, _ = copy
-    abstract = train.checkpoint_items(train.abstract_state(cfg))
+    abstract = runstate.checkpoint_items(runstate.abstract_state(cfg))
     with pytest.raises(UserError, match="colour: red there, blue here"):
         checkpoint.Checkpoints(run, settings=dict(colour="blue")).restore(abstract)
 
@@ -283,9 +283,9 @@ def test_another_setting_or_dtype_is_an_error_that_names_the_fields(copy):
 def test_the_oldest_checkpoints_are_deleted(copy):
     cfg, run, states = copy
     store = open_store(run)
-    store.restore(train.checkpoint_items(train.abstract_state(cfg)))
+    store.restore(runstate.checkpoint_items(runstate.abstract_state(cfg)))
     for step in (30, 40):
-        assert store.save(step, train.checkpoint_items(states[10]), last=True)
+        assert store.save(step, runstate.checkpoint_items(states[10]), last=True)
     store.close()
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["30", "40"]
 

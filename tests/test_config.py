@@ -25,7 +25,7 @@ MODULES = """
     errors architecture config mixture checks files cli lock restart utils shards rundir processes
     weights layers blockwise attention grouped experts pipeline model gradient generate muon optim
     norms panels order pages dataset tasks boards rowfile metrics digests verify checkpoint branch
-    profiling train
+    runstate profiling train
 """.split()  # noqa: SIM905
 
 

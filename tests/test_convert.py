@@ -35,7 +35,7 @@ import digests
 import errors
 import files
 import model
-import train
+import runstate
 import utils
 import verify
 from architecture import Model
@@ -288,13 +288,13 @@ def test_an_imported_run_resumes_on_any_mesh_and_with_any_data(tmp_path):
     run = files.absolute_path(str(tmp_path / "runs" / "x"))
     convert_hf.import_hf(tmp_path / "hf", run)
     cfg = config_of(run, (1, 2, 2))
-    params = train.load_params(run, cfg)
+    params = runstate.load_params(run, cfg)
     embed_VD = np.asarray(params["embed_VD"])
     np.testing.assert_array_equal(embed_VD[:V], hf_tensors("llama")["model.embed_tokens.weight"])
     assert embed_VD.shape[0] == 128 and not embed_VD[V:].any()
     settings = dict.fromkeys(["train.seq_len", "train.batch_size", "run.seed"], 7)
     settings |= {"data.train fingerprint": "another", "model.d_model": D}
-    state = train.checkpoint_items(train.abstract_state(cfg))
+    state = runstate.checkpoint_items(runstate.abstract_state(cfg))
     found = checkpoint.Checkpoints(run, settings=settings).restore(state)
     assert not any(x.any() for x in jax.tree.leaves(found["rest"]))
     settings["model.d_model"] = 2 * D

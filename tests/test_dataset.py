@@ -16,6 +16,7 @@ from etils import epath
 import dataset
 import order
 import pages
+import runstate
 import shards
 import train
 from dataset import Dataset, Source
@@ -111,7 +112,7 @@ def evaluate(cfg, mesh, step, **fields) -> tuple[dict, list[int]]:
     """The eval row of the initial weights, and the batches that it is the mean of."""
     cfg = on_mesh(cfg, mesh, train=fields)
     data = Dataset(cfg, "val")
-    return train.evaluate(train.init_state(cfg).params, data, step, cfg), data.eval_indices(step)
+    return train.evaluate(runstate.init_state(cfg).params, data, step, cfg), data.eval_indices(step)
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ import config
 import experts
 import grouped
 import layers
+import runstate
 import train
 import utils
 from architecture import moe_layers
@@ -314,7 +315,7 @@ def test_statistics_are_per_token_sequence_and_pair_in_the_layers_order():
 @pytest.mark.slow
 def test_router_biases_move_against_the_load():
     cfg = on_mesh(MOE, (2, 2, 2))
-    state = train.init_state(cfg)
+    state = runstate.init_state(cfg)
     before = np.asarray(state.params["layers"]["moe"]["router_bias_E"])
     state, metrics = train.train_step(state, *batch(cfg), cfg)
     load = np.asarray(metrics["moe"]["load"])

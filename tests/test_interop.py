@@ -27,7 +27,7 @@ import files
 import generate
 import layers
 import model
-import train
+import runstate
 import utils
 from scripts import convert_hf, hf_config, hf_families
 
@@ -107,7 +107,7 @@ def load(run, mesh=(1, 2, 2)):
     """(cfg, params) of a run on that mesh, which becomes the ambient one."""
     flags = ["--train.seq_len", "48", "--train.dtype", "float32"]
     cfg = utils.start_mesh(cli.config_of_run(str(run), config.Mesh(*mesh), *flags), rows=2)
-    return cfg, train.load_params(files.absolute_path(str(run)), cfg)
+    return cfg, runstate.load_params(files.absolute_path(str(run)), cfg)
 
 
 @partial(jax.jit, static_argnames="cfg")
@@ -313,10 +313,10 @@ def test_transformers_computes_the_same_from_our_own_model(family, imported, tmp
     cfg, _ = load(imported)
     run.mkdir()
     (run / "config.json").write_text((imported / "config.json").read_text())
-    state = train.init_state(cfg)
+    state = runstate.init_state(cfg)
     state = state._replace(params=add_noise(state.params))
     store = checkpoint.Checkpoints(files.absolute_path(str(run)), keep=1)
-    store.save(0, train.checkpoint_items(state))
+    store.save(0, runstate.checkpoint_items(state))
     store.close()
     convert_hf.export_hf(run, tmp_path / "hf", shard_size=20_000)
     cfg, params = load(run)

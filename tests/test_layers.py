@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import layers
 import model
+import runstate
 import train
 import utils
 
@@ -91,7 +92,7 @@ def test_dropout_differs_between_layers_branches_steps_and_seeds():
         m.setattr(model, "dropout", spy)
         for seed, step in ((0, 0), (0, 1), (1, 0)):
             seeded = replace(cfg, run=replace(cfg.run, seed=seed))
-            state = train.init_state(seeded)._replace(step=jnp.int32(step))
+            state = runstate.init_state(seeded)._replace(step=jnp.int32(step))
             jax.block_until_ready(train.train_step(state, *batch(seeded), seeded))
     jax.effects_barrier()
     # A set, because the backward pass computes the embedding, and its dropout, once more.

@@ -24,7 +24,7 @@ import cli
 import config
 import errors
 import files
-import train
+import runstate
 import utils
 from scripts import convert_hf
 from scripts.vocabularies import byte_tokenizer
@@ -53,8 +53,8 @@ def trained(style, tmp_path_factory) -> Path:
     (path / "config.json").write_text(cli.to_json(cfg))
     (path / "tokenizer.json").write_text(byte_tokenizer().to_str())
     store = checkpoint.Checkpoints(files.absolute_path(str(path)), keep=1)
-    state = train.init_state(cfg)
-    store.save(0, train.checkpoint_items(state._replace(params=params_of(cfg))))
+    state = runstate.init_state(cfg)
+    store.save(0, runstate.checkpoint_items(state._replace(params=params_of(cfg))))
     store.close()
     return path
 
@@ -140,7 +140,7 @@ def test_answers_are_those_of_the_hf_backend(mesh, trained, folder, wanted):
 
     flags = ["--train.dtype", "float32"]
     cfg = utils.start_mesh(cli.config_of_run(str(trained), config.Mesh(*mesh), *flags), rows=8)
-    params = train.load_params(files.absolute_path(str(trained)), cfg)
+    params = runstate.load_params(files.absolute_path(str(trained)), cfg)
     results, got = answers(lm_eval.Run(params, byte_tokenizer(), cfg), folder)
     logprob, is_top = zip(*(pair for x in got["endings"] for (pair,) in x), strict=True)
     want, want_top = zip(*(pair for x in wanted[1]["endings"] for (pair,) in x), strict=True)

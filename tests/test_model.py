@@ -11,6 +11,7 @@ from conftest import on_mesh
 
 import config
 import model
+import runstate
 import train
 
 # ---- the parameter table
@@ -47,7 +48,7 @@ FIRST = [
 @pytest.mark.parametrize("cfg", FIRST)
 def test_the_first_loss_is_that_of_even_chances(cfg):
     cfg = on_mesh(cfg)
-    params = train.init_state(cfg).params
+    params = runstate.init_state(cfg).params
     nll, n, *_ = train.eval_step(params, *batch(cfg), cfg)
     assert abs(nll / n - np.log(cfg.model.vocab_size)) < 0.05
 
@@ -55,7 +56,7 @@ def test_the_first_loss_is_that_of_even_chances(cfg):
 @pytest.mark.parametrize("family", ["olmo2", "gemma2"])
 def test_a_norm_after_attention_begins_with_a_gain_as_small_as_what_other_layers_add(family):
     cfg = on_mesh(golden(family))
-    params = train.init_state(cfg).params
+    params = runstate.init_state(cfg).params
     small = 0.1 * (2 * cfg.model.n_layers) ** -0.5
     for w in params["layers"].values():
         for name in ("attn_post_norm_D", "mlp_post_norm_D"):

@@ -14,6 +14,7 @@ import config
 import model
 import muon
 import optim
+import runstate
 import train
 import utils
 from errors import CHECKPOINT, USAGE, UserError
@@ -88,7 +89,7 @@ def momenta(state) -> dict:
 def test_updates_of_a_model_are_orthogonal(case):
     """Of each layer and expert, and of the heads together; what has no rows is AdamW's."""
     cfg = muon_config(case, (2, 2, 2), weight_decay=0.0)
-    state, table = train.init_state(cfg), utils.leaf_table(model.param_table(cfg))
+    state, table = runstate.init_state(cfg), utils.leaf_table(model.param_table(cfg))
     moments = utils.leaf_table(optim.optimizer(cfg).init(state.params))
     n_hidden = sum(bool(p.rows) for p in table.values())
     assert sum(x.ndim > 0 for x in moments.values()) == 2 * len(table) - n_hidden
@@ -117,7 +118,7 @@ def trained(cfg, mesh) -> dict:
     cfg = replace(cfg, train=replace(cfg.train, batch_size=16, grad_accum=1))
     # With eps 1e-8, AdamW's updates of the rare tokens of embed_VD follow the signs of rounding.
     cfg = muon_config(cfg, mesh, lr=1e-3, eps=1e-5)
-    state = train.init_state(cfg)
+    state = runstate.init_state(cfg)
     for step in range(20):
         state, _ = train.train_step(state, *batch(cfg, seed=step), cfg)
     return jax.device_get(utils.leaf_table(state.params))

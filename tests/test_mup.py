@@ -11,6 +11,7 @@ from conftest import on_mesh, run
 
 import attention
 import optim
+import runstate
 import train
 import utils
 from errors import DATA, USAGE, UserError
@@ -21,7 +22,7 @@ BASE = dict(mup_base_width=32, mup_base_depth=8, mup_base_head=4)  # the sizes o
 
 def train_two(cfg):
     """The state after two updates, as numpy arrays."""
-    state = train.init_state(cfg)
+    state = runstate.init_state(cfg)
     for seed in range(2):
         state, _ = train.train_step(state, *batch(cfg, seed=seed), cfg)
     return jax.device_get(state)
@@ -44,13 +45,13 @@ def test_a_wider_and_deeper_model_has_the_scales_of_the_papers():
     plain, scaled = (on_mesh(PLAIN, model=model) for model in ({}, fields))
     # CompleteP, table 1: first values of the head as at the base; those of hidden matrices as
     # their fan-in says, and without regard to the depth
-    a, b = (utils.leaf_table(train.init_state(cfg).params) for cfg in (plain, scaled))
+    a, b = (utils.leaf_table(runstate.init_state(cfg).params) for cfg in (plain, scaled))
     for name, x in a.items():
         factor = {"unembed_DV": 2.0}.get(name, 8**0.5 if name.endswith(("HKD", "out_FD")) else 1)
         np.testing.assert_allclose(b[name], factor * x, rtol=1e-6, err_msg=name)
     assert attention.score_scale(scaled, 4) == 1 / 4
     # rates: hidden matrices 1/4, all others as at the base; the decay with the rate everywhere
-    params = train.init_state(plain).params
+    params = runstate.init_state(plain).params
     directions = []
     for decay in (0.0, 0.5):
         updates = []
@@ -73,7 +74,7 @@ def test_muon_has_a_power_of_its_own():
     """The singular values of its updates grow as the root of the width."""
     fields = dict(mup_base_width=8, mup_base_depth=1, mup_base_head=1)
     plain, scaled = (on_mesh(PLAIN, model=model) for model in ({}, fields))
-    params, updates = train.init_state(plain).params, []
+    params, updates = runstate.init_state(plain).params, []
     for cfg in (plain, scaled):
         cfg = replace(cfg, optim=replace(cfg.optim, name="muon", weight_decay=0.0))
         transform, grads = optim.optimizer(cfg), jax.tree.map(np.ones_like, params)
@@ -88,7 +89,7 @@ def test_logits_and_residual_are_scaled():
     """A base of half the width and depth halves the logits and what each layer adds."""
     half = dict(mup_base_width=16, mup_base_depth=4)
     plain, scaled = (on_mesh(PLAIN, model=model) for model in ({}, half))
-    params = train.init_state(plain).params
+    params = runstate.init_state(plain).params
 
     def losses(params, cfg):
         return np.asarray(train.eval_step(params, *batch(cfg), cfg)[2])

@@ -13,6 +13,7 @@ from runs import new_run, refusal
 import cli
 import model
 import optim
+import runstate
 import train
 import utils
 from errors import USAGE, UserError
@@ -61,7 +62,7 @@ def test_a_new_schedule_is_one_entry_of_the_table(monkeypatch):
     want = [0.25, 0.5, 0.5, 0.05, 0.05, 0.05]
     np.testing.assert_allclose([optim.learning_rate(n, cfg) for n in range(6)], want, rtol=1e-6)
 
-    state = train.init_state(cfg)
+    state = runstate.init_state(cfg)
     opt = optim.scale_by_rate(cfg).init(state.params)
     for n in range(4):
         ones = jax.tree.map(jnp.ones_like, state.params)
@@ -98,7 +99,7 @@ def test_a_new_optimizer_is_one_entry_of_the_table(new, n_moments, monkeypatch):
     losses, rates = {}, {}
     for mesh in [(1, 1, 1), (2, 2, 2)]:
         cfg = on_mesh(PLAIN, mesh, model=dict(n_layers=2), optim=dict(name=new.__name__))
-        state, losses[mesh], rates[mesh] = train.init_state(cfg), [], []
+        state, losses[mesh], rates[mesh] = runstate.init_state(cfg), [], []
         n_weights = len(jax.tree.leaves(state.params))
         assert sum(x.ndim > 0 for x in jax.tree.leaves(state.opt)) == n_moments * n_weights
         for step in range(6):
@@ -115,7 +116,7 @@ def test_a_new_optimizer_is_one_entry_of_the_table(new, n_moments, monkeypatch):
                 jax.tree.map(np.testing.assert_array_equal, after, before)
                 state = state._replace(params=good)
         assert int(state.step) == 6 and optim.count_updates(state.opt, 0) == 5
-        shardings = utils.shardings(train.state_specs(cfg))
+        shardings = utils.shardings(runstate.state_specs(cfg))
         for x, sharding in zip(*map(jax.tree.leaves, (state, shardings)), strict=True):
             assert x.sharding.is_equivalent_to(sharding, x.ndim)
     np.testing.assert_allclose(losses[2, 2, 2], losses[1, 1, 1], rtol=1e-5)
@@ -127,14 +128,14 @@ def test_a_new_optimizer_is_one_entry_of_the_table(new, n_moments, monkeypatch):
 
 def test_moments_are_sharded_like_their_weights():
     cfg = on_mesh(PLAIN, (2, 2, 2), optim=dict(name="lion"))
-    assert train.state_specs(cfg).opt[1].mu == model.param_specs(cfg)
+    assert runstate.state_specs(cfg).opt[1].mu == model.param_specs(cfg)
 
 
 @pytest.mark.parametrize("case", [GPT2, MOE], ids=["gpt2", "moe"])
 def test_an_update_keeps_the_types_of_the_state(case):
     """Otherwise the second update would be compiled anew."""
     cfg = on_mesh(case, optim=dict(ema=0.9), train=dict(spike_sigma=6.0))
-    before = jax.eval_shape(lambda: train.new_state(cfg))
+    before = jax.eval_shape(lambda: runstate.new_state(cfg))
     after, _ = jax.eval_shape(train.train_step, before, *train.step_shapes(cfg)[1:], cfg)
     types = [jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type), s) for s in (before, after)]
     assert types[0] == types[1]
@@ -150,7 +151,7 @@ def test_updates_are_those_of_the_state_where_the_optimizer_does_not_count():
 def test_a_name_that_the_table_does_not_have_is_refused(field, table):
     cfg = on_mesh(PLAIN, optim={field: "nonesuch"})
     with pytest.raises(UserError) as error:
-        train.train_step(train.init_state(cfg), *batch(cfg), cfg)
+        train.train_step(runstate.init_state(cfg), *batch(cfg), cfg)
     what, fix = str(error.value).splitlines()
     assert error.value.code == USAGE
     assert f"optim.{field}='nonesuch' is not one of" in what
@@ -170,7 +171,7 @@ def test_a_wrong_name_is_reported_before_a_run_is_made(base, section, field):
 
 def test_weight_decay_changes_matrices_only():
     cfg = on_mesh(PLAIN, optim=dict(weight_decay=0.5, warmup_steps=0))
-    params = train.init_state(cfg).params
+    params = runstate.init_state(cfg).params
     zero = jax.tree.map(jnp.zeros_like, params)
     updates, _ = optim.optimizer(cfg).update(zero, optim.optimizer(cfg).init(params), params)
     changed = {name for name, x in utils.leaf_table(updates).items() if np.abs(x).max() > 0}
@@ -184,7 +185,7 @@ def test_clipping_uses_the_norm_of_the_whole_gradient():
     got = []
     for mesh in [(1, 1, 1), (2, 2, 2)]:
         cfg = on_mesh(PLAIN, mesh, optim=dict(clip_norm=0.01, lr=0.02))
-        state = train.init_state(cfg)
+        state = runstate.init_state(cfg)
         rng, M = np.random.default_rng(0), cfg.train.microbatches
         pair = rng.integers(512, size=(2, 1, M, 64 // M, 16), dtype=np.int32)
         tokens, targets = (jax.device_put(x, utils.shardings(model.token_spec())) for x in pair)

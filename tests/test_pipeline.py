@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import config
 import layers
 import pipeline
+import runstate
 import train
 import utils
 
@@ -179,7 +180,7 @@ def test_memory_of_1f1b_does_not_grow_with_the_microbatches():
         cfg = replace(PLAIN, mesh=config.Mesh(schedule=name))
         sizes = dict(seq_len=128, microbatches=M, batch_size=4 * M)
         cfg = on_mesh(cfg, (1, 2, 1), model=dict(n_layers=4, vocab_size=128), train=sizes)
-        args = train.abstract_state(cfg), *jax.tree.map(abstract, batch(cfg)), cfg
+        args = runstate.abstract_state(cfg), *jax.tree.map(abstract, batch(cfg)), cfg
         return train.train_step.lower(*args).compile().memory_analysis().temp_size_in_bytes
 
     assert memory("1f1b", 32) < 1.02 * memory("1f1b", 8)  # the tokens themselves

@@ -26,6 +26,7 @@ import grouped
 import model
 import optim
 import profiling
+import runstate
 import train
 import utils
 from errors import USAGE, UserError
@@ -183,7 +184,7 @@ def test_xla_compiles_just_the_collectives_that_are_counted(mesh, fields):
     want = {(*k, "calls"): n for k, n in cost.calls.items() if k[0] in names}
     want |= {k: n for k, n in cost.received.items() if k[0] in names}
     cfg = utils.start_mesh(cfg)
-    args = train.with_shardings(train.step_shapes(cfg), train.step_specs(cfg))
+    args = runstate.with_shardings(train.step_shapes(cfg), train.step_specs(cfg))
     hlo = utils.compile_program(train.train_step, *args, cfg).as_text()
     read_line = partial(collective_in_line, sizes=cfg.mesh.sizes)
     got = compiled_cost.sum_lines(hlo, cfg, read_line)
@@ -221,7 +222,7 @@ def test_only_the_sum_of_the_gradients_crosses_slices_and_once(mesh, fields):
     weights = cost_model.state_bytes(cfg)["weights"]
     assert count(cfg).received_over("slice") == weights + 2 * 4
     cfg = utils.start_mesh(cfg)
-    args = train.with_shardings(train.step_shapes(cfg), train.step_specs(cfg))
+    args = runstate.with_shardings(train.step_shapes(cfg), train.step_specs(cfg))
     hlo = utils.compile_program(train.train_step, *args, cfg).as_text()
     sizes = tuple(cfg.mesh.shape.values())
     found = compiled_cost.sum_lines(hlo, cfg, partial(sent_in_line, sizes=sizes))

@@ -25,6 +25,7 @@ import config
 import layers
 import norms
 import optim
+import runstate
 import train
 from errors import CHECKPOINT, USAGE, UserError
 
@@ -51,7 +52,7 @@ def test_the_average_of_the_weights_is_that_of_the_formula_on_any_mesh():
     found = {}
     for mesh in [(1, 1, 1), (2, 2, 2)]:
         cfg = on_mesh(PLAIN, mesh, model=dict(n_layers=2), optim=dict(ema=0.3))
-        state = train.init_state(cfg)
+        state = runstate.init_state(cfg)
         want = jax.device_get(state.params)
         for n in range(6):
             good = state.params
@@ -161,7 +162,7 @@ def test_a_run_without_an_average_says_so(reference, base):
 
 def test_a_spike_changes_only_the_step_and_the_window():
     cfg = on_mesh(PLAIN, (2, 2, 2), model=dict(n_layers=2), train=dict(spike_sigma=6.0))
-    state = train.init_state(cfg)
+    state = runstate.init_state(cfg)
     norms = np.random.default_rng(0).normal(1, 0.02, size=optim.SPIKE_WINDOW).astype(np.float32)
     for scale, is_skipped in ((1.0, False), (0.01, True)):  # of the norms before
         first = jax.device_get(state)._replace(recent_norms=norms * scale * 1.6)
@@ -273,7 +274,7 @@ def test_norms_are_those_of_each_layer_on_any_mesh(cfg):
     found = {}
     for mesh in [(1, 1, 1), (2, 2, 2)]:
         on = on_mesh(cfg, mesh, log=dict(norms_every=3))
-        state = train.init_state(on)
+        state = runstate.init_state(on)
         before = jax.device_get(state.params)
         state, found_metrics = train.train_step(state, *batch(on), on)
         after = jax.device_get(state.params)

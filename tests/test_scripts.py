@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import cli
 import config
 import files
+import runstate
 import tasks
 import train
 from dataset import Dataset
@@ -132,7 +133,7 @@ def test_evaluate_agrees_with_training_and_writes_each_token(trained, corpus, tm
     # The log probabilities are in the order of the data.
     cfg = cli.config_of_run(str(trained), config.Mesh(1, 1, 1))
     cfg = on_mesh(cfg, train=dict(batch_size=8))
-    params = train.load_params(files.absolute_path(str(trained)), cfg)
+    params = runstate.load_params(files.absolute_path(str(trained)), cfg)
     nll = np.asarray(train.eval_step(params, *Dataset(cfg, "val").eval_batch(3), cfg)[2]).ravel()
     np.testing.assert_allclose(logprob[3 * 8 * 16 :][: len(nll)], -nll, atol=1e-5)
 

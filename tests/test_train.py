@@ -40,6 +40,7 @@ import config
 import errors
 import files
 import processes
+import runstate
 import train
 from errors import BUSY, CHECKPOINT, DIVERGED, INTERRUPTED, STORAGE, UserError
 
@@ -520,7 +521,7 @@ def test_an_update_that_is_not_finite_changes_nothing_but_the_step(
     assert capsys.readouterr().err.count("warning: update 4 skipped") == 1
 
     resolved = on_mesh(cfg, (1, 1, 1))
-    data, want = train.Dataset(resolved, "train"), train.init_state(resolved)
+    data, want = train.Dataset(resolved, "train"), runstate.init_state(resolved)
     for step in range(8):
         if step == 3:
             want = want._replace(step=want.step + 1)
@@ -542,9 +543,9 @@ def test_ten_bad_updates_in_a_row_end_the_run_with_finite_checkpoints(base, monk
 
 def test_a_state_with_a_nan_is_not_saved(base, tmp_path):
     cfg = on_mesh(base, (1, 1, 1))
-    state = train.init_state(cfg)
+    state = runstate.init_state(cfg)
     state.params["norm_D"] = state.params["norm_D"].at[3].set(jnp.nan)
     store = checkpoint.Checkpoints(files.absolute_path(str(tmp_path)))
     with pytest.raises(UserError) as error:
-        store.save(5, train.checkpoint_items(state))
+        store.save(5, runstate.checkpoint_items(state))
     assert error.value.code == DIVERGED and store.manager.latest_step() is None

@@ -11,7 +11,7 @@ from jax.extend.random import threefry_2x32
 
 import config
 import model
-import train
+import runstate
 import utils
 import weights
 
@@ -39,13 +39,15 @@ def test_drawn_weights_are_those_of_their_initializers(cfg, mesh, monkeypatch):
 def test_no_device_needs_more_than_its_part_and_the_weights_once_more(preset, mesh):
     """While the initial state is made: less than an update needs, whose gradients are as large."""
     cfg = on_mesh(config.PRESETS[preset](), mesh)
-    shapes, specs = train.state_shapes(cfg), utils.shardings(train.state_specs(cfg))
+    shapes, specs = runstate.state_shapes(cfg), utils.shardings(runstate.state_specs(cfg))
 
     def parts(shapes, shardings) -> list[int]:
         sizes = jax.tree.map(lambda x, s: 4 * np.prod(s.shard_shape(x.shape)), shapes, shardings)
         return jax.tree.leaves(sizes)
 
-    program = jax.jit(train.new_state, static_argnums=0, out_shardings=specs).lower(cfg).compile()
+    program = (
+        jax.jit(runstate.new_state, static_argnums=0, out_shardings=specs).lower(cfg).compile()
+    )
     found = program.memory_analysis()
     assert found.output_size_in_bytes == pytest.approx(sum(parts(shapes, specs)), rel=0.001)
     weights = parts(shapes.params, specs.params)
