@@ -56,7 +56,7 @@ def test_a_run_leaves_its_record(reference, base):
     assert list(train_rows) == list(range(1, STEPS + 1)) and list(evals) == [10, 20]
     speed = ["step_time", "tokens_per_sec", "mfu"]
     assert list(train_rows[1]) == ["kind", "step", "loss", "grad_norm", "lr", "tokens", *speed]
-    assert list(evals[10]) == ["kind", "step", "loss", "bits_per_byte", "tokens"]
+    assert list(evals[10]) == ["kind", "step", "data", "loss", "bits_per_byte", "tokens"]
     assert train_rows[3]["tokens"] == 3 * 32 * 16 and train_rows[3]["mfu"] is None
     assert train_rows[STEPS]["loss"] < 0.6 * train_rows[1]["loss"]
     assert sorted(p.name for p in (reference / "checkpoints").iterdir()) == ["10", "20"]
