@@ -419,13 +419,18 @@ def run_all(tasks: list[Task], args: Args, n_workers: int) -> list[dict]:
 
 
 def finish(out: epath.Path, tasks: list[Task], facts: list[dict], recipe: dict):
-    """Write the list of skipped rows, and the manifests."""
+    """Write the list of skipped rows, and the manifests.  Raises UserError DATA if a split is
+    empty, because its documents can no longer be read."""
     tokenizer = load_tokenizer(str(out))
     vocab_size, end_id = n_ids(tokenizer), tokenizer.token_to_id(recipe["end_token"])
     n_skipped = sum(x["n_skipped"] for x in facts)
     if n_skipped:
         rows = [json.dumps(row) + "\n" for row in skipped_rows(tasks, facts)]
         write_whole(out / "skipped.jsonl", "".join(rows))
+    for split in SPLITS:
+        if not any(x["shards"][split] for x in facts):
+            fix = f"delete {out}, and give other files or another --val_fraction"
+            raise UserError(DATA, f"no document for {split} could be read", fix)
     for split in SPLITS:
         shards = [shard for x in facts for shard in x["shards"][split]]
         manifest = dict(format=2, dtype="uint16" if vocab_size <= 65536 else "uint32")

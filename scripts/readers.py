@@ -292,11 +292,17 @@ def cut_parquet(file: File, options: Options) -> list[Piece]:
     return pieces
 
 
-def read_parquet(piece: Piece, options: Options) -> Iterator[dict]:
+def read_parquet(piece: Piece, options: Options) -> Iterator[dict | Exception]:
+    """The rows.  An error stands for the rest of its row group, so that pieces that are joined have
+    the documents that each has alone."""
     with open_source(piece.source) as f:
-        groups = dict(row_groups=range(piece.start, piece.stop), columns=columns_of(options))
-        for batch in parquet.ParquetFile(f).iter_batches(batch_size=256, **groups):
-            yield from rows_of(batch, options)
+        file = parquet.ParquetFile(f)
+        for n in range(piece.start, piece.stop):
+            try:
+                for batch in file.iter_batches(256, [n], columns_of(options)):
+                    yield from rows_of(batch, options)
+            except DAMAGE as e:
+                yield e
 
 
 def cut_arrow(file: File, options: Options) -> list[Piece]:
@@ -358,7 +364,7 @@ def parse_line(line: bytes) -> str | None:
 class Format(NamedTuple):
     cut: Callable[[File, Options], list[Piece]]
     read: Callable[[Piece, Options], Iterator]
-    """The lines, rows or texts of a piece."""
+    """The lines, rows or texts of a piece; for some that cannot be read, the error."""
     parse: Callable
     """A line, row or text -> the text or the row's fields; None for a blank line."""
 
@@ -487,6 +493,9 @@ def read_documents(piece: Piece, options: Options) -> Iterator[Document | Skippe
     row = 0
     try:
         for row, raw in enumerate(FORMATS[piece.kind].read(piece, options), 1):
-            yield read_row(row, raw, piece, options)
+            if isinstance(raw, Exception):
+                yield Skipped(row, damage(raw, piece.source))
+            else:
+                yield read_row(row, raw, piece, options)
     except DAMAGE as e:
         yield Skipped(row + 1, damage(e, piece.source))

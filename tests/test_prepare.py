@@ -28,7 +28,7 @@ from pyarrow import ipc, parquet
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import config
-from errors import DATA, DISTRIBUTED, INTERRUPTED, USAGE
+from errors import DATA, DISTRIBUTED, INTERRUPTED, USAGE, UserError
 from scripts import corpus, prepare_data, pydocs, readers, vocabularies
 
 SCRIPT = "scripts/prepare_data.py"
@@ -825,6 +825,25 @@ def test_a_damaged_file_is_no_traceback(tmp_path, kind, how):
     assert {"a", "b", "c"} <= set(all_documents(out))
     if how != "flipped" or kind.startswith(".jsonl"):  # the others have no checksums
         assert str(path) in {row["file"] for row in skipped_of(out)}
+
+
+def test_a_damaged_row_group_ends_no_other(tmp_path):
+    rows, out = text_rows(), tmp_path / "out"
+    path = write_corpus(tmp_path, ".parquet", rows)
+    start = parquet.ParquetFile(path).metadata.row_group(1).column(1).dictionary_page_offset
+    data = path.read_bytes()
+    path.write_bytes(data[:start] + bytes(20) + data[start + 20 :])
+    prepare("--input", path, "--tokenizer", "byte", "--out", out)
+    assert sorted(all_documents(out)) == sorted(rows[:20] + rows[40:])
+    assert [row["row"] for row in skipped_of(out)] == [21]
+
+
+def test_an_empty_split_is_an_error_without_a_manifest(texts, tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare_data, "choose_threshold", lambda *_: 0)
+    args = prepare_data.Args(str(tmp_path / "out"), (str(texts),), tokenizer="byte")
+    with pytest.raises(UserError, match="no document for val") as error:
+        prepare_data.main(args)
+    assert error.value.code == DATA and not [*tmp_path.rglob("manifest.json")]
 
 
 def test_files_of_another_origin_are_not_overwritten(tmp_path):
