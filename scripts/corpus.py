@@ -66,6 +66,8 @@ def find_remote(pattern: str, suffix: str) -> list[File]:
     fs, path = fsspec.url_to_fs(pattern)
     if glob.has_magic(pattern) and not fs.exists(path):
         found = fs.glob(path, detail=True)
+        for folder in [x for x, about in found.items() if about["type"] == "directory"]:
+            found |= fs.find(folder, detail=True)
         # Names are relative to the last folder before the first *.
         path = path[: re.search(r"[*?[]", path).start()].rpartition("/")[0]
     else:

@@ -620,6 +620,15 @@ def test_a_file_of_a_bucket_may_be_named_like_a_pattern():
     assert file.name == "a[1].jsonl"
 
 
+def test_a_folder_that_a_pattern_of_a_bucket_matches_is_read():
+    for name in ("top.jsonl", "part-1/a.jsonl", "part-2/deep/b.jsonl", "part-2/.hidden"):
+        fsspec.filesystem("memory").pipe(f"/crawl/{name}", b"x")
+    found = ["part-1/a.jsonl", "part-2/deep/b.jsonl", "top.jsonl"]
+    for pattern, n in (("*", 3), ("**", 3), ("part-*", 2)):
+        names = [file.name for file in corpus.find_input(f"memory://crawl/{pattern}", "")]
+        assert names == found[:n]
+
+
 def test_a_bucket_that_does_not_exist_has_no_files(tmp_path):
     with emulate_bucket({**os.environ}) as bucket:
         request = ["--input", "gs://nowhere/x", "--out", tmp_path / "out"]
