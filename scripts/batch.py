@@ -89,27 +89,28 @@ def describe_row(source, window: int, cfg) -> list[str]:
     if not isinstance(source, TokenFiles):
         return [f"window {window:,} of {source}"]
     L, lines = cfg.train.seq_len, []
+    end_id = cfg.data.end_id if cfg.data.end_id >= 0 else source.end_id
     start = window * L
     for n, a, b in source.spans(start, min(start + L + 1, source.n_tokens)):
         shard, first = source.shards[n], source.first_token(n)
         tokens = source.read(first + a, first + b)
-        starts = [f"{a + int(i) + 1:,}" for i in np.flatnonzero(tokens[:-1] == source.end_id)]
+        starts = [f"{a + int(i) + 1:,}" for i in np.flatnonzero(tokens[:-1] == end_id)]
         line = f"{shard.path.name} tokens {a:,} to {b - 1:,}"
-        if source.end_id >= 0:
+        if end_id >= 0:
             if files.is_remote(shard.path):
                 number = " in a document without a number: counting would fetch all before it"
             else:
-                number = f" in document {count_documents(source, first, first + a):,}"
+                number = f" in document {count_documents(source, end_id, first, first + a):,}"
             line += f"{number}; others begin at {', '.join(starts)}" if starts else number
         lines.append(line)
     return lines
 
 
-def count_documents(source: TokenFiles, start: int, stop: int) -> int:
+def count_documents(source: TokenFiles, end_id: int, start: int, stop: int) -> int:
     """How many documents end from token `start` to token `stop`: the number of the document that
     token `stop` is in, where `start` begins document 0."""
     at = range(start, stop, 2**24)
-    return sum(int((source.read(a, min(a + 2**24, stop)) == source.end_id).sum()) for a in at)
+    return sum(int((source.read(a, min(a + 2**24, stop)) == end_id).sum()) for a in at)
 
 
 IN_BATCH = ("data.", "model.", "run.seed", "train.batch_size", "train.seq_len")

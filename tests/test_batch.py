@@ -304,8 +304,12 @@ def sixteens(cfg, tmp_path) -> TokenFiles:
     return source
 
 
-def test_a_document_that_begins_behind_a_row_is_not_in_it(sixteens):
-    first, second = (batch.describe_row(sixteens, n, sixteens.cfg) for n in (0, 1))
+@pytest.mark.parametrize("ids", [(15, -1), (-1, 15), (3, 15)], ids=["source", "flag", "both"])
+def test_a_document_that_begins_behind_a_row_is_not_in_it(sixteens, ids):
+    """Also where only data.end_id says which token ends a document."""
+    sixteens.end_id, end_id = ids
+    cfg = replace(sixteens.cfg, data=replace(sixteens.cfg.data, end_id=end_id))
+    first, second = (batch.describe_row(sixteens, n, cfg) for n in (0, 1))
     assert first == ["a.npy tokens 0 to 15 in document 0"]
     assert second == ["a.npy tokens 15 to 30 in document 0; others begin at 16"]
 
