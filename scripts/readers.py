@@ -108,6 +108,14 @@ def find_cut(source: str | bytes, at: int, seek_line: bool = True) -> int:
         return at + len(re.match(rb"[\x80-\xbf]*", f.read(3))[0])
 
 
+def find_last_line(source: str | bytes, start: int, at: int) -> int:
+    """The last position between the bytes `start` and `at` where a line begins; 0 without any."""
+    with open_source(source) as f:
+        f.seek(start)
+        n = f.read(max(0, at - 1 - start)).rfind(b"\n") + 1
+        return n and start + n
+
+
 def rank_of_text(source: str | bytes) -> int:
     """The rank of a long text, which is read block by block.  Raises UnicodeDecodeError if it is
     not UTF-8."""
@@ -145,8 +153,9 @@ def split_text(file: File, val_fraction: float) -> list[Piece]:
         fix = f"give text in UTF-8; compressed files are read only if they end in {names}"
         raise UserError(DATA, f"{file.name} is not UTF-8", fix) from None
     target = round(file.size * (1 - val_fraction))
-    for seek_line in (True, False):  # False for a file of one line
-        cut = find_cut(file.source, target, seek_line)
+    start = max(file.size // 2, target - PIECE)  # a last line that begins before it is cut
+    cuts = find_cut(file.source, target), find_last_line(file.source, start, target)
+    for cut in (*cuts, find_cut(file.source, target, seek_line=False)):
         if 0 < cut < file.size:
             train = text_pieces(file.source, 0, cut, 2**64 - 1)
             return train + text_pieces(file.source, cut, file.size, 0)

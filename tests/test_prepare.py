@@ -90,6 +90,18 @@ def test_byte_tokens_are_bytes_and_a_single_file_is_cut_at_a_line(tmp_path):
     assert train_tokens[-2] == ord("\n") and 0.05 < len(val_tokens) / len(train_tokens) < 0.15
 
 
+@pytest.mark.parametrize("text, val", [
+    (b"a line\n" * 30 + b"the last one", b"the last one"),
+    (b"a line\n" * 30, b"a line\n"),
+    (b"a title\n" + b"x" * 1000, b"x" * 20),  # the last line has more than half of the text
+])  # fmt: skip
+def test_a_text_may_be_cut_at_the_start_of_its_last_line(tmp_path, text, val):
+    (tmp_path / "a.txt").write_bytes(text)
+    (file,) = corpus.find_input(str(tmp_path / "a.txt"), "")
+    *_, last = readers.split_text(file, 0.02)
+    assert text[last.start : last.stop] == val
+
+
 def test_a_json_file_is_text_and_the_command_says_so(tmp_path):
     row, out = b'{"text": "a row"}\n', tmp_path / "out"
     (tmp_path / "rows.json").write_bytes(row * 50)
