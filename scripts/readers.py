@@ -68,9 +68,9 @@ class Document(NamedTuple):
     size: int
     """Bytes of text."""
     rank: int
-    """The first 64 bits of its hash, which decide whether it is held out."""
+    """The first 64 bits of its text's hash, which decide whether it is held out."""
     key: bytes
-    """Its hash; documents with the same key are repeats."""
+    """A hash of its parts; documents with the same key are repeats."""
     ends: bool
     """False for a part of a text that goes on in the next piece."""
 
@@ -491,6 +491,8 @@ def read_row(row: int, raw, piece: Piece, options: Options) -> Document | Skippe
     hashed = f"{piece.rank} {piece.start}".encode() if is_part else data
     key = hashlib.blake2b(hashed, digest_size=16).digest()
     rank = piece.rank if is_part else rank_of(key)
+    if len(parts) > 1:  # the same text is no repeat where other parts of it are scored
+        key = hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).digest()
     return Document(row, parts, len(data), rank, key, piece.ends)
 
 

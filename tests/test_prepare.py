@@ -1007,6 +1007,15 @@ def test_dedup_drops_exact_repeats(tmp_path):
     check_digests(tmp_path / "out")
 
 
+def test_prompts_that_end_elsewhere_make_other_documents(tmp_path):
+    rows = [dict(q=f"{n} ab"[:end], text=f"{n} ab"[end:]) for n in range(9) for end in (3, 3, 2)]
+    (tmp_path / "a.jsonl").write_bytes(json_lines(rows))
+    flags = ["--prompt_field", "q", "--tokenizer", "byte", "--dedup", "--out", tmp_path / "out"]
+    prepare("--input", tmp_path / "a.jsonl", *flags)
+    scored = [part for _, part, _ in masked_documents(tmp_path / "out")]
+    assert sorted(scored) == ["ab"] * 9 + ["b"] * 9
+
+
 # ---- masks
 
 
