@@ -153,12 +153,15 @@ def find_corpus(args: Args) -> list[File]:
 
 
 def cut_corpus(files: list[File], options: Options, val_fraction: float) -> list[Piece]:
-    """Raises UserError USAGE if fields are named, but no file has any."""
+    """Raises UserError USAGE for flags about fields or lines, if no file has any."""
     kinds = {readers.kind_of(file, options) for file in files}
     if kinds <= {"text", "lines"} and (options.prompt_field or options.field != "text"):
         what = "--field or --prompt_field is given, but no file is a table with fields"
         fix = "leave them out, or give tables, whose names end with their kind, such as .jsonl"
         raise UserError(USAGE, what, fix)
+    if options.document_per_line and "lines" not in kinds:
+        what = "--document_per_line is given, but no file has lines of text: all are tables"
+        raise UserError(USAGE, what, "leave it out: each row of a table is a document")
     if any(file.name.endswith(".json") for file in files):
         note = "rename those with a row in each line to .jsonl"
         say(f"files ending in .json are read as text; {note}")
@@ -480,6 +483,12 @@ def parse() -> Args:
     if args.end_token != END and args.tokenizer in MADE:
         what = f"--tokenizer {args.tokenizer} ends documents with {END}, not {args.end_token}"
         raise UserError(USAGE, what, "leave --end_token out, or give a tokenizer.json")
+    if args.vocab_size != Args.vocab_size and args.tokenizer != "bpe":
+        what = f"--vocab_size is given, but --tokenizer {args.tokenizer} has its own vocabulary"
+        raise UserError(USAGE, what, "leave --vocab_size out, or choose --tokenizer bpe")
+    if args.suffix and not args.input:
+        what = f"--suffix {args.suffix} is given without --input"
+        raise UserError(USAGE, what, "leave it out: --stdlib and --pydocs choose their own files")
     if args.field == args.prompt_field:
         what = f"--field and --prompt_field are both {args.field}"
         raise UserError(USAGE, what, "give the prompt another field than the text")

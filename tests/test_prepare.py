@@ -71,7 +71,8 @@ def documents_of(folder) -> list[str]:
 @pytest.mark.parametrize("kind", ["byte", "char", "bpe"])
 def test_prepared_text_decodes_to_what_it_was(texts, tmp_path, kind):
     out = tmp_path / "out"
-    request = ["--input", texts, "--suffix", ".txt", "--tokenizer", kind, "--vocab_size", 400]
+    request = ["--input", texts, "--suffix", ".txt", "--tokenizer", kind]
+    request += ["--vocab_size", 400] if kind == "bpe" else []
     prepare(*request, "--out", out, "--val_fraction", 0.3, "--shard_tokens", 500)
     got = documents_of(out / "train") + documents_of(out / "val")
     want = [text for name, text in TEXTS.items() if name.endswith(".txt") and text]
@@ -478,6 +479,9 @@ def test_a_log_file_gets_no_progress_bars(texts, tmp_path):
     (["--input", __file__, "--prompt_field=text"], USAGE, "and --prompt_field are both text"),
     (["--input", __file__, "--prompt_field=q"], USAGE, "but no file is a table with fields"),
     (["--stdlib", "--val_fraction", "2"], USAGE, "val_fraction=2.0"),
+    (["--input", "hf://a/b", "--document_per_line"], USAGE, "but no file has lines of text"),
+    (["--stdlib", "--suffix", ".txt"], USAGE, "--suffix .txt is given without --input"),
+    (["--stdlib", "--tokenizer", "char", "--vocab_size", "300"], USAGE, "char has its own"),
     (["--stdlib", "--vocab_size", "5"], USAGE, "vocab_size=5 must be at least 257"),
     (["--input", __file__, "--tokenizer", "/dev/null"], DATA, "cannot be read: it is not a file"),
     (["--stdlib", "--tokenizer", "bytes"], USAGE, "bytes is none of byte, char and bpe"),
