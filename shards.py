@@ -322,17 +322,26 @@ def find_shards(path: epath.Path, split: str) -> TokenSet:
         check_is_part(single)
         return bare_set([single])
     # The other split's file, if nanoGPT's folder has it, is no shard of this one.
-    names = sorted(p.name for p in path.iterdir() if p.name not in ("train.bin", "val.bin"))
-    for suffix in READERS:
-        if found := [path / name for name in names if name.endswith(suffix)]:
-            for file in found:
-                check_is_part(file)
-            return bare_set(found)
+    other = "train.bin" if split == "val" else "val.bin"
+    names = sorted(p.name for p in path.iterdir() if p.name != other)
+    formats = [[path / name for name in names if name.endswith(suffix)] for suffix in READERS]
+    formats = [found for found in formats if found]
+    if len(formats) > 1:
+        files = " and ".join(found[0].name for found in formats)
+        what = f"data.{split}={path} has shards of {len(formats)} formats, such as {files}"
+        raise data_error(what, "leave those of one format there")
+    if formats:
+        for file in formats[0]:
+            check_is_part(file)
+        return bare_set(formats[0])
     wanted = or_list(["manifest.json", *(f"*{suffix}" for suffix in READERS)])
     what = f"no shards in data.{split}={path}: no {wanted} among {len(names)} other files"
     fix = "make them with scripts/prepare_data.py"
     if (path / split / "manifest.json").exists():  # the --out of prepare_data
         fix = f"give its folder {path / split}"
+    elif (path / other).exists():
+        what = f"no shards in data.{split}={path}: {other} there belongs to the other split"
+        fix = f"put {split}.bin there, or give {path / other}"
     raise data_error(what, fix)
 
 

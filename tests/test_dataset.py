@@ -171,6 +171,8 @@ def test_nanogpt_bin_files(cfg, corpus, tmp_path):
             assert source.bytes_per_token is None
     (tmp_path / "train.bin").write_bytes(b"abc")
     assert "3 bytes is not a whole number of uint16" in problem_of(cfg, tmp_path)
+    (tmp_path / "train.bin").unlink()
+    assert "val.bin there belongs to the other split" in problem_of(cfg, tmp_path)
 
 
 def test_jaxformer_bare_npy_shards(cfg, corpus, tmp_path):
@@ -179,6 +181,8 @@ def test_jaxformer_bare_npy_shards(cfg, corpus, tmp_path):
         np.save(tmp_path / f"shard_{n}.npy", tokens[n * 5000 : (n + 1) * 5000].astype(dtype))
     source = open_set(cfg, tmp_path).source
     np.testing.assert_array_equal(source.read(0, 20_000), tokens[:20_000])
+    tokens[:5000].astype(np.uint16).tofile(tmp_path / "more.bin")
+    assert "formats, such as shard_0.npy and more.bin" in problem_of(cfg, tmp_path)
 
 
 @pytest.mark.slow
