@@ -314,16 +314,23 @@ def read_parquet(piece: Piece, options: Options) -> Iterator[dict | Exception]:
                 yield e
 
 
+def open_arrow(f) -> ipc.RecordBatchStreamReader:
+    """The batches of Arrow's stream format, which `datasets` writes, or of its file format: 8 bytes
+    and such a stream."""
+    if f.read(8) != b"ARROW1\0\0":
+        f.seek(0)
+    return ipc.open_stream(f)
+
+
 def cut_arrow(file: File, options: Options) -> list[Piece]:
     with open_source(file.source) as f:
-        check_columns(file, ipc.open_stream(f).schema.names, options)
+        check_columns(file, open_arrow(f).schema.names, options)
     return [Piece(".arrow", file.source, 0, file.size, file.size)]
 
 
 def read_arrow(piece: Piece, options: Options) -> Iterator[dict]:
-    """A stream of batches, which is what `datasets` writes."""
     with open_source(piece.source) as f:
-        for batch in ipc.open_stream(f):
+        for batch in open_arrow(f):
             yield from rows_of(batch, options)
 
 

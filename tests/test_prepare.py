@@ -589,6 +589,14 @@ def test_every_format_gives_its_rows(tmp_path, kind):
     assert not (out / "skipped.jsonl").exists()
 
 
+def test_arrows_file_format_is_read_too(tmp_path):
+    table = pa.table(dict(text=text_rows()))
+    with ipc.new_file(str(tmp_path / "a.arrow"), table.schema) as writer:
+        writer.write_table(table, max_chunksize=17)
+    prepare("--input", tmp_path / "a.arrow", "--tokenizer", "byte", "--out", tmp_path / "out")
+    assert sorted(all_documents(tmp_path / "out")) == sorted(text_rows())
+
+
 def test_several_inputs_patterns_and_folders_are_one_corpus(tmp_path):
     rows, out = text_rows(), tmp_path / "out"
     folder = tmp_path / "data"
