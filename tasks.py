@@ -84,6 +84,9 @@ def read_question(line: bytes) -> tuple[list[tuple[str, str]], int | None]:
         x = {**json.loads(line)}
     except (TypeError, RecursionError):
         raise ValueError("it is not an object") from None
+    for names in (("query", "context", "context_options"), ("choices", "context_options")):
+        if len(found := [name for name in names if name in x]) > 1:
+            raise ValueError(f"it has {' and '.join(found)}, but only one may be there")
     queries = x.get("context_options", [x.get("query", x.get("context"))])
     answers, gold = x.get("choices", [x.get("continuation")]), x.get("gold")
     lists = [texts for texts in (queries, answers) if isinstance(texts, list) and texts]
@@ -124,6 +127,9 @@ class Tasks:
                             self.add(task, *read_question(line))
                 except ValueError as e:
                     problems.append(Problem(f"{file}, line {number}: {e}", fix))
+                else:
+                    if task not in self.questions:
+                        problems.append(Problem(f"{file} has no questions", fix))
             if n_before == len(self.rows) and not problems:
                 problems.append(Problem(f"eval.tasks: {name}={pattern} has no questions", fix))
         if problems:

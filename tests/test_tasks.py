@@ -160,6 +160,10 @@ BAD = {
     "'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa' has 61 tokens, and it needs 1 to train.seq_len=16":
         dict(query="q", choices=["a" * 60, "b"], gold=0),
     "empty": dict(query="q ", choices=["", "b"], gold=0),
+    "it has query and context, but only one":
+        dict(query="q", context="c", choices=["a", "b"], gold=0),
+    "it has choices and context_options":
+        dict(context_options=["q", "c"], choices=["a", "b"], gold=0),
 }  # fmt: skip
 
 
@@ -182,6 +186,10 @@ def test_tasks_without_files_names_or_a_tokenizer_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"x=.*\.jsonl has no questions") as error:
         Tasks(cfg, byte_tokenizer())
     assert error.value.code == errors.DATA
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "full.jsonl").write_text('{"context": "a", "continuation": "b"}')
+    with pytest.raises(UserError, match=r"/empty\.jsonl has no questions"):
+        Tasks(cfg, byte_tokenizer())
     for n in range(2):
         (tmp_path / f"{n}").mkdir()
         (tmp_path / f"{n}" / "same.jsonl").write_text(
