@@ -38,7 +38,8 @@ class Args:
     compile: Flag = False
     """Compile the step for these chips too, and show XLA's own figures beside the estimate."""
     search: Flag = False
-    """Rank all meshes, microbatches and remat policies for these chips by predicted step time."""
+    """Rank all meshes, microbatches and remat policies for these chips by predicted step time.
+    Those of the config and of other flags are ignored."""
     json: Flag = False
     """Print one JSON object instead of a table."""
 
