@@ -190,7 +190,8 @@ def read_scaling(keys: Keys, name: str, kind: str, rope: dict) -> dict:
     """The fields of a kind of model.rope_scaling.  Removes from `rope` the keys that it reads."""
     longest = keys.all.get("max_position_embeddings")
     original = rope.pop("original_max_position_embeddings", longest)
-    original = keys.all.get("original_max_position_embeddings") or original
+    if name != "gemma3_text":  # transformers ignores it there, as the settings are by kind of layer
+        original = keys.all.get("original_max_position_embeddings") or original
     factor, usual = rope.pop("factor", None), SCALINGS[kind]
     if not longest and (factor is None or (usual and not original)):
         longest = keys.take("max_position_embeddings")  # absent, which is noted as a problem
@@ -208,7 +209,11 @@ def read_scaling(keys: Keys, name: str, kind: str, rope: dict) -> dict:
         usual = attention.yarn_magnitudes(replace(Model(), **fields))[0]
         factor = rope.pop("attention_factor", usual)
         keys.require("attention_factor", factor if abs(factor - usual) > 1e-6 else usual, usual)
-        fields |= dict(yarn_truncate=rope.pop("truncate", True))
+        truncate = rope.pop("truncate", True)
+        if name == "gemma3_text" and truncate is False:
+            what = "config.json: truncate=False has no effect in transformers' gemma3_text"
+            keys.add_problem(what, "delete it from config.json: Trifold truncates then too")
+        fields |= dict(yarn_truncate=truncate)
     return fields
 
 
@@ -227,9 +232,12 @@ def read_moe_layers(keys: Keys, name: str, n_layers: int) -> range | list[int]:
 def read_local_layers(keys: Keys, name: str, n_layers: int, fields: dict) -> list[bool]:
     """Whether each layer's queries see only a window."""
     window = fields.get("window", 0)
-    local = [bool(window)] * n_layers
     if name.startswith("qwen") and not keys.take("use_sliding_window", False):
-        local = [False] * n_layers
+        window = 0
+    elif name not in WITH_LAYER_TYPES and keys.all.get("sliding_window") == 0:
+        what = "config.json: sliding_window=0 leaves no token to see"
+        keys.add_problem(what, "correct config.json: null stands for no window")
+    local = [bool(window)] * n_layers
     if name not in WITH_LAYER_TYPES:
         return local
     if name.startswith("qwen"):
@@ -242,7 +250,7 @@ def read_local_layers(keys: Keys, name: str, n_layers: int, fields: dict) -> lis
     if len(types) != n_layers or set(types) - {FULL, SLIDING}:
         keys.require("layer_types", types, f"{n_layers} of {FULL} and {SLIDING}")
     elif SLIDING in types and not window:
-        what = f"config.json: layer_types has {SLIDING}, but no window"
+        what = f"config.json: layer_types has {SLIDING}, but no sliding_window is set and used"
         keys.add_problem(what, "correct config.json")
     return [x == SLIDING for x in types]
 
@@ -290,11 +298,12 @@ def write_config(cfg: Config, dtype: str, end_id: int | None) -> dict:
         hf |= dict(layer_types=[SLIDING if x else FULL for x in local])
         if not any(local):
             del hf["sliding_window"]  # null is an error in gemma2, gemma3_text and gpt_oss
+    if name.startswith(("gemma", "gpt2")) and m.d_model % m.n_heads:
+        # transformers (5.23) does not load it
+        what = f"model.d_model={m.d_model} is no multiple of model.n_heads={m.n_heads}"
+        fix = "this model cannot be exported; train one whose width is a multiple"
+        raise UserError(DATA, f"{what}, as transformers demands of a {name}", fix)
     if name.startswith("gemma"):
-        if m.d_model % m.n_heads:  # transformers (5.23) does not load it
-            what = f"model.d_model={m.d_model} is no multiple of model.n_heads={m.n_heads}"
-            fix = "this model cannot be exported; train one whose width is a multiple"
-            raise UserError(DATA, f"{what}, as transformers demands of a {name}", fix)
         hf |= dict(query_pre_attn_scalar=m.attn_width or m.d_head)
     if name == "qwen3_moe":
         hf |= dict(mlp_only_layers=dense, decoder_sparse_step=1)
@@ -322,7 +331,7 @@ def write_rope(m: Model, name: str, seq_len: int) -> dict:
     if m.rope_scaling in ("llama3", "yarn"):
         rope |= dict(original_max_position_embeddings=m.rope_original)
         longest = max(longest, int(m.rope_original * m.rope_factor))
-    if m.rope_scaling == "yarn":
+    if m.rope_scaling == "yarn" and name != "gemma3_text":  # there it has no effect
         rope |= dict(truncate=m.yarn_truncate)
     if m.rope_scaling == "yarn" and name == "deepseek_v3":
         rope |= dict(mscale=m.yarn_mscale, mscale_all_dim=m.yarn_mscale_all_dim)

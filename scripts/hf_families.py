@@ -258,7 +258,7 @@ FAMILIES = dict(
          ("q_lora_rank", "q_rank", 0), ("kv_lora_rank", "kv_rank"),
          ("qk_nope_head_dim", "d_head"), ("qk_rope_head_dim", "d_rope"), ("v_head_dim", "d_value"),
          ("n_routed_experts", "n_experts"), ("n_shared_experts", "n_shared", 1),
-         ("moe_intermediate_size", "d_expert"), ("norm_topk_prob", "norm_scores", True),
+         ("moe_intermediate_size", "d_expert"), ("norm_topk_prob", "norm_scores", True, False),
          ("routed_scaling_factor", "score_scale", 2.5), ("n_group", "n_groups"),
          ("topk_group", "n_active_groups")],
         dict(attention="mla", router="sigmoid", router_bias=True),

@@ -507,6 +507,8 @@ def test_all_tensors_that_do_not_fit_are_reported_at_once(tmp_path):
         ("gpt2", dict(scale_attn_by_inverse_layer_idx=True), "inverse_layer_idx=True"),
         ("gpt2", dict(activation_function="tanh"), "activation_function='tanh'"),
         ("qwen3", dict(layer_types=["full_attention"]), "4 of full_attention and sliding"),
+        ("qwen3", dict(use_sliding_window=False), "sliding_attention, but no sliding_window is"),
+        ("mistral", dict(sliding_window=0), "sliding_window=0 leaves no token"),
         ("mixtral", dict(num_local_experts=10**9), "at most 1000000 experts"),
         ("deepseek_v3", dict(scoring_func="softmax"), "scoring_func='softmax'"),
         ("deepseek_v3", dict(num_nextn_predict_layers=0), "model.layers.3.eh_proj.weight"),
@@ -516,6 +518,8 @@ def test_all_tensors_that_do_not_fit_are_reported_at_once(tmp_path):
         ("gemma3_text", dict(model_type="gemma3"), "save its language model alone"),
         ("gemma3_text", dict(use_bidirectional_attention=True), "use_bidirectional_attention=True"),
         ("gemma3_text", dict(attn_logit_softcapping=50.0), "attn_logit_softcapping=50.0"),
+        ("gemma3_text", dict(rope_scaling=dict(type="yarn", factor=2.0, truncate=False)),
+         "truncate=False has no effect in transformers' gemma3_text"),
         ("gemma2", dict(hidden_activation="gelu"), "hidden_activation='gelu', but only"),
         ("qwen3", dict(tie_word_embeddings=True), "lm_head.weight (tie_word_embeddings"),
     ],
@@ -536,6 +540,13 @@ def test_a_window_that_is_null_is_none_and_one_that_is_absent_is_the_familys():
     assert hf_config.read_model(hf).window == 4096
 
 
+def test_scores_are_not_normalized_where_config_json_says_null():
+    hf = CONFIGS["deepseek_v3"] | dict(model_type="deepseek_v3", norm_topk_prob=None)
+    assert not hf_config.read_model(hf).norm_scores
+    del hf["norm_topk_prob"]
+    assert hf_config.read_model(hf).norm_scores
+
+
 def test_gemma3s_two_thetas_are_read_as_transformers_reads_them():
     full, local = hf_config.FULL, hf_config.SLIDING
     hf = CONFIGS["gemma3_text"] | dict(model_type="gemma3_text", rope_scaling=None)
@@ -552,6 +563,13 @@ def test_gemma3s_two_thetas_are_read_as_transformers_reads_them():
     both = {full: dict(rope_theta=7e5), local: dict(rope_theta=8e4)}
     none["rope_scaling"] = dict(rope_type="linear", factor=2)
     assert thetas(none, **both) == (7e5, 8e4)
+
+
+def test_an_original_length_outside_of_rope_parameters_is_not_gemma3s():
+    for family, original in dict(llama=32, gemma3_text=64).items():
+        hf = CONFIGS[family] | dict(model_type=family, rope_scaling=LLAMA3)
+        m = hf_config.read_model(hf | dict(original_max_position_embeddings=32))
+        assert m.rope_original == original
 
 
 def test_what_config_json_says_about_positions_is_read_before_what_its_family_has():
@@ -715,6 +733,8 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path):
 
 
 GEMMA = dict(norm_offset=True, norm_place="both", n_kv_heads=1)
+GPT2 = dict(norm="layer", positions="learned", max_positions=128, n_kv_heads=3)
+NOT_TRUNCATED = dict(rope_scaling="yarn", yarn_truncate=False)
 MLA = dict(attention="mla", q_rank=8, kv_rank=8, d_rope=8, d_value=8)
 
 
@@ -732,6 +752,8 @@ MLA = dict(attention="mla", q_rank=8, kv_rank=8, d_rope=8, d_value=8)
         (dict(qk_norm=True, mlp_bias=True), "model.mlp_bias is True, but the qwen3 of"),
         (MLA | dict(pattern="dense,moe", n_experts=4, d_expert=8), "model.router is softmax"),
         (GEMMA | dict(d_model=40, n_heads=3), "model.d_model=40 is no multiple of model.n_heads=3"),
+        (GPT2 | dict(d_model=40, n_heads=3), "model.n_heads=3, as transformers demands of a gpt2"),
+        (GEMMA | dict(qk_norm=True) | NOT_TRUNCATED, "model.yarn_truncate is False, but the gemma"),
         (dict(pattern="dense,dense_local", window=4), "model.layers is {'prefix': '', 'pattern'"),
     ],
 )
