@@ -127,7 +127,8 @@ def rope_frequencies(width, m):
         if m.yarn_truncate:
             ramp_start, ramp_end = np.floor(ramp_start), np.ceil(ramp_end)
         ramp_start, ramp_end = max(ramp_start, 0), min(ramp_end, width - 1)
-        unscaled_A = 1 - (pair_A - ramp_start) / max(ramp_end - ramp_start, 0.001)
+        # Outside of the pairs it may end before it starts: transformers keeps the minus sign too.
+        unscaled_A = 1 - (pair_A - ramp_start) / (ramp_end - ramp_start or 0.001)
     unscaled_A = np.clip(unscaled_A, 0, 1)
     return freq_A * unscaled_A + freq_A / m.rope_factor * (1 - unscaled_A)
 

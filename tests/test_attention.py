@@ -28,6 +28,7 @@ import blockwise
 import errors
 import model
 import train
+from architecture import Model
 
 # ---- positions
 
@@ -51,6 +52,16 @@ def test_rope_of_a_tpu_is_that_of_other_platforms(monkeypatch):
         last_BLHK = attention.rope(x_BLHK[..., 20 - width :], span, cfg)
         np.testing.assert_allclose(want[0][..., 20 - width :], last_BLHK, atol=1e-6)
         np.testing.assert_array_equal(want[0][..., : 20 - width], x_BLHK[..., : 20 - width])
+
+
+@pytest.mark.parametrize("fields, scale", [
+    (dict(rope_theta=1.5, rope_original=4096), 1 / 4),  # all pairs make more than 32 turns
+    (dict(rope_original=4, yarn_truncate=False), 1),  # all make less than one
+])  # fmt: skip
+def test_a_yarn_ramp_outside_of_the_pairs_is_that_of_transformers(fields, scale):
+    m = Model(rope_scaling="yarn", rope_factor=4.0, rope_low=1.0, rope_high=32.0, **fields)
+    unscaled_A = m.rope_theta ** -(np.arange(4) / 4)
+    np.testing.assert_allclose(attention.rope_frequencies(8, m), scale * unscaled_A)
 
 
 # ---- kernels
