@@ -388,7 +388,8 @@ def model_problems(cfg: Config):
         yield from missing_problems(m, ["kv_rank", "d_rope", "d_value"], "model.attention=mla")
     if m.positions == "learned" and m.max_positions < t.seq_len:
         what = f"model.max_positions={m.max_positions} is below train.seq_len={t.seq_len}"
-        fix = f"set --model.max_positions {t.seq_len} or more, or a smaller --train.seq_len"
+        fix = f"set --train.seq_len (a script's --seq_len) to at most {m.max_positions}"
+        fix += f", or in training --model.max_positions to {t.seq_len} or more"
         yield Problem(what, fix)
     if cfg.data.end_id >= m.vocab_size:
         what = f"data.end_id={cfg.data.end_id} must be below model.vocab_size={m.vocab_size}"

@@ -160,6 +160,9 @@ def test_every_problem_is_reported_at_once_with_its_numbers(flags, words):
     (f"{' '.join(MOE)} --model.n_groups 2 --model.n_active_groups 3",
      "set --model.n_active_groups to at most 2",
      f"{' '.join(MOE)} --model.n_groups 2 --model.n_active_groups 2"),
+    ("--model.positions learned --model.max_positions 100",
+     "set --train.seq_len (a script's --seq_len) to at most 100, or in training",
+     "--model.positions learned --model.max_positions 100 --train.seq_len 100"),
 ])  # fmt: skip
 def test_what_a_fix_suggests_is_accepted(flags, fix, corrected):
     assert any(fix in p.fix for p in refused(*flags.split()))
