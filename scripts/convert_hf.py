@@ -152,6 +152,9 @@ def shard_files(folder: Path) -> list[Path]:
                 what = f"{index} names {name!r}, which is no plain file name"
                 raise UserError(DATA, what, "fetch the model again, from its publisher")
         paths = [folder / name for name in sorted(set(names))]
+        if single.exists() and paths != [single]:
+            what = f"{folder} has both {single.name}, which transformers reads, and {index.name}"
+            raise UserError(DATA, what, "keep the one that belongs to the model")
     else:
         paths = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
     if not paths:

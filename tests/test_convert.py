@@ -598,6 +598,7 @@ def test_weights_that_are_no_floats_or_not_finite_are_refused(tmp_path):
 @pytest.mark.parametrize("name, data, why", [
     ("model.safetensors.index.json", b'{"weight_map": {"a": 1, "b": "x"}}', "no plain file name"),
     ("model.safetensors.index.json", b'{"weight_map": {"a": ["x"]}}', "no plain file name"),
+    ("model.safetensors.index.json", b'{"weight_map": {"a": "x"}}', "has both model.safetensors"),
     ("tokenizer.json", b"\xff\xfe", "cannot be read"),
     ("tokenizer.json", None, "is not a file"),
     ("config.json", b'{"model_type": []}', "is none of"),
