@@ -30,8 +30,9 @@ def missing_error(path: epath.Path) -> UserError:
 
 
 def n_ids(tokenizer) -> int:
-    """One more than a tokenizer's highest id.  Its get_vocab_size() is less where ids have gaps."""
-    return 1 + max(tokenizer.get_vocab().values(), default=-1)
+    """One more than a tokenizer's highest id, also of what it puts before a text, which may be no
+    token of it.  Its get_vocab_size() is less where ids have gaps."""
+    return 1 + max([*tokenizer.get_vocab().values(), *tokenizer.encode("").ids], default=-1)
 
 
 def tokenizer_text(path: epath.Path) -> str:

@@ -95,7 +95,7 @@ from scripts import hf_arrays, hf_config, hf_families
 from scripts.hf_arrays import SavedWeights
 from scripts.hf_families import TensorMap
 from scripts.outputs import check_output
-from shards import tokenizer_text
+from shards import n_ids, parse_tokenizer, tokenizer_text
 
 # ---- Hugging Face directories
 
@@ -290,11 +290,20 @@ def read_tokenizer(path: Path, vocab_size: int) -> str:
         found["added_tokens"] = [x for x in found["added_tokens"] if x["id"] < vocab_size]
     except (TypeError, KeyError):
         lost = []  # the tokenizers library will say what is wrong
-    if not lost:
-        return files.read_limited(path)
-    what = f"left out {len(lost)} token(s) of {path}, for which the model has no row"
-    utils.warn(f"{what}: {', '.join(map(str, lost[:10]))}")
-    return json.dumps(found, ensure_ascii=False)
+    text = json.dumps(found, ensure_ascii=False) if lost else files.read_limited(path)
+    fix = "fetch it again, or move it away: a model is imported without one too"
+    try:
+        n = n_ids(parse_tokenizer(text))
+    except ValueError as e:
+        what = f"{path} is not a tokenizer.json of the tokenizers library: {e}"
+        raise UserError(DATA, what, fix) from None
+    if n > vocab_size:
+        what = f"{path} has ids up to {n - 1}, the model vocab_size={vocab_size}"
+        raise UserError(DATA, what, fix)
+    if lost:
+        what = f"left out {len(lost)} token(s) of {path}, for which the model has no row"
+        utils.warn(f"{what}: {', '.join(map(str, lost[:10]))}")
+    return text
 
 
 def check_new(path, flag: str):

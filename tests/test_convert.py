@@ -25,7 +25,7 @@ from conftest import ROOT, on_mesh, run
 from etils import epath
 from safetensors import safe_open
 from safetensors.numpy import save_file
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, processors
 
 import checkpoint
 import checks
@@ -256,8 +256,9 @@ def test_an_imported_model_is_exported_bit_for_bit(family, tmp_path, capsys):
     if family == "deepseek_v3":
         extra = {"model.layers.3.eh_proj.weight": np.ones((D, 2 * D), np.float32)}
     hf_dir(tmp_path / "hf", family, tensors | extra)
-    added = [dict(id=5, content="<end>"), dict(id=6, content=config.END)]
-    (tmp_path / "hf" / "tokenizer.json").write_text(json.dumps(dict(added_tokens=added)))
+    tokenizer = Tokenizer(models.WordLevel({str(n): n for n in range(5)}, unk_token="0"))
+    tokenizer.add_special_tokens(["<end>", config.END])
+    tokenizer.save(str(tmp_path / "hf" / "tokenizer.json"))
     convert_hf.import_hf(tmp_path / "hf", tmp_path / "runs" / "a")
     assert f"--end_token '{config.END}'\n" in capsys.readouterr().out
     convert_hf.export_hf(tmp_path / "runs" / "a", tmp_path / "out", shard_size=20_000)
@@ -274,7 +275,7 @@ def test_an_imported_model_is_exported_bit_for_bit(family, tmp_path, capsys):
     configs = [cli.config_of_run(str(tmp_path / "runs" / x), config.Mesh()) for x in "ab"]
     assert configs[0].model == configs[1].model
     assert configs[0].train.dtype == configs[1].train.dtype == "float32"
-    assert json.loads((tmp_path / "out" / "tokenizer.json").read_text())["added_tokens"] == added
+    assert Tokenizer.from_file(str(tmp_path / "out/tokenizer.json")).to_str() == tokenizer.to_str()
     about = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     end = {5: "<end>", -1: config.END}.get(configs[0].data.end_id)
     assert about == dict(tokenizer_class="PreTrainedTokenizerFast", eos_token=end)
@@ -599,6 +600,7 @@ def test_weights_that_are_no_floats_or_not_finite_are_refused(tmp_path):
     ("model.safetensors.index.json", b'{"weight_map": {"a": 1, "b": "x"}}', "no plain file name"),
     ("model.safetensors.index.json", b'{"weight_map": {"a": ["x"]}}', "no plain file name"),
     ("model.safetensors.index.json", b'{"weight_map": {"a": "x"}}', "has both model.safetensors"),
+    ("tokenizer.json", b'{"a": 1}', "is not a tokenizer.json"),
     ("tokenizer.json", b"\xff\xfe", "cannot be read"),
     ("tokenizer.json", None, "is not a file"),
     ("config.json", b'{"model_type": []}', "is none of"),
@@ -618,7 +620,8 @@ def test_a_damaged_file_leaves_no_run(name, data, why, tmp_path):
 @pytest.mark.parametrize("room, size", [(4, 0), (500, 10**6)], ids=["weights", "tokenizer"])
 def test_what_a_full_disk_has_stopped_works_again_once_there_is_room(tmp_path, room, size):
     hf_dir(tmp_path / "hf", "llama")
-    (tmp_path / "hf" / "tokenizer.json").write_text(json.dumps(dict(x="x" * size)))
+    tokenizer = Tokenizer(models.WordLevel({"x" * size: 0}, unk_token="x"))
+    tokenizer.save(str(tmp_path / "hf" / "tokenizer.json"))
     for direction, hf in (("import", "hf"), ("export", "out")):
         words = ["scripts/convert_hf.py", direction, "--hf", tmp_path / hf]
         words += ["--run", tmp_path / "run"]
@@ -656,6 +659,20 @@ def test_added_tokens_that_the_model_lacks_are_left_out(tmp_path, capsys):
     found = Tokenizer.from_file(str(run / "tokenizer.json"))
     assert found.token_to_id("<end>") == V - 1 and found.token_to_id("<image>") is None
     assert "left out 1 token(s)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size, start", [(V + 1, "0"), (V, "<image>")], ids=["word", "template"])
+def test_a_tokenizer_that_gives_ids_without_a_row_is_refused(size, start, tmp_path):
+    """In its vocabulary, or as the token that it puts before a text."""
+    hf = hf_dir(tmp_path / "hf", "llama")
+    tokenizer = Tokenizer(models.WordLevel({str(n): n for n in range(size)}, unk_token="0"))
+    tokenizer.add_special_tokens(["<image>"])
+    special = [(start, tokenizer.token_to_id(start))]
+    tokenizer.post_processor = processors.TemplateProcessing(f"{start} $A", special_tokens=special)
+    tokenizer.save(str(hf / "tokenizer.json"))
+    with pytest.raises(UserError, match=f"ids up to {V}, the model vocab_size={V}") as e:
+        convert_hf.import_hf(hf, tmp_path / "runs" / "x")
+    assert e.value.code == errors.DATA and not (tmp_path / "runs").exists()
 
 
 def test_a_length_that_is_no_number_is_refused(tmp_path):
