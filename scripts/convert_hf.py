@@ -419,7 +419,8 @@ def export_hf(run_dir, hf_dir, step=-1, dtype="float32", shard_size=5_000_000_00
     path = run / "tokenizer.json"
     tokenizer = tokenizer_text(path) if path.exists() else ""
     end, end_text = end_token(tokenizer, cfg.data.end_id)
-    hf = hf_config.write_config(cfg, dtype, end)
+    start, start_text = start_token(tokenizer)
+    hf = hf_config.write_config(cfg, dtype, end, start)
     tensors = hf_families.tensor_maps(hf["model_type"], cfg)
     step, saved = open_weights(run, cfg, step, runstate.weights_item(cfg, weights), tensors)
     tensors.sort(key=partial(slab_order, saved))  # so that each slab is read once
@@ -429,7 +430,8 @@ def export_hf(run_dir, hf_dir, step=-1, dtype="float32", shard_size=5_000_000_00
             write_shards(saved, tensors, folder, dtype, shard_size, bar)
         if tokenizer:
             (folder / "tokenizer.json").write_text(tokenizer)
-            about = dict(tokenizer_class="PreTrainedTokenizerFast", eos_token=end_text)
+            about = dict(bos_token=start_text, eos_token=end_text)
+            about |= dict(tokenizer_class="PreTrainedTokenizerFast")
             (folder / "tokenizer_config.json").write_text(json.dumps(about, indent=2) + "\n")
         (folder / "config.json").write_text(json.dumps(hf, indent=2, sort_keys=True) + "\n")
     except BaseException:  # also Ctrl-C; or the next export would refuse the directory
@@ -450,6 +452,16 @@ def end_token(tokenizer: str, end_id: int) -> tuple[int | None, str | None]:
     if end_id < 0:
         end_id = next((n for n, text in texts.items() if text == config.END), None)
     return end_id, texts.get(end_id)
+
+
+def start_token(tokenizer: str) -> tuple[int | None, str | None]:
+    """(id, text) of the special token that a tokenizer puts before texts, None where there is none.
+    tokenizer: as for end_token."""
+    try:
+        encoded = parse_tokenizer(tokenizer).encode("")
+    except ValueError:
+        return None, None
+    return next(zip(encoded.ids, encoded.tokens, strict=True), (None, None))
 
 
 def open_weights(run, cfg: Config, step: int, item: str, tensors) -> tuple[int, SavedWeights]:

@@ -273,15 +273,15 @@ def shortest_pattern(kinds: list[str]) -> dict:
 # ---- to config.json
 
 
-def write_config(cfg: Config, dtype: str, end_id: int | None) -> dict:
+def write_config(cfg: Config, dtype: str, end_id: int | None, start_id: int | None = None) -> dict:
     """The config.json of a run's model.  Raises UserError DATA if transformers has no such model.
 
-    end_id: the token that ends a document.
+    end_id: the token that ends a document.  start_id: the one that is put before a text.
     """
     m, name, kinds = cfg.model, likely_family(cfg.model), all_kinds(cfg.model)
     family = hf_families.FAMILIES[name]
     hf = dict(model_type=name, architectures=[family.architecture], torch_dtype=dtype)
-    hf |= dict(bos_token_id=None, eos_token_id=end_id) | family.supported
+    hf |= dict(bos_token_id=start_id, eos_token_id=end_id) | family.supported
     for key, field, *_ in family.keys:
         x = getattr(m, field)
         hf[key] = None if x == 0 and x is not False else x  # our 0 stands for "not set"

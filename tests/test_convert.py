@@ -257,7 +257,8 @@ def test_an_imported_model_is_exported_bit_for_bit(family, tmp_path, capsys):
         extra = {"model.layers.3.eh_proj.weight": np.ones((D, 2 * D), np.float32)}
     hf_dir(tmp_path / "hf", family, tensors | extra)
     tokenizer = Tokenizer(models.WordLevel({str(n): n for n in range(5)}, unk_token="0"))
-    tokenizer.add_special_tokens(["<end>", config.END])
+    tokenizer.add_special_tokens(["<end>", config.END, "<s>"])
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 7)])
     tokenizer.save(str(tmp_path / "hf" / "tokenizer.json"))
     convert_hf.import_hf(tmp_path / "hf", tmp_path / "runs" / "a")
     assert f"--end_token '{config.END}'\n" in capsys.readouterr().out
@@ -278,7 +279,8 @@ def test_an_imported_model_is_exported_bit_for_bit(family, tmp_path, capsys):
     assert Tokenizer.from_file(str(tmp_path / "out/tokenizer.json")).to_str() == tokenizer.to_str()
     about = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     end = {5: "<end>", -1: config.END}.get(configs[0].data.end_id)
-    assert about == dict(tokenizer_class="PreTrainedTokenizerFast", eos_token=end)
+    assert about == dict(tokenizer_class="PreTrainedTokenizerFast", bos_token="<s>", eos_token=end)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["bos_token_id"] == 7
     (tmp_path / "runs" / "a" / "tokenizer.json").write_bytes(b"{}\xff")
     with pytest.raises(UserError, match="tokenizer.json is damaged"):
         convert_hf.export_hf(tmp_path / "runs" / "a", tmp_path / "damaged")
