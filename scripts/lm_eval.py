@@ -100,8 +100,11 @@ class Run(TemplateLM):
         return [*self.tokenizer.encode("").ids, self.eot_token_id][0]
 
     def tok_encode(self, string, add_special_tokens=None, **_) -> list[int]:
+        if add_special_tokens is None:  # a chat template may have put the first token there already
+            start = self.tokenizer.decode([self.prefix_token_id], skip_special_tokens=False)
+            add_special_tokens = not string.startswith(start)
         try:
-            return tasks.encode(self.tokenizer, string, add_special_tokens is not False)
+            return tasks.encode(self.tokenizer, string, add_special_tokens)
         except ValueError as e:
             fix = "choose tasks of the characters that the run was trained on"
             raise errors.UserError(errors.DATA, f"the text {e}", fix) from None

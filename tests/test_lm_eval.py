@@ -18,6 +18,8 @@ from cases import MOE, PLAIN, params_of
 from conftest import ROOT, needs, on_mesh, run
 from runs import finish, free_port
 from test_tasks import questions
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 import checkpoint
 import cli
@@ -32,7 +34,7 @@ from scripts.vocabularies import byte_tokenizer
 live = needs("torch", "transformers", "lm_eval")
 
 STYLES = dict(
-    llama=replace(PLAIN, model=replace(PLAIN.model, n_layers=4, vocab_size=257)),
+    llama=replace(PLAIN, model=replace(PLAIN.model, n_layers=4, vocab_size=258)),
     deepseek_v3=replace(MOE, model=replace(MOE.model, n_layers=5, vocab_size=257, prefix="dense")),
 )
 MESHES = [(1, 1, 1), (2, 2, 2), (1, 4, 2)]
@@ -46,12 +48,15 @@ def style(request) -> str:
 
 @pytest.fixture(scope="module")
 def trained(style, tmp_path_factory) -> Path:
-    """A run of random weights, with the tokenizer of bytes."""
-    path = tmp_path_factory.mktemp(style) / "run"
+    """A run of random weights, with the tokenizer of bytes, which puts <s> before llama's texts."""
+    path, tokenizer = tmp_path_factory.mktemp(style) / "run", byte_tokenizer()
     path.mkdir()
+    if style == "llama":
+        tokenizer.add_special_tokens(["<s>"])
+        tokenizer.post_processor = TemplateProcessing("<s> $A", special_tokens=[("<s>", 257)])
     cfg = on_mesh(STYLES[style], train=dict(seq_len=LENGTH))
     (path / "config.json").write_text(cli.to_json(cfg))
-    (path / "tokenizer.json").write_text(byte_tokenizer().to_str())
+    (path / "tokenizer.json").write_text(tokenizer.to_str())
     store = checkpoint.Checkpoints(files.absolute_path(str(path)), keep=1)
     state = runstate.init_state(cfg)
     store.save(0, runstate.checkpoint_items(state._replace(params=params_of(cfg))))
@@ -86,12 +91,13 @@ metric_list: [{metric: exact_match}]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """Three tasks on the same questions, and their files.  The queries are of different lengths:
-    empty, short, and longer than the model looks back."""
+    empty, short, and longer than the model looks back; one begins with <s>."""
     folder = tmp_path_factory.mktemp("tasks")
     lines = questions(textwrap, 6)
     lines[1]["query"] *= 5
     lines[2]["query"] = ""
     lines[3]["query"] = lines[3]["query"][:10]
+    lines[4]["query"] = "<s>" + lines[4]["query"]
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
     for name, text in TASKS.items():
         data = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {folder}/data.jsonl}}}}"
@@ -121,7 +127,7 @@ def answers(lm, folder: Path) -> tuple[dict, dict]:
 
 
 @pytest.fixture(scope="module")
-def wanted(trained, folder, tmp_path_factory):
+def wanted(style, trained, folder, tmp_path_factory):
     """What the harness' own backend answers, with the exported weights."""
     from lm_eval.models.huggingface import HFLM
 
@@ -130,6 +136,7 @@ def wanted(trained, folder, tmp_path_factory):
     # Without padding: the experts of padding would be chosen with those of the text.
     lm = HFLM(str(twin), device="cpu", dtype="float32", batch_size=1)
     assert lm.tokenizer.eos_token == config.END
+    assert lm.tokenizer.bos_token == dict(llama="<s>").get(style)
     return answers(lm, folder)
 
 
@@ -141,7 +148,8 @@ def test_answers_are_those_of_the_hf_backend(mesh, trained, folder, wanted):
     flags = ["--train.dtype", "float32"]
     cfg = utils.start_mesh(cli.config_of_run(str(trained), config.Mesh(*mesh), *flags), rows=8)
     params = runstate.load_params(files.absolute_path(str(trained)), cfg)
-    results, got = answers(lm_eval.Run(params, byte_tokenizer(), cfg), folder)
+    tokenizer = Tokenizer.from_file(str(trained / "tokenizer.json"))
+    results, got = answers(lm_eval.Run(params, tokenizer, cfg), folder)
     logprob, is_top = zip(*(pair for x in got["endings"] for (pair,) in x), strict=True)
     want, want_top = zip(*(pair for x in wanted[1]["endings"] for (pair,) in x), strict=True)
     assert len(want) == 24 and np.std(want) > 1
