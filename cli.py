@@ -307,6 +307,15 @@ def keep_freed_memory():
     mallopt(-1, -1)  # M_TRIM_THRESHOLD: the free end of the heap is kept, whatever its size
 
 
+def read_number(name: str) -> int:
+    """The number in an environment variable, 0 if it is not set.  Raises UserError USAGE."""
+    text = os.environ.get(name, "")
+    if text and (not text.isdecimal() or not int(text)):
+        what = f"the environment variable {name}={text!r} is not a number above 0"
+        raise UserError(USAGE, what, "correct it, or unset it")
+    return int(text or 0)
+
+
 def simulate_devices(mesh: Mesh, n_processes: int = 1):
     """Give the CPU as many devices as the mesh needs, and enough threads to run them.
 
@@ -320,11 +329,11 @@ def simulate_devices(mesh: Mesh, n_processes: int = 1):
     if wanted > 1 and "xla_force_host_platform_device_count" not in xla_flags:
         os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(wanted))
     forced = re.findall(r"xla_force_host_platform_device_count=(\d+)", xla_flags)
-    n_devices = max(int(os.environ.get("JAX_NUM_CPU_DEVICES") or 1), *map(int, forced or [1]))
+    n_devices = max(read_number("JAX_NUM_CPU_DEVICES") or 1, *map(int, forced or [1]))
     if n_devices == 1:
         return
     # At least 64 whatever os.cpu_count says: a container may have fewer cores than that.
-    given, cores = int(os.environ.get("NPROC") or 0), os.cpu_count() or 1
+    given, cores = read_number("NPROC"), os.cpu_count() or 1
     os.environ["NPROC"] = str(max(64, 2 * n_devices, given, cores))
     if "collective_call_terminate" not in xla_flags:
         timeout = "--xla_cpu_collective_call_terminate_timeout_seconds=120"

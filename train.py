@@ -86,6 +86,7 @@ from runstate import (
 )
 from tasks import Tasks, open_tasks
 from utils import with_slices
+from weights import random_key
 
 # ---- the train step and the eval step
 
@@ -147,7 +148,7 @@ def train_step(state: State, tokens_AMBL, targets_AMBL, cfg: Config):
 
     Every scalar in metrics gets into metrics.jsonl, the console and Weights & Biases by itself.
     """
-    key = jax.random.fold_in(jax.random.key(cfg.run.seed), state.step)
+    key = jax.random.fold_in(random_key(cfg.run.seed), state.step)
     loss, grads, stats = loss_and_grads(state.params, tokens_AMBL, targets_AMBL, key, cfg)
     grad_norm = optax.tree.norm(grads)
     updates, opt = optim.optimizer(cfg).update(grads, state.opt, state.params)

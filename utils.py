@@ -176,15 +176,12 @@ def wait_for(tree):
 
 def start_mesh(cfg: Config, rows: int | None = None) -> Config:
     """Make cfg's mesh the ambient one, and return cfg resolved for it (see resolve_here)."""
-    given = cfg.train
+    given, kind = cfg.train, find_devices()[0].device_kind
     if cfg.run.compile_cache:
         keep_programs(cfg.run.compile_cache)
-    try:
-        kind = jax.devices()[0].device_kind
-    except RuntimeError as e:
-        what = f"JAX has no device: {str(e).splitlines()[0][:200]}"
-        fix = "install JAX for the accelerator, or set JAX_PLATFORMS=cpu to simulate the mesh"
-        raise UserError(errors.USAGE, what, fix) from None
+    if jax.config.jax_enable_x64:
+        warn("JAX_ENABLE_X64 is turned off: runs compute in float32 or bfloat16")
+        jax.config.update("jax_enable_x64", False)
     cfg = resolve_here(cfg, rows)
     jax.set_mesh(make_mesh(cfg))
     if cfg.train.dtype == "float32":  # TPUs and GPUs multiply in fewer bits by default
@@ -198,6 +195,17 @@ def start_mesh(cfg: Config, rows: int | None = None) -> Config:
         values = ", ".join(f"train.{name} {getattr(cfg.train, name)}" for name in chosen)
         say(f"chosen for {'a CPU' if kind == 'cpu' else kind}: {values}", file=sys.stderr)
     return cfg
+
+
+def find_devices() -> list:
+    """JAX's devices, of all processes.  Raises UserError USAGE if there are none."""
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as e:  # the latter where a platform's plugin is missing
+        platforms = os.environ.get("JAX_PLATFORMS", "")
+        why = str(e).splitlines()[0][:200] if str(e) else f"none for JAX_PLATFORMS={platforms}"
+        fix = "install JAX for the accelerator, or set JAX_PLATFORMS=cpu to simulate the mesh"
+        raise UserError(errors.USAGE, f"JAX has no device: {why}", fix) from None
 
 
 def resolve_here(cfg: Config, rows: int | None = None) -> Config:

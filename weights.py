@@ -84,6 +84,12 @@ def zero_bias(*shape, spec=None, stays_sharded=False) -> Param:
 # ---- initial values
 
 
+def random_key(seed: int):
+    """The key of a run.  Not of JAX's default generator, which may be set to one whose numbers in a
+    vmap depend on the mesh (rbg)."""
+    return jax.random.key(seed, impl="threefry2x32")
+
+
 def init_weights(table, seed: int):
     """Initial values of a tree of Params, float32.  Random ones are drawn on the ambient mesh.
 
@@ -92,8 +98,7 @@ def init_weights(table, seed: int):
     leaves, treedef = jax.tree.flatten_with_path(table)
     params = [p for _, p in leaves]
     crc_W = [zlib.crc32(jax.tree_util.keystr(path).encode()) for path, _ in leaves]
-    seed_key = jax.random.key(seed, impl="threefry2x32")
-    key_W = jax.vmap(partial(jax.random.fold_in, seed_key))(np.array(crc_W, np.uint32))
+    key_W = jax.vmap(partial(jax.random.fold_in, random_key(seed)))(np.array(crc_W, np.uint32))
     is_normal_W = np.array([can_draw(p) for p in params])
     normals = [p for p, is_normal in zip(params, is_normal_W, strict=True) if is_normal]
     drawn = iter(draw_normals(normals, key_W[is_normal_W]) if normals else ())

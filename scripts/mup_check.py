@@ -110,13 +110,14 @@ from dataset import Dataset
 from optim import optimizer
 from panels import write_png
 from scripts.outputs import check_output
+from weights import random_key
 
 
 @partial(jax.jit, static_argnames="cfg", donate_argnames="state")
 def update(state: runstate.State, tokens_AMBL, targets_AMBL, lr, cfg: config.Config):
     """(state, loss) after one update with that peak learning rate, which is an argument so that one
     program serves all rates."""
-    key = jax.random.key(cfg.run.seed)
+    key = random_key(cfg.run.seed)
     loss, grads, _ = train.loss_and_grads(state.params, tokens_AMBL, targets_AMBL, key, cfg)
     updates, opt = optimizer(cfg).update(grads, state.opt, state.params)
     params = optax.apply_updates(state.params, jax.tree.map(lambda x: lr * x, updates))

@@ -471,6 +471,15 @@ def test_simulated_devices_get_the_threads_they_need(monkeypatch):
         assert "terminate_timeout" in os.environ["XLA_FLAGS"]
 
 
+@pytest.mark.parametrize("name", ["NPROC", "JAX_NUM_CPU_DEVICES"])
+@pytest.mark.parametrize("text", ["two", "0", "-3"])
+def test_a_variable_that_is_no_number_is_named(name, text, monkeypatch):
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")
+    monkeypatch.setenv(name, text)
+    with pytest.raises(UserError, match=f"{name}='{text}' is not a number above 0"):
+        cli.simulate_devices(config.Mesh(2, 2, 2))
+
+
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library has no mallopt")
 def test_memory_of_one_call_is_used_by_the_next():
     code = """

@@ -137,3 +137,24 @@ def test_an_address_that_is_not_of_a_bucket_is_refused(path):
     assert e.value.code == USAGE
     bucket = epath.Path("gs://bucket/x")
     assert files.absolute_path(bucket) == bucket
+
+
+def test_without_devices_the_fix_is_said_whatever_jax_raises(monkeypatch):
+    """A platform whose plugin is missing is an AssertionError without a text."""
+    for error, word in (
+        (AssertionError(), "none for JAX_PLATFORMS=cuda"),
+        (RuntimeError("x"), "x"),
+    ):
+        monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+        monkeypatch.setattr(jax, "devices", lambda error=error: (_ for _ in ()).throw(error))
+        with pytest.raises(UserError, match=f"JAX has no device: {word}"):
+            utils.start_mesh(config.tiny())
+
+
+def test_64_bits_are_turned_off(capsys):
+    jax.config.update("jax_enable_x64", True)
+    try:
+        utils.start_mesh(replace(config.tiny(), mesh=config.Mesh(1, 1, 1)))
+        assert not jax.config.jax_enable_x64 and "JAX_ENABLE_X64" in capsys.readouterr().err
+    finally:
+        jax.config.update("jax_enable_x64", False)

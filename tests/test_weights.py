@@ -1,11 +1,13 @@
 """Initial values: one loop draws the numbers that each initializer would, on any mesh."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import GPT2, MIXED, MOE_ALLTOALL
-from conftest import on_mesh
+from conftest import ROOT, on_mesh
 from jax import lax
 from jax.extend.random import threefry_2x32
 
@@ -33,6 +35,16 @@ def test_drawn_weights_are_those_of_their_initializers(cfg, mesh, monkeypatch):
     want = jax.device_get(draw(0))
     for got in found.values():
         jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_random_numbers_are_not_of_the_default_generator():
+    """It may be set to rbg, whose numbers in a vmap depend on the mesh."""
+    with jax.default_prng_impl("rbg"):
+        assert jax.random.key_impl(weights.random_key(1)) == "threefry2x32"
+    code = "".join(path.read_text() for path in ROOT.glob("*.py"))
+    assert re.findall(r"random\.(?:PRNGK|k)ey\([^)]*\)", code) == [
+        'random.key(seed, impl="threefry2x32")'
+    ]
 
 
 @pytest.mark.parametrize("preset, mesh", [("llama3_70b", (2, 2, 2)), ("gpt2_1.5b", (8, 1, 1))])
