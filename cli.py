@@ -214,10 +214,10 @@ def parse(words: list[str]) -> Config:
     Raises UserError; on unknown flags and wrong types, tyro itself exits with 2.
     """
     config_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    config_parser.add_argument("--config", action="append", default=[])
+    config_parser.add_argument("--config", action="append", nargs="?", default=[])
     given, rest = config_parser.parse_known_args(words)
     if len(given.config) > 1:
-        what = f"--config is given {len(given.config)} times: {', '.join(given.config)}"
+        what = f"--config is given {len(given.config)} times: {', '.join(map(str, given.config))}"
         raise UserError(USAGE, what, "give one, and change its settings with flags")
     names = [word.partition("=")[0] for word in rest]
     for field, x in settings(Config()).items():
