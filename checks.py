@@ -370,6 +370,8 @@ def no_effect_problems(cfg: Config):
     unused = {f"model.{n}": why for n, why in unused_fields(m).items() if n not in MAY_BE_UNUSED}
     if not has_layer(m, "moe"):
         unused |= dict.fromkeys(ONLY_MOE, "no layer is moe")
+    elif not m.router_bias:
+        unused["train.bias_rate"] = "model.router_bias=False"
     unused |= {f"optim.{n}": f"optim.name={o.name}" for n in UNUSED_BY.get(o.name, "").split()}
     for name, why in unused.items():
         if (x := field_value(cfg, name)) != (usual := field_value(default, name)):

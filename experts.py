@@ -36,6 +36,7 @@ from layers import (
     to_residual,
     tp_part,
 )
+from utils import warn
 from weights import Param, normal, zero_bias
 
 
@@ -322,6 +323,13 @@ def output_biases(gate_BLX, expert_BLX, kept_BLX, bias_ED):
     gate_BLX = jnp.where(kept_BLX, gate_BLX, 0)
     gate_BLE = (gate_BLX[..., None] * jax.nn.one_hot(expert_BLX, len(bias_ED))).sum(-2)
     return jnp.einsum("BLE,ED->BLD", gate_BLE, bias_ED)
+
+
+def warn_of_constant_gate(cfg: Config):
+    m = cfg.model
+    if m.n_experts and m.n_active == 1 and m.norm_scores:
+        what = "model.norm_scores makes every gate 1, since model.n_active=1"
+        warn(f"{what}: the router gets no gradient from the loss")
 
 
 def moe(x_BLD, w, cfg, training: bool):

@@ -65,7 +65,7 @@ from branch import Parent
 from config import Config
 from dataset import Dataset, check_tokenizers
 from errors import INTERRUPTED
-from experts import moe_metrics, update_router_biases
+from experts import moe_metrics, update_router_biases, warn_of_constant_gate
 from generate import generate
 from gradient import add_gradient, prepare_parts, reduce_total, zero_total
 from layers import BATCH
@@ -393,6 +393,7 @@ def main(cfg: Config, held=None) -> State | None:
         cfg = utils.start_mesh(cfg)
         optim.optimizer(cfg)  # raises for a name that no table has, before anything is written
         optim.warn_of_warmup(cfg)
+        warn_of_constant_gate(cfg)
         train, vals, tasks = open_data(cfg)
         cfg = train.cfg  # now with the data's end-of-document id
         # A parent that cannot be used is refused before open_run moves the old run.

@@ -113,6 +113,8 @@ MOE = ["--model.pattern", "moe", "--model.n_experts", "4", "--model.d_expert", "
      ["model.n_active=5 is more than the 4 experts of 1 of 1 groups"]),
     ([*MOE, "--mesh.experts", "alltoall", "--mesh.dp", "8", "--train.batch_size", "32"],
      ["mesh.dp=8 must divide model.n_experts=4"]),
+    ([*MOE, "--train.bias_rate", "0.01"],
+     ["train.bias_rate=0.01 has no effect: model.router_bias=False"]),
     ([*MOE, "--model.n_groups", "3"], ["model.n_groups=3 must divide model.n_experts=4"]),
     ([*MOE, "--model.n_groups", "2", "--model.n_active_groups", "3"],
      ["model.n_active_groups=3 is more than model.n_groups=2"]),

@@ -323,3 +323,11 @@ def test_router_biases_move_against_the_load():
     change = np.asarray(state.params["layers"]["moe"]["router_bias_E"]) - before
     np.testing.assert_array_equal(np.sign(change), np.sign(load.mean(-1, keepdims=True) - load))
     np.testing.assert_allclose(np.abs(change)[load != 256], 0.001, rtol=1e-5)
+
+
+def test_a_router_that_gets_no_gradient_is_said(capsys):
+    for n_active, norm_scores in ((1, True), (1, False), (2, True)):
+        fields = dict(n_active=n_active, norm_scores=norm_scores)
+        experts.warn_of_constant_gate(replace(MOE, model=replace(MOE.model, **fields)))
+        is_said = "makes every gate 1" in capsys.readouterr().err
+        assert is_said == (n_active == 1 and norm_scores)
