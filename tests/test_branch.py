@@ -117,7 +117,7 @@ def test_a_branch_with_weights_is_a_new_training(reference, base):
 
 
 def test_a_branch_that_left_no_checkpoint_is_forgotten(reference, base, monkeypatch):
-    cfg, run = branch_of(reference, base, "killed", "@10", "state", train=dict(steps=11))
+    cfg, run = branch_of(reference, base, "left-nothing", "@10", "state", train=dict(steps=11))
     with monkeypatch.context() as patch:
         patch.setattr(train, "compile_step", lambda *_: sys.exit(1))
         with pytest.raises(SystemExit):
@@ -144,7 +144,7 @@ def test_what_a_branch_started_with_cannot_change(base, tmp_path):
 @pytest.mark.slow
 def test_gradient_norms_of_other_batches_are_not_compared_with_the_parents(base):
     few = dict(eval_every=0, steps=3, spike_sigma=6.0)
-    cfg, run = new_run(base, "norms", train=few)
+    cfg, run = new_run(base, "norms-parent", train=few)
     train.main(cfg)
     more = few | dict(steps=4)
     for name, batch_size, n in (("same-norms", 32, 4), ("other-norms", 16, 1)):
