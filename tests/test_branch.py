@@ -150,7 +150,7 @@ def test_gradient_norms_of_other_batches_are_not_compared_with_the_parents(base)
     for name, batch_size, n in (("same-norms", 32, 4), ("other-norms", 16, 1)):
         cfg, _ = branch_of(run, base, name, "", "state", train=more | dict(batch_size=batch_size))
         norms = np.asarray(train.main(cfg).recent_norms)
-        assert np.isfinite(norms).sum() == n
+        assert (norms > 0).sum() == n
 
 
 def test_a_name_may_have_any_character():
