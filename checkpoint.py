@@ -1,6 +1,6 @@
 """Checkpoints as they are saved: in the background, with their arrays' digests, and again after a
 failure.  verify.py restores them.  What a state holds, and which settings must not change between
-starts, is decided in train.py."""
+starts, is decided in runstate.py."""
 
 import json
 import os

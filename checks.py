@@ -57,10 +57,9 @@ def resolve(
         fix = f"set --mesh.dp to a multiple of {slices}, and --mesh.pp and --mesh.tp to less, or "
         fix += f"on GPUs --mesh.dp 1x{dp} to let every axis use that network"
         raise UserError(USAGE, what, fix)
-    if not isinstance(cfg.mesh.dp, str):  # 1x8 stays: 8 would be split over nodes
-        dp = slice_ranks(slices, dp // slices)
-        cfg = replace(cfg, mesh=replace(cfg.mesh, dp=dp, pp=pp, tp=tp))
-    cfg = replace(cfg, mesh=replace(cfg.mesh, pp=pp, tp=tp))
+    # 1x8 stays: 8 would be split over nodes.
+    given = cfg.mesh.dp if isinstance(cfg.mesh.dp, str) else slice_ranks(slices, dp // slices)
+    cfg = replace(cfg, mesh=replace(cfg.mesh, dp=given, pp=pp, tp=tp))
     if rows is not None:
         batch_size = max(1, rows // (dp * pp)) * dp * pp
         batch = dict(batch_size=batch_size, batch_ramp="", grad_accum=1, microbatches=0)

@@ -209,7 +209,7 @@ class Train:
     """What the backward pass recomputes, to save memory.
     auto: layer, unless mesh.pp is 1 and there is memory for more.
     On a CPU it is none, if that takes less than 1 GiB.
-    On H100s and H200s it is dots without experts, if its plan takes up to 4/5 of the memory.
+    On GPUs that plan.py knows it is dots, without experts, if its plan takes up to 4/5 of memory.
     none: nothing.  layer: whole layers.
     dots: everything except matmuls with dense weights and cuDNN's attention.
     attention: only attention.

@@ -326,6 +326,7 @@ def output_biases(gate_BLX, expert_BLX, kept_BLX, bias_ED):
 
 
 def warn_of_constant_gate(cfg: Config):
+    """Warn of a router that learns from the balance loss alone: each gate is normed to 1."""
     m = cfg.model
     if m.n_experts and m.n_active == 1 and m.norm_scores:
         what = "model.norm_scores makes every gate 1, since model.n_active=1"

@@ -49,12 +49,12 @@ class MetricsLog:
 
     def __init__(
         self, run: epath.Path, cfg: Config, step: int, flops_per_token: float, tokens_by_source,
-        evaluated: dict,
+        fingerprints: dict,
     ):  # fmt: skip
         """step: the update the run resumes from.  flops_per_token: forward and backward.
-        tokens_by_source: as Dataset.tokens_by_source.  evaluated: {(kind, set): fingerprint of what
-        this start evaluates}."""
-        self.tokens_by_source, self.evaluated = tokens_by_source, evaluated
+        tokens_by_source: as Dataset.tokens_by_source.  fingerprints: {(kind, set): fingerprint} of
+        what this start evaluates."""
+        self.tokens_by_source, self.fingerprints = tokens_by_source, fingerprints
         self.cfg, self.run, self.steps_before = cfg, run, step
         self.flops_per_token, self.peak = flops_per_token, peak_flops(cfg)
         parent = (run_on_lead(read_record, run) or {}).get("parent", {})  # the lead writes rows
@@ -128,7 +128,7 @@ class MetricsLog:
 
     def is_of_other_data(self, row: dict) -> bool:
         """Whether an evaluation's set, or the tasks, were other files than this start's."""
-        here = self.evaluated.get((row["kind"], row.get("set", "")))
+        here = self.fingerprints.get((row["kind"], row.get("set", "")))
         return here is not None and row.get("data", here) != here
 
     def write(self, row: dict):

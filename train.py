@@ -341,10 +341,10 @@ def train_loop(run, store, state: State, train: Dataset, vals, tasks, stop, cfg:
     and checkpoints on the way."""
     start = int(state.step)
     utils.run_on_lead(record_start, run, cfg, train.source, start)
-    evaluated = {("eval", val.name): val.source.fingerprint for val in vals}
-    evaluated |= {("tasks", ""): tasks.fingerprint} if tasks else {}
-    speed = model.flops_per_token(cfg)
-    log = MetricsLog(run, cfg, start, speed, train.tokens_by_source, evaluated)
+    fingerprints = {("eval", val.name): val.source.fingerprint for val in vals}
+    fingerprints |= {("tasks", ""): tasks.fingerprint} if tasks else {}
+    flops = model.flops_per_token(cfg)
+    log = MetricsLog(run, cfg, start, flops, train.tokens_by_source, fingerprints)
     if cfg.checkpoint.best:
         store.keep_best(log.best_losses)
     if cfg.rollback >= 0 and log.wandb:
@@ -390,7 +390,7 @@ def main(cfg: Config, held=None) -> State | None:
         held = None
     with processes.Watchdog(stop, cfg):
         processes.compare_settings(cfg)
-        cfg = utils.start_mesh(cfg)
+        cfg = utils.start_mesh(cfg, plan_remat=plan_remat)
         optim.optimizer(cfg)  # raises for a name that no table has, before anything is written
         optim.warn_of_warmup(cfg)
         warn_of_constant_gate(cfg)
@@ -412,6 +412,15 @@ def main(cfg: Config, held=None) -> State | None:
             if not log.is_finished():
                 sys.exit(INTERRUPTED)
     return state
+
+
+def plan_remat(cfg: Config, device_kind: str) -> str:
+    """The automatic train.remat by a plan for such devices; layer where plan.py does not know
+    them."""
+    from scripts import chips, cost_model  # imported here because cost_model imports this module
+
+    chip = chips.chip_of(device_kind)
+    return cost_model.choose_remat(cfg, chip) if chip else "layer"
 
 
 def open_data(cfg: Config) -> tuple[Dataset, list[Dataset], Tasks | None]:

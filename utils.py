@@ -174,7 +174,7 @@ def wait_for(tree):
 # ---- the mesh
 
 
-def start_mesh(cfg: Config, rows: int | None = None) -> Config:
+def start_mesh(cfg: Config, rows: int | None = None, plan_remat=None) -> Config:
     """Make cfg's mesh the ambient one, and return cfg resolved for it (see resolve_here)."""
     given, kind = cfg.train, find_devices()[0].device_kind
     if cfg.run.compile_cache:
@@ -182,7 +182,7 @@ def start_mesh(cfg: Config, rows: int | None = None) -> Config:
     if jax.config.jax_enable_x64:
         warn("JAX_ENABLE_X64 is turned off: runs compute in float32 or bfloat16")
         jax.config.update("jax_enable_x64", False)
-    cfg = resolve_here(cfg, rows)
+    cfg = resolve_here(cfg, rows, plan_remat)
     jax.set_mesh(make_mesh(cfg))
     if cfg.train.dtype == "float32":  # TPUs and GPUs multiply in fewer bits by default
         jax.config.update("jax_default_matmul_precision", "float32")
@@ -208,18 +208,15 @@ def find_devices() -> list:
         raise UserError(errors.USAGE, f"JAX has no device: {why}", fix) from None
 
 
-def resolve_here(cfg: Config, rows: int | None = None) -> Config:
-    """cfg resolved for the devices of all processes (see checks.resolve); on accelerators an
-    automatic train.remat is the one that scripts/plan.py chooses, if it knows the kind."""
+def resolve_here(cfg: Config, rows: int | None = None, plan_remat=None) -> Config:
+    """cfg resolved for the devices of all processes (see checks.resolve).  plan_remat(cfg, kind of
+    device): chooses an automatic train.remat on accelerators (see train.plan_remat)."""
     devices, is_auto = jax.devices(), cfg.train.remat == "auto"
-    on_cpu, kind = devices[0].platform == "cpu", devices[0].device_kind
+    on_cpu = devices[0].platform == "cpu"
     cfg = resolve(cfg, len(devices), rows, on_cpu, count_slices(devices))
-    if is_auto and rows is None and not on_cpu:
-        from scripts import chips, cost_model  # imported here because cost_model imports train
-
-        if chip := chips.chip_of(kind):
-            remat = cost_model.choose_remat(cfg, chip)
-            cfg = replace(cfg, train=replace(cfg.train, remat=remat))
+    if plan_remat and is_auto and not on_cpu:
+        remat = plan_remat(cfg, devices[0].device_kind)
+        cfg = replace(cfg, train=replace(cfg.train, remat=remat))
     return cfg
 
 

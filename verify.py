@@ -124,7 +124,7 @@ class SavedCheckpoints:
         raise UserError(errors.CHECKPOINT, what, fix)
 
     def move_to_damaged(self, step: int) -> epath.Path:
-        """What `restore` does with a damaged checkpoint; only Checkpoints may move it."""
+        """Raise UserError CHECKPOINT: what is only read is not changed.  Checkpoints moves it."""
         self.raise_damaged(str(step))
 
     def restore(self, abstract: dict, step: int = -1):

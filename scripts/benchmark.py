@@ -441,10 +441,13 @@ def measure(args: Args, cfg: Config, others: dict[str, tuple[Config, Mesh]]) -> 
 def main(args: Args, others: dict[str, Config], cfg: Config):
     """Measure, and print the table and its ratios.  others: the config on each of --meshes."""
     jax.config.update("jax_enable_compilation_cache", False)  # to measure the seconds of compiling
-    cfg = utils.start_mesh(cfg)
+    cfg = utils.start_mesh(cfg, plan_remat=train.plan_remat)
     utils.run_on_lead(check_output, "json", args.json)
     on_cpu = platform() == "cpu"
-    others = {name: utils.resolve_here(other) for name, other in others.items()}
+    others = {
+        name: utils.resolve_here(other, plan_remat=train.plan_remat)
+        for name, other in others.items()
+    }
     # All meshes are made before anything is compiled, because one may be refused.
     others = {name: (other, utils.make_mesh(other)) for name, other in others.items()}
     result, t = measure(args, cfg, others), cfg.train

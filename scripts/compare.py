@@ -61,7 +61,10 @@ class Curves:
         flops = own * model.flops_per_token(cfg)
         self.costs = {"tokens": tokens, "seconds": np.cumsum(seconds), "FLOPs": flops}
         self.evals = {}  # {name of the set: {row of self.costs: loss}}
+        newest = {row.get("set", ""): row.get("data") for row in evals}
         for row in evals:
+            if row.get("data") != newest[row.get("set", "")]:
+                continue  # of other validation data
             at = min(np.searchsorted(step, row["step"]), len(step) - 1)
             loss = np.nan if row["loss"] is None else row["loss"]
             self.evals.setdefault(row.get("set", ""), {})[at] = loss

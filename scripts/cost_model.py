@@ -35,14 +35,15 @@ from scripts.chips import Chip
 
 
 def assume_hopper(chip: Chip):
-    """A context in which JAX uses the kernels of a Hopper GPU if `chip` is one.
+    """A context in which JAX uses the kernels of a Hopper GPU if `chip` is one, also where there is
+    none.
 
     Otherwise JAX would ask a local GPU for its compute capability, its cuDNN version and its cores.
     This replaces the two private functions that ask for the capability and the version.  For the
     cores it replaces `jax` in the module of the kernel that asks.  Tested with jax 0.10.2 and
     0.12.0.1.
     """
-    if chip.platform == "tpu":
+    if chip.platform == "tpu" or jax.local_devices()[0].device_kind == chip.kind:
         return nullcontext()
     contexts = ExitStack()
     answers = dict(check_cudnn_version=lambda: 91500, check_compute_capability=lambda _: True)

@@ -102,7 +102,7 @@ class Run(TemplateLM):
     def tok_encode(self, string, add_special_tokens=None, **_) -> list[int]:
         if add_special_tokens is None:  # a chat template may have put the first token there already
             start = self.tokenizer.decode([self.prefix_token_id], skip_special_tokens=False)
-            add_special_tokens = not string.startswith(start)
+            add_special_tokens = not (start and string.startswith(start))
         try:
             return tasks.encode(self.tokenizer, string, add_special_tokens)
         except ValueError as e:

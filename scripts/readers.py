@@ -70,7 +70,7 @@ class Document(NamedTuple):
     rank: int
     """The first 64 bits of its text's hash, which decide whether it is held out."""
     key: bytes
-    """A hash of its parts; documents with the same key are repeats."""
+    """A hash of its text and of which parts are scored; documents with the same key are repeats."""
     ends: bool
     """False for a part of a text that goes on in the next piece."""
 

@@ -521,6 +521,9 @@ def test_automatic_microbatches_and_axes():
     small = replace(cfg, train=replace(cfg.train, batch_size=24))
     assert checks.resolve(small, 8).train.microbatches == 6
     assert checks.resolve(cfg, 8, rows=3).train.batch_size == 8
+    for dp, want in ((8, "2x4"), (-1, "2x4"), ("2x4", "2x4"), ("1x8", "1x8")):
+        sliced = replace(config.tiny(), mesh=config.Mesh(dp, 1, 1))
+        assert checks.resolve(sliced, 8, rows=8, slices=2).mesh.dp == want
     with pytest.raises(UserError, match="mesh.dp=3 must divide model.d_model=32"):
         checks.resolve(replace(cfg, mesh=config.Mesh(-1, 1, 1)), 3)
 

@@ -643,14 +643,14 @@ def test_automatic_remat_keeps_matmuls_where_the_plan_of_the_largest_batch_fits(
     for other in (configure((1, 2, 1)), configure((1, 1, 1), MOE)):
         assert cost_model.choose_remat(other, chip) == "layer"
 
-    def choose(kind, rows=None, **fields) -> str:
+    def choose(kind, **fields) -> str:
         device = SimpleNamespace(platform="gpu", device_kind=kind, process_index=0)
         monkeypatch.setattr(jax, "devices", lambda *_: [device])
         cfg = replace(auto, mesh=config.Mesh(1, 1, 1), train=replace(auto.train, **fields))
-        return utils.resolve_here(cfg, rows).train.remat
+        return utils.resolve_here(cfg, plan_remat=train.plan_remat).train.remat
 
     assert choose(chip.kind) == "dots" and choose(chip.kind, remat="none") == "none"
-    assert choose(chip.kind, rows=4) == choose("TPU v5 lite") == choose("Quadro") == "layer"
+    assert choose("TPU v5 lite") == choose("Quadro") == "layer"
     assert json.loads(answer("--topology", "h100:1", "--json")[1])["remat"] == "dots"
 
 
