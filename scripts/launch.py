@@ -58,9 +58,14 @@ def problems_with(args, **rules: tuple[object, str]) -> list[Problem]:
 
 # Runs the command in the background, and beside it a shell that waits in `cat`, which returns when
 # the connection ends, for whatever reason.  That shell then sends train.py SIGTERM, and SIGKILL if
-# it has not saved in time.  That shell is killed before the echo, which fails if the connection is
+# it has not saved in time.  It is killed before the last echo, which fails if the connection is
 # gone: a shell that lived on could send SIGKILL to a new process with train.py's number.
-REMOTE = """(cd {folder} && PATH="$PWD/.venv/bin:$PATH" && exec {command}) </dev/null &
+REMOTE = """(cd {folder} 2>/dev/null || {{
+  echo error: {folder} is no folder on this host
+  echo "  fix: give Trifold's folder on the hosts as --folder"
+  exit {usage}
+}}
+PATH="$PWD/.venv/bin:$PATH" && exec {command}) </dev/null &
 pid=$!
 (cat; kill $pid; sleep {saving}; kill -9 $pid) <&0 >/dev/null 2>&1 &
 wait $pid; code=$?
@@ -71,8 +76,8 @@ echo "launch: exit code $code"
 
 def remote(folder: str, command: list[str]) -> str:
     """A shell command that runs `command` in a folder of another machine."""
-    words = dict(folder=shlex.quote(folder), command=shlex.join(command), saving=SAVING)
-    return shlex.join(["bash", "-c", REMOTE.format(**words)])
+    words = dict(folder=shlex.quote(folder), command=shlex.join(command))
+    return shlex.join(["bash", "-c", REMOTE.format(**words, saving=SAVING, usage=USAGE)])
 
 
 class Worker:
@@ -457,24 +462,30 @@ class Ssh:
     """Only print the commands."""
 
     @property
+    def ssh_words(self) -> list[str]:
+        """The program and its options; none where --ssh does not begin with a program."""
+        try:
+            words = shlex.split(self.ssh)
+        except ValueError:  # a quotation mark without its second one
+            return []
+        return words if re.match("[^-]", "".join(words[:1])) else []
+
+    @property
     def tool(self) -> str:
-        return next(iter(self.ssh.split()), "ssh")
+        return next(iter(self.ssh_words), "ssh")
 
     def problems(self) -> list[Problem]:
-        try:
-            ssh = shlex.split(self.ssh)
-        except ValueError:  # a quotation mark without its second one
-            ssh = []
         return problems_with(
             self,
-            folder=(self.folder, "Trifold's folder on the hosts"),
+            # Quoted, as all words that a host gets, ~ would be a name.
+            folder=(re.match("[^~]", self.folder), "Trifold's folder on the hosts, without ~"),
             port=(0 < self.port < 65536, "a number from 1 to 65535"),
-            ssh=(ssh, "a program and its options, such as 'ssh -p 2222'"),
+            ssh=(self.ssh_words, "a program and its options, such as 'ssh -p 2222'"),
         )
 
     def launch(self) -> int:
         try:
-            hosts, commands = re.sub("#.*", "", self.hosts.read_text()).split(), {}
+            hosts, commands = re.sub("#.*", "", self.hosts.read_text("utf-8-sig")).split(), {}
         except (OSError, ValueError) as e:
             what = f"{self.hosts} cannot be read: {e}"
             raise UserError(USAGE, what, "name a file of hosts, one a line") from None
@@ -490,7 +501,7 @@ class Ssh:
         place = ["--run.coordinator", f"{names[0]}:{self.port}"]
         place += ["--run.num_processes", f"{len(hosts)}", "--run.process_id"]
         for n, host in enumerate(hosts):
-            ssh = [*shlex.split(self.ssh), "-oBatchMode=yes", "-oServerAliveInterval=15", host]
+            ssh = [*self.ssh_words, "-oBatchMode=yes", "-oServerAliveInterval=15", host]
             words = remote(self.folder, [*self.command, *place, f"{n}"])
             commands[f"process {n} on {host}"] = [*ssh, words]
         return run_on_all(commands, self.dry_run)[0]

@@ -123,6 +123,9 @@ def test_what_launches_does_not_import_jax():
      ["folder cannot be ''", "port cannot be 0", "ssh cannot be ''"]),
     (["ssh", "hosts", "--port", "65536", "--ssh", "ssh '", "--", "a"],
      ["port cannot be 65536", "ssh cannot be \"ssh '\""]),
+    (["ssh", "hosts", "--ssh=-p 22", "--", "a"], ["ssh cannot be '-p 22'"]),
+    (["ssh", "hosts", "--ssh='' -p 22", "--", "a"], ["ssh cannot be \"'' -p 22\""]),
+    (["ssh", "hosts", "--folder=~/trifold", "--", "a"], ["folder cannot be '~/trifold'"]),
 ], ids=str)  # fmt: skip
 def test_mistakes_are_told_before_anything_is_done(words, problems, tmp_path):
     """With a gcloud that would fail."""
@@ -159,7 +162,7 @@ def test_hosts_that_are_options_are_refused(tmp_path):
 
 
 def test_a_host_that_appears_twice_is_told(tmp_path):
-    (tmp_path / "hosts").write_text("me@a\nb\na\nc\n")
+    (tmp_path / "hosts").write_text("me@a\nb\na\nc\n", encoding="utf-8-sig")  # as Windows does
     code, out, err = finish(launch("ssh", tmp_path / "hosts", "--dry_run", "--", "x"))
     assert code == 0 and "names hosts more than once: a;" in err and out.count("BatchMode") == 4
 
@@ -406,7 +409,8 @@ def test_the_end_of_what_launches_ends_the_workers(cloud):
     process.kill()
     process.wait()
     wait_until(lambda: len(machine_files(cloud, "saved")) == 2)
-    code, _, err = finish(cloud.launch(*POD, "--", "python", "-c", "print('again')"))
+    words = [*POD, "--reserved", "--network=mine", "--", "python", "-c", "print('again')"]
+    code, _, err = finish(cloud.launch(*words))
     assert code == 0 and "pod exists (ACTIVE)" in err
 
 
@@ -494,6 +498,24 @@ def test_under_open_mpi_two_processes_find_each_other(two, undisturbed):
 
 
 # ---- ssh
+
+
+def fake_ssh(folder: Path, text: str) -> list:
+    """The words of a launch on one host with a shell script as ssh, whose last argument is the
+    command."""
+    folder.mkdir()
+    (folder / "hosts").write_text("a")
+    (folder / "ssh").write_text(f"#!/bin/sh\nfor last; do :; done\n{text}\n")
+    (folder / "ssh").chmod(0o700)
+    return ["ssh", folder / "hosts", "--ssh", f"'{folder}/ssh' -p 22", "--folder"]
+
+
+def test_a_folder_that_a_host_lacks_is_told_in_two_lines(tmp_path):
+    words = fake_ssh(tmp_path / "my bin", 'exec sh -c "$last"')
+    code, out, err = finish(launch(*words, tmp_path / "no one's", "--", "true"))
+    assert code == USAGE and out.count("\n") == 2 and "exit code 2" in err, err
+    assert out.startswith(f"error: {tmp_path}/no one's is no folder on this host\n  fix: ")
+    assert finish(launch(*words, tmp_path, "--", "true"))[0] == 0
 
 
 @pytest.fixture
