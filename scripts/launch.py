@@ -149,9 +149,11 @@ def run_on_all(commands: dict[str, list[str]], dry_run: bool) -> tuple[int, int]
         for worker in workers:
             with suppress(OSError):
                 worker.process.stdin.close()
-        wait_for(workers, SAVING + GRACE)
-        for worker in workers:
-            worker.end()
+        try:
+            wait_for(workers, SAVING + GRACE)
+        finally:  # also after a second Ctrl-C
+            for worker in workers:
+                worker.end()
         failed = {w.code for w in workers} - {0, INTERRUPTED}
         for worker in workers if failed else []:
             worker.report()

@@ -518,6 +518,18 @@ def test_a_folder_that_a_host_lacks_is_told_in_two_lines(tmp_path):
     assert finish(launch(*words, tmp_path, "--", "true"))[0] == 0
 
 
+def test_a_second_ctrl_c_ends_the_ssh_of_a_host_that_hangs(tmp_path):
+    words = fake_ssh(tmp_path / "bin", "echo update 1/9; sleep 60")
+    process = launch(*words, tmp_path, "--", "a")
+    assert process.stdout.readline() == "update 1/9\n"
+    for _ in range(2):
+        time.sleep(1)
+        process.send_signal(signal.SIGINT)
+    code, _, err = finish(process)
+    assert code == INTERRUPTED and "stopping" in err, err
+    wait_until(lambda: subprocess.run(["pgrep", "-f", tmp_path]).returncode == 1, 5)
+
+
 @pytest.fixture
 def sshd(tmp_path):
     """ssh with its options, as one word, for a sshd of its own on the loopback."""
