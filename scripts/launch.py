@@ -21,6 +21,7 @@ import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from pathlib import Path
 
 import tyro
@@ -368,6 +369,8 @@ class Tpu:
             if state:
                 text = f"{self.name} exists ({state}): it is used, and not deleted at the end, "
                 say(text + "unless it was preempted and is made anew")
+                if self.extra:
+                    say(f"{shlex.join(self.extra)} only count if it is made anew")
             try:
                 return self.train_with_restarts(archive)
             finally:
@@ -524,11 +527,13 @@ def parse(words: list[str]) -> Tpu | Slurm | Ssh:
     if "--fresh" in args.command and not isinstance(args, Ssh):
         fix = "leave it out, and choose another --run.name or move the old run"
         found.append(Problem("--fresh would start the run over at each restart", fix))
-    own = {f"--{field.name}" for field in fields(args)}
+    own = [field.name for field in fields(args)]
     for word in args.extra:
-        is_misplaced = word.partition("=")[0] in own  # before the name of the subcommand
-        if isinstance(args, Ssh) or is_misplaced or not re.match("--[a-z]", word):
+        # One that is misspelt, or stands before the name of the subcommand.
+        close = get_close_matches(word.partition("=")[0].removeprefix("--"), own, 1, 0.8)
+        if isinstance(args, Ssh) or close or not re.match("--[a-z]", word):
             fix = "see --help; give its flags after tpu, slurm or ssh, others as --flag=value"
+            fix = f"give --{close[0]} after tpu, slurm or ssh" if close else fix
             found.append(Problem(f"{word!r} is unknown", fix))
     if not args.dry_run and not shutil.which(args.tool):
         fix = f"install {args.tool}, or see with --dry_run what it would do"

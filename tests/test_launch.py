@@ -111,6 +111,8 @@ def test_what_launches_does_not_import_jax():
     ([*POD], ["no command"]),
     ([*POD, "--network", "mine", "--", "a"], ["'mine' is unknown"]),
     (["--dry_run", *POD, "--", "a"], ["'--dry_run' is unknown"]),
+    ([*POD, "--dryrun", "--restart=5", "--", "a"],
+     ["'--dryrun' is unknown\n  fix: give --dry_run", "'--restart=5' is unknown"]),
     ([*POD, "--restarts", "-1", "--", "a"], ["restarts cannot be -1"]),
     (["tpu", "-pod;rm", "--type", "v5p-16", "--zone", "us-east5-a", "--", "a"], None),
     (["tpu", "my pod", "--type", "v9-16", "--zone", "a b", "--slices", "0", "--", "a"],
@@ -412,6 +414,7 @@ def test_the_end_of_what_launches_ends_the_workers(cloud):
     words = [*POD, "--reserved", "--network=mine", "--", "python", "-c", "print('again')"]
     code, _, err = finish(cloud.launch(*words))
     assert code == 0 and "pod exists (ACTIVE)" in err
+    assert "--reserved --network=mine only count if it is made anew" in err
 
 
 @pytest.mark.parametrize("code, starts", [
