@@ -122,14 +122,22 @@ def make_private_folder(path: str, name: str) -> Path:
     folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except FileExistsError:
+        pass  # a file, or a link to nothing: refused below
     except OSError as e:
         what = f"{name}={path} cannot be made: {e.strerror or e}"
         fix = f"set --{name} to a folder that this user can write to"
         raise UserError(STORAGE, what, fix) from None
-    owner = os.lstat(folder)
-    if not stat.S_ISDIR(owner.st_mode) or owner.st_uid != os.getuid() or owner.st_mode & 0o022:
-        what = f"{name}={path} belongs to another user, is a link, or others can write to it"
-        raise UserError(USAGE, what, f"set --{name} to a folder of your own, of mode 700")
+    found = os.lstat(folder)
+    reasons = {
+        "is a link": stat.S_ISLNK(found.st_mode),
+        "is a file": not stat.S_ISDIR(found.st_mode),
+        "belongs to another user": found.st_uid != os.getuid(),
+        "can be written to by others": found.st_mode & 0o022,
+    }
+    if why := [reason for reason, holds in reasons.items() if holds]:
+        fix = f"set --{name} to a folder of your own, of mode 700"
+        raise UserError(USAGE, f"{name}={path} {why[0]}", fix)
     return folder
 
 

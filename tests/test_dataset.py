@@ -637,7 +637,7 @@ def test_a_cache_that_others_can_write_to_is_refused(tmp_path):
     pages.DiskCache(cache, 1000)
     assert cache.stat().st_mode & 0o777 == 0o700
     cache.chmod(0o777)
-    with pytest.raises(UserError, match="others can write to it") as error:
+    with pytest.raises(UserError, match="can be written to by others") as error:
         pages.DiskCache(cache, 1000)
     assert error.value.code == USAGE
 

@@ -114,10 +114,14 @@ def test_durations_are_short():
 
 
 def test_a_cache_of_programs_that_others_can_write_to_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(".")
     tmp_path.chmod(0o770)
-    with pytest.raises(UserError, match="run.compile_cache") as e:
-        utils.keep_programs(str(tmp_path))
-    assert e.value.code == USAGE
+    whys = {".": "can be written to by others", "link": "is a link", "file": "is a file"}
+    for name, why in whys.items():
+        with pytest.raises(UserError, match=f"run.compile_cache={tmp_path / name} {why}") as e:
+            utils.keep_programs(str(tmp_path / name))
+        assert e.value.code == USAGE
 
 
 def test_a_folder_named_like_a_pattern_is_searched_as_it_is(tmp_path):
