@@ -15,7 +15,7 @@ from etils import epath
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from cli import REMOTE_SECONDS, call_within, quit_on_error
-from errors import DATA, UserError
+from errors import DATA, USAGE, UserError
 from files import absolute_path
 
 
@@ -56,7 +56,10 @@ def read_rows(path: epath.Path, *fields: str) -> list[dict]:
 
 def read_metrics(run: epath.Path) -> tuple[list[dict], list[dict]]:
     """The rows of a run's updates, of which there is at least one, and those of its evaluations.
-    Raises UserError DATA, and TimeoutError as read_rows."""
+    Raises UserError USAGE and DATA, and TimeoutError as read_rows."""
+    if not call_within(REMOTE_SECONDS, (run / "config.json").exists):
+        what = f"there is no run in {run}: it has no config.json"
+        raise UserError(USAGE, what, "name the directory of a run")
     rows = read_rows(run / "metrics.jsonl", "step", "kind")
     train, evals = ([row for row in rows if row["kind"] == kind] for kind in FIELDS)
     if not train:

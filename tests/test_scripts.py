@@ -181,7 +181,8 @@ def test_report_ends_with_the_numbers(trained):
     numbers = ["validation loss  ", "bits per byte    ", "20 updates", "sample after update 20"]
     for word in [f"run directory    {trained}", *numbers]:
         assert word in done.stdout
-    assert run("scripts/report.py", "--run", trained / "none").returncode == DATA
+    done = run("scripts/report.py", "--run", trained / "none")
+    assert done.returncode == USAGE and f"there is no run in {trained}/none" in done.stderr
 
 
 def test_report_prints_no_traceback_of_a_bucket():
@@ -286,7 +287,8 @@ def test_compare_shows_what_differs(trained, tmp_path):
     assert cells[6] == ["optim.lr", str(lr), str(2 * lr)]
     assert out.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert run("scripts/compare.py", trained, "--out", out).returncode == USAGE
-    done = run("scripts/compare.py", trained, tmp_path / "none", "--out", out)
+    shutil.copy(trained / "config.json", tmp_path)
+    done = run("scripts/compare.py", trained, tmp_path, "--out", out)
     assert done.returncode == DATA and "has no training rows" in done.stderr
 
 
