@@ -297,10 +297,10 @@ def main(args: Args, cfg: Config):
         product += f" = {math.prod(cfg.mesh.sizes)}"
         fix = f"choose axes whose product is {n_devices} (one axis may be -1)"
         raise UserError(USAGE, f"{product}, but {args.target} has {n_devices} devices", fix)
+    if args.compile:  # first, because the compiler may be missing
+        devices = compiled_cost.target_devices(args.topology, chip, slice_size, args.slices)
     if remat == "auto":
         cfg = replace(cfg, train=replace(cfg.train, remat=cost_model.choose_remat(cfg, chip)))
-    if args.compile:  # before the plan, because the compiler may be missing
-        devices = compiled_cost.target_devices(args.topology, chip, slice_size, args.slices)
     plan = make_plan(cfg, chip)
     need, name = plan["memory_total"], overflowing_class(plan["memory"], chip)
     if args.compile:
