@@ -203,8 +203,8 @@ def with_weights(backward, weights):
 
 
 class SavedArrays:
-    """Packs a function from jax.vjp, of a function of (weights, tap, x), into the arrays that must
-    be buffered until its backward pass, and unpacks it from them.
+    """Packs a backward function, which jax.vjp made from a function of (weights, tap, x), into the
+    arrays that must be buffered until it is called, and unpacks it from them.
 
     The example's microbatch and part have numbers that vary over pp, so every array that depends on
     them is typed as varying over pp; the others are constants.  The weights need no buffer: they

@@ -205,7 +205,7 @@ def gather_layer(w, kind: str, cfg: Config) -> dict:
 @jax.custom_vjp
 def lookup(tap_VD, table_VD, row_BL):
     """(tap_VD, table_VD[row_BL]).  As in `tap_gradient`, the cotangent of the tap is a running sum,
-    to which the backward pass adds the gradient of each row; None where there is no backward pass.
+    to which the backward pass adds the gradient of each row.  Without a backward pass it is None.
 
     The sum is float32: in bfloat16 it would stop growing at 256 times the size of a term, which a
     frequent token's gradient soon reaches.

@@ -415,8 +415,8 @@ def main(cfg: Config, held=None) -> State | None:
 
 
 def plan_remat(cfg: Config, device_kind: str) -> str:
-    """The automatic train.remat by a plan for such devices; layer where plan.py does not know
-    them."""
+    """What train.remat=auto is on accelerators of this kind: what scripts/plan.py chooses, or layer
+    if it does not know them."""
     from scripts import chips, cost_model  # imported here because cost_model imports this module
 
     chip = chips.chip_of(device_kind)

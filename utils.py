@@ -191,7 +191,7 @@ def start_mesh(cfg: Config, rows: int | None = None, plan_remat=None) -> Config:
     processes = f"{jax.process_count()} process(es) in {time.monotonic() - IMPORTED:.1f} s"
     say(f"mesh: {axes} on {devices}, {processes}", file=sys.stderr)  # stdout is for results
     chosen = [name for name, x in AUTOMATIC.items() if getattr(given, name) == x]
-    if chosen and rows is None:
+    if chosen and rows is None and (kind == "cpu" or plan_remat):
         values = ", ".join(f"train.{name} {getattr(cfg.train, name)}" for name in chosen)
         say(f"chosen for {'a CPU' if kind == 'cpu' else kind}: {values}", file=sys.stderr)
     return cfg

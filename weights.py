@@ -50,7 +50,7 @@ class Param:
     """The dims of the product's result.  Each index of the other dims is a matrix of its own."""
 
     def of_one_layer(self, dims) -> list:
-        """The elements of `dims`, which has one for each dim, without that of the dim of layers."""
+        """The elements of `dims`, one for each dim, without the one that counts layers."""
         return list(dims[1:] if self.is_stacked else dims)
 
 
@@ -85,8 +85,8 @@ def zero_bias(*shape, spec=None, stays_sharded=False) -> Param:
 
 
 def random_key(seed: int):
-    """The key of a run.  Not of JAX's default generator, which may be set to one whose numbers in a
-    vmap depend on the mesh (rbg)."""
+    """The key of a run.  Its generator is fixed, because JAX's default may be set to rbg, whose
+    numbers in a vmap depend on the mesh."""
     return jax.random.key(seed, impl="threefry2x32")
 
 
