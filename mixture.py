@@ -85,23 +85,6 @@ def read_ramp(text: str, batch_size: int) -> dict[int, int]:
     return ramp or {0: batch_size}
 
 
-def stream_index(step: int, skip: list[tuple[int, int]]) -> int:
-    """The update, counted without data.skip, that a run makes after `step` others."""
-    for first, stop in skip:
-        step += stop - first if first <= step else 0
-    return step
-
-
-def trained_before(step: int, skip: str, stages, ramp: str, batch_size: int) -> tuple:
-    """The parts of data.skip, data.stages and train.batch_ramp that the first `step` updates of a
-    run have used; batch_size: the sequences of each update without a ramp."""
-    ranges = read_skip(skip)
-    last = stream_index(step - 1, ranges) if step else -1
-    begun = [word for word in stages if int(word.partition(":")[0]) <= last]
-    sizes = {n: size for n, size in read_ramp(ramp, batch_size).items() if n <= last}
-    return [pair for pair in ranges if pair[0] <= last], begun, sizes
-
-
 def read_skip(text: str) -> list[tuple[int, int]]:
     """The ranges of updates that A:B,C,.. leaves out, as (first, stop), counted from 0, in order
     and without overlaps.  A:B are updates A to B - 1."""

@@ -4,14 +4,14 @@ it is computed from the seed and the row's number, so there is nothing to save.
 
 import math
 import zlib
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from fractions import Fraction
 
 import numpy as np
 
 from config import Config
 from errors import DATA, UserError
-from mixture import read_ramp, read_sets, read_skip, read_stages, stream_index
+from mixture import read_ramp, read_sets, read_skip, read_stages
 
 # ---- permutations
 
@@ -77,10 +77,10 @@ class Pattern:
         zero = np.zeros((1, len(names)), np.int64)
         self.before_row = np.concatenate([zero, one_hot.cumsum(0)])  # each source's, in a period
 
-    def count_rows(self, n_rows: int) -> np.ndarray:
-        """How many of the first n_rows are each source's."""
-        periods, rest = divmod(n_rows, self.period)
-        return periods * self.weights + self.before_row[rest]
+    def count_rows(self, n_rows) -> np.ndarray:
+        """How many of the first n_rows are each source's; n_rows: a number or an array."""
+        periods, rest = np.divmod(n_rows, self.period)
+        return np.multiply.outer(periods, self.weights) + self.before_row[rest]
 
     def locate_rows(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(source, how many rows of it come before) of each row."""
@@ -108,6 +108,28 @@ def spread(weights: list[int]) -> np.ndarray:
 # ---- the order of a run
 
 
+def stream_index(step, skip: list[tuple[int, int]]):
+    """The update, counted without data.skip, that a run makes after `step` others; step: a number
+    or an array."""
+    for first, stop in skip:
+        step = step + (stop - first) * (first <= step)
+    return step
+
+
+def trained_before(step: int, skip: str, stages, ramp: str, batch_size: int) -> tuple:
+    """The parts of data.skip, data.stages and train.batch_ramp that the first `step` updates of a
+    run have used; batch_size: the sequences of each update without a ramp."""
+    ranges = read_skip(skip)
+    last = stream_index(step - 1, ranges) if step else -1
+    begun = [word for word in stages if int(word.partition(":")[0]) <= last]
+    sizes = {n: size for n, size in read_ramp(ramp, batch_size).items() if n <= last}
+    return [pair for pair in ranges if pair[0] <= last], begun, sizes
+
+
+UPDATES_AT_ONCE = 2**18
+"""How many updates `Order.updates_of` looks at together; each takes some hundred bytes."""
+
+
 class Order:
     """Which window of which source each row of a run is: the sources alternate in the pattern of
     the stage, and each source gives all of its windows once an epoch, in a seeded order.
@@ -125,20 +147,27 @@ class Order:
         self.names, self.skip = list(parts), read_skip(cfg.data.skip)
         stages = read_stages(cfg.data.stages, parts)
         self.patterns = [Pattern(weights, self.names) for weights in stages.values()]
-        self.stage_starts = np.array([self.rows_before(index) for index in stages])
-        self.before_stage = [np.zeros(len(parts), np.int64)]  # rows of each source
-        for pattern, n_rows in zip(self.patterns, np.diff(self.stage_starts), strict=False):
-            self.before_stage.append(self.before_stage[-1] + pattern.count_rows(int(n_rows)))
+        self.stage_starts = self.rows_before([*stages])
+        self.before_stage = self.rows_by_source([*stages])  # rows of each source
 
-    def stream_index(self, step: int) -> int:
-        """The index in the stream of the batch that update step + 1 of the run trains on."""
+    def stream_index(self, step):
+        """The index in the stream of the batch that update step + 1 of the run trains on; step: a
+        number or an array."""
         return stream_index(step, self.skip)
 
-    def rows_before(self, index: int) -> int:
-        """How many rows the stream has before a batch."""
-        n_batches = np.maximum(0, index - self.ramp_starts)
+    def rows_before(self, index) -> np.ndarray:
+        """How many rows the stream has before a batch; index: a number or an array."""
+        n_batches = np.maximum(0, np.expand_dims(index, -1) - self.ramp_starts)
         # From each start on, every batch has this many rows more than before it.
-        return int(n_batches @ np.diff(self.ramp_sizes, prepend=0))
+        return n_batches @ np.diff(self.ramp_sizes, prepend=0)
+
+    def rows_by_source(self, index) -> np.ndarray:
+        """How many of the rows before a batch are each source's; index: a number or an array."""
+        n_rows = self.rows_before(index)
+        # A stage has none before its start, and no more after the next one's.
+        ends = [*self.stage_starts[1:], np.iinfo(np.int64).max]
+        stages = zip(self.patterns, self.stage_starts, ends, strict=True)
+        return sum(p.count_rows(np.clip(n_rows, begin, end) - begin) for p, begin, end in stages)
 
     def batch_rows(self, step: int) -> np.ndarray:
         """The rows of the stream that update step + 1 of the run trains on."""
@@ -154,13 +183,10 @@ class Order:
     def locate_rows(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """(source, how many rows of it come before) of each row that update step + 1 trains on."""
         rows = self.batch_rows(step)
-        s = self.stage_of(rows[0])  # of all rows: a stage begins with a batch
+        # The stage of all rows, because a stage begins with a batch.
+        s = int(np.searchsorted(self.stage_starts, rows[0], side="right")) - 1
         sources, before = self.patterns[s].locate_rows(rows - self.stage_starts[s])
-        return sources, before + self.before_stage[s][sources]
-
-    def stage_of(self, row: int) -> int:
-        """The number of the stage that a row of the stream is in."""
-        return int(np.searchsorted(self.stage_starts, row, side="right")) - 1
+        return sources, before + self.before_stage[s, sources]
 
     def batch(self, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(source, epoch, window) of each row of the batch that update step + 1 trains on."""
@@ -184,13 +210,6 @@ class Order:
         """The key of an epoch's permutation, from the seed, the epoch and the source's name."""
         name = np.array([zlib.crc32(self.names[source].encode())], np.uint64)
         return self.cfg.run.seed << 32 ^ epoch ^ int(scramble(name)[0])
-
-    def rows_by_source(self, index: int) -> np.ndarray:
-        """How many rows of each source the stream has before a batch."""
-        n_rows = self.rows_before(index)
-        s = self.stage_of(n_rows)
-        in_stage = n_rows - int(self.stage_starts[s])
-        return self.before_stage[s] + self.patterns[s].count_rows(in_stage)
 
     def trained_on(self, step: int) -> dict[str, int]:
         """{name: rows of that source that the first `step` updates of the run trained on}."""
@@ -219,19 +238,16 @@ class Order:
 
     def updates_of(self, source: int, windows: range) -> list[int]:
         """The updates of the run, counted from 1, that train on one of a source's windows."""
-        n, steps = int(self.n_windows[source]), range(self.cfg.train.steps)
-        stream, found = range(self.stream_index(steps[-1]) + 1), set()
-
-        def count_before(index: int) -> int:
-            """How many of the source's rows the stream has before a batch."""
-            return int(self.rows_by_source(index)[source])
-
-        for epoch in range(-(-count_before(len(stream)) // n)):
-            i = permute(np.array(windows), n, self.key(source, epoch), inverse=True)
-            for count in (epoch * n + i).tolist():
-                index = bisect_right(stream, count, key=count_before) - 1
-                step = bisect_left(steps, index, key=self.stream_index)
-                is_reached = count < count_before(index + 1)
-                if is_reached and self.stream_index(step) == index:  # else data.skip leaves it out
-                    found.add(step + 1)
+        n, found = int(self.n_windows[source]), set()
+        for first in range(0, self.cfg.train.steps, UPDATES_AT_ONCE):
+            steps = np.arange(first, min(first + UPDATES_AT_ONCE, self.cfg.train.steps))
+            index = self.stream_index(steps)
+            # The source's rows of each batch: from this one on, up to that one.
+            begin, end = (self.rows_by_source(i)[:, source] for i in (index, index + 1))
+            for epoch in range(begin[0] // n, -(-end[-1] // n)):
+                i = permute(np.array(windows), n, self.key(source, epoch), inverse=True)
+                rows = epoch * n + i
+                at = np.searchsorted(begin, rows, side="right") - 1
+                is_in = (at >= 0) & (rows < end[at])  # not so where data.skip leaves the row out
+                found.update((steps[at[is_in]] + 1).tolist())
         return sorted(found)

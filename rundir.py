@@ -26,7 +26,7 @@ from config import Config
 from errors import Problem, UserError
 from files import free_name, is_remote, is_writable, move_folder, run_path, saved_steps, write_whole
 from lock import FileLock, Lease, take_lock
-from mixture import trained_before
+from order import trained_before
 from restart import LAST_END
 from shards import check_tokenizer, tokenizer_text
 from utils import process_ids, run_on_lead, say, warn

@@ -29,6 +29,7 @@ from runs import (
 )
 
 import mixture
+import order
 import train
 from config import Data, Mesh
 from dataset import Dataset, check_tokenizers
@@ -119,18 +120,20 @@ def test_updates_that_are_left_out_move_the_later_ones_up(sized):
         assert [*cut.trained_on(step + 1).values()] == [counted[n] for n in range(3)]
 
 
-def test_the_updates_that_a_window_feeds_are_found(sized):
+@pytest.mark.parametrize("at_once", [7, 1000])
+def test_the_updates_that_a_window_feeds_are_found(sized, monkeypatch, at_once):
+    monkeypatch.setattr(order, "UPDATES_AT_ONCE", at_once)
     sized = replace(sized, train=replace(sized.train, steps=40))
-    order = order_of(sized, **MIXED)
+    ours = order_of(sized, **MIXED)
     fed = {}
     for step in range(40):
-        sources, _, windows = order.batch(step)
+        sources, _, windows = ours.batch(step)
         for place in zip(sources.tolist(), windows.tolist(), strict=True):
             fed.setdefault(place, set()).add(step + 1)
     for source, n_windows in enumerate((50, 7, 400)):
         for window in range(n_windows):
             want = sorted(fed.get((source, window), ()))
-            assert order.updates_of(source, range(window, window + 1)) == want
+            assert ours.updates_of(source, range(window, window + 1)) == want
 
 
 @pytest.mark.parametrize("skip", [MIXED["skip"], *(f"{n}:{n + 6}" for n in range(2, 20, 3))])
