@@ -9,7 +9,6 @@ Dimension key: A accumulation steps, M microbatches, B sequences, L sequence len
 
 import hashlib
 import json
-import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
@@ -25,15 +24,16 @@ from files import absolute_path
 from mixture import read_sets
 from model import token_spec
 from order import Order, scramble
-from pages import DamagedPage, PageReader
+from pages import Block, DamagedPage, PageReader
 from processes import NOTICE
 from shards import (
+    AGAIN,
     are_different,
     check_is_part,
-    data_error,
     find_shards,
     fingerprint,
     parse_tokenizer,
+    shard_error,
     tokenizer_text,
 )
 
@@ -82,8 +82,7 @@ class Source:
         try:
             return parse_tokenizer(tokenizer_text(self.tokenizer)).decode(ids)
         except ValueError as e:
-            fix = "copy it again, or make the data set again"
-            raise data_error(f"{self.tokenizer} is damaged: {e}", fix) from None
+            raise UserError(DATA, f"{self.tokenizer} is damaged: {e}", AGAIN) from None
 
 
 class TokenFiles(Source):
@@ -136,7 +135,7 @@ class TokenFiles(Source):
                     begin = first + self.first_token(n) - at
                     places.append((window[begin : begin + end - first], n, first))
                     pieces.append((files[n], first, end))
-        for (place, n, first), piece in zip(places, self.read_pieces(pieces), strict=True):
+        for (place, n, first), piece in zip(places, self.pages.read(pieces), strict=True):
             if files is self.shards:
                 self.check_tokens(piece, n, first)
             place[:] = piece
@@ -155,21 +154,16 @@ class TokenFiles(Source):
             yield n, start - self.first_token(n), end - self.first_token(n)
             start = end
 
-    def read_pieces(self, pieces: list) -> list[np.ndarray]:
-        """As PageReader.read; a DamagedPage gets the windows that have tokens of the page."""
-        try:
-            return self.pages.read(pieces)
-        except DamagedPage as e:
-            files = self.masks if e.block.path.suffix == ".mask" else self.shards
-            n = next((n for n, x in enumerate(files) if x and x.path == e.block.path), None)
-            if n is None:  # a file of digests
-                raise
-            file, L = files[n], self.cfg.train.seq_len
-            start, stop = ((at - file.offset) // file.itemsize for at in e.block[1:3])
-            begin, end = self.first_token(n) + max(0, start), self.first_token(n) + stop
-            # Window w has tokens w * L to w * L + L.
-            e.windows = range(max(0, (begin - 1) // L), (end - 1) // L + 1)
-            raise
+    def windows_of(self, block: Block) -> range:
+        """The windows that have tokens of a page of a shard or mask; none of another file's."""
+        L = self.cfg.train.seq_len
+        for n, file in [*enumerate(self.shards), *enumerate(self.masks)]:
+            if file and file.path == block.path:
+                places = ((at - file.offset) // file.itemsize for at in (block.start, block.stop))
+                start, stop = (self.first_token(n) + max(0, place) for place in places)
+                # Window w has tokens w * L to w * L + L.
+                return range(max(0, (start - 1) // L), (stop - 1) // L + 1)
+        return range(0)
 
     def check_tokens(self, piece: np.ndarray, n: int, first: int):
         """Raise the UserError that names the first token of a piece that is not below
@@ -182,7 +176,7 @@ class TokenFiles(Source):
         fix = "make the shards again with the right tokenizer"
         if piece.min() >= 0:
             fix += f", or set --model.vocab_size {int(piece.max()) + 1} or more"
-        raise data_error(f"shard {os.fspath(self.shards[n].path)!r}: {what}", fix)
+        raise shard_error(self.shards[n].path, what, fix)
 
 
 SUCCESSORS = 4
@@ -268,15 +262,10 @@ class Mixture(Source):
         sources = np.searchsorted(self.ends, numbers, side="right")
         found = np.ones((len(numbers), self.cfg.train.seq_len + 1), dtype)
         for n, source in enumerate(self.parts.values()):
-            if not (here := sources == n).any():
-                continue
-            try:
+            if (here := sources == n).any():
                 part = getattr(source, what)(numbers[here] - self.first_window[n])
-            except DamagedPage as e:
-                e.source = n
-                raise
-            if part is not None:
-                found[here] = part
+                if part is not None:
+                    found[here] = part
         return found
 
 
@@ -421,21 +410,21 @@ class Dataset:
             if wrong.size:
                 what = f"data.{self.split} gives token id {wrong[0]}, not below"
                 fix = "correct the data, or set a larger --model.vocab_size"
-                raise data_error(f"{what} model.vocab_size={limit}", fix)
+                raise UserError(DATA, f"{what} model.vocab_size={limit}", fix)
             windows[exists] = found
             are_scored[exists] = True if scored is None else scored
         return np.maximum(windows[:, :-1], 0), np.where(are_scored, windows, -1)[:, 1:]
 
     def page_error(self, error: DamagedPage) -> UserError:
         """The error, with the updates that train on the page."""
-        if self.split != "train" or error.windows is None:
+        parts = enumerate(parts_of(self.source).values())
+        windows = {n: x.windows_of(error.block) for n, x in parts if isinstance(x, TokenFiles)}
+        if self.split != "train" or not any(windows.values()):
             return error
-        n_windows = int(self.order.n_windows[error.source])  # no update trains on the rest
-        windows = range(error.windows.start, min(error.windows.stop, n_windows))
-        updates = self.order.updates_of(error.source, windows)
-        feeds = "no update of this run" if not updates else f"updates {first_ten(updates)}"
+        updates = {x for n, found in windows.items() for x in self.order.updates_of(n, found)}
+        feeds = f"updates {first_ten(sorted(updates))}" if updates else "no update of this run"
         (problem,) = error.problems
-        return data_error(f"{problem.what}; it feeds {feeds}", problem.fix)
+        return UserError(DATA, f"{problem.what}; it feeds {feeds}", problem.fix)
 
     def make_batch(self, windows: np.ndarray) -> tuple[jax.Array, jax.Array]:
         """(tokens, targets) of these windows on the mesh."""

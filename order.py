@@ -237,15 +237,17 @@ class Order:
         return None
 
     def updates_of(self, source: int, windows: range) -> list[int]:
-        """The updates of the run, counted from 1, that train on one of a source's windows."""
+        """The updates of the run, counted from 1, that train on one of these windows of a source;
+        none does on those after the last whole one."""
         n, found = int(self.n_windows[source]), set()
+        windows = np.arange(windows.start, min(windows.stop, n))
         for first in range(0, self.cfg.train.steps, UPDATES_AT_ONCE):
             steps = np.arange(first, min(first + UPDATES_AT_ONCE, self.cfg.train.steps))
             index = self.stream_index(steps)
             # The source's rows of each batch: from this one on, up to that one.
             begin, end = (self.rows_by_source(i)[:, source] for i in (index, index + 1))
             for epoch in range(begin[0] // n, -(-end[-1] // n)):
-                i = permute(np.array(windows), n, self.key(source, epoch), inverse=True)
+                i = permute(windows, n, self.key(source, epoch), inverse=True)
                 rows = epoch * n + i
                 at = np.searchsorted(begin, rows, side="right") - 1
                 is_in = (at >= 0) & (rows < end[at])  # not so where data.skip leaves the row out

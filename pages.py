@@ -24,7 +24,7 @@ import shards
 from config import Config
 from errors import DATA, UserError
 from files import is_remote, make_private_folder
-from shards import PAGE, Shard
+from shards import AGAIN, PAGE, Shard, shard_error
 
 
 class Block(NamedTuple):
@@ -108,16 +108,11 @@ class DiskCache:
 class DamagedPage(UserError):
     """Bytes that do not match their digest."""
 
-    windows: range | None = None
-    """The windows of the source in which they are."""
-    source: int = 0
-    """The number of the source in data.train."""
-
     def __init__(self, block: Block):
         self.block = block
         page = f"page {block.start // PAGE} (bytes {block.start} to {block.stop - 1})"
-        what = f"shard {os.fspath(block.path)!r}: {page} is not what its digest promises"
-        super().__init__(DATA, what, "copy it again, or make the data set again")
+        what = f"{page} is not what its digest promises"
+        super().__init__(DATA, problems=shard_error(block.path, what, AGAIN).problems)
 
 
 class PageReader:
@@ -159,9 +154,8 @@ class PageReader:
             first, last = (before + i * shard.itemsize for i in (start, stop))
             data = b"".join(found[part] for part in parts)[first:last]
             if len(data) != last - first or self.state_of(shard) != self.states[shard.path]:
-                what = f"shard {os.fspath(shard.path)!r} was changed while the run used it"
                 fix = "do not change data that a run uses; copy the shard again"
-                raise UserError(DATA, what, fix)
+                raise shard_error(shard.path, "it was changed while the run used it", fix)
             arrays.append(np.frombuffer(data, shard.dtype))
         return arrays
 
@@ -172,8 +166,7 @@ class PageReader:
             shards.check_is_part(digest_list(shard).path)
         state = self.state_of(shard)
         if shard.sha256 and shards.file_sha256(shard.path) != shard.sha256:
-            what = f"shard {os.fspath(shard.path)!r}: its checksum is not the manifest's"
-            raise UserError(DATA, what, "copy it again, or make the data set again")
+            raise shard_error(shard.path, "its checksum is not the manifest's", AGAIN)
         return state
 
     def state_of(self, shard: Shard) -> tuple | None:

@@ -20,13 +20,17 @@ from errors import DATA, UserError, or_list
 from files import is_remote, leaves_folder, read_limited
 
 
-def data_error(what: str, fix: str) -> UserError:
-    return UserError(DATA, what, fix)
-
-
 def missing_error(path: epath.Path) -> UserError:
     what = f"shard {path.name!r} is missing from {path.parent}"
-    return data_error(what, "copy it there, or make the data set again")
+    return UserError(DATA, what, "copy it there, or make the data set again")
+
+
+def shard_error(path: epath.Path, what: str, fix: str) -> UserError:
+    return UserError(DATA, f"shard {os.fspath(path)!r}: {what}", fix)
+
+
+AGAIN = "copy it again, or make the data set again"
+"""What fixes a shard that is damaged."""
 
 
 def n_ids(tokenizer) -> int:
@@ -40,7 +44,7 @@ def tokenizer_text(path: epath.Path) -> str:
     try:
         return read_limited(path)
     except ValueError as e:
-        raise data_error(f"{path} is damaged: {str(e)[:200]}", "copy it again") from None
+        raise UserError(DATA, f"{path} is damaged: {str(e)[:200]}", "copy it again") from None
 
 
 def parse_tokenizer(text: str):
@@ -75,7 +79,7 @@ def check_tokenizer(ours: epath.Path, theirs: epath.Path | None):
     different tokenizers.  Either may be missing."""
     if are_different([tokenizer_text(x) for x in (ours, theirs) if x is not None and x.exists()]):
         what = f"{theirs} is another tokenizer than that of the run, {ours}"
-        raise data_error(what, f"prepare the data with --tokenizer {ours}")
+        raise UserError(DATA, what, f"prepare the data with --tokenizer {ours}")
 
 
 # ---- pages: the units in which a file is verified
@@ -139,12 +143,7 @@ def npy_shard(path: epath.Path) -> Shard:
 
     Raises UserError for pickles, other shapes and dtypes, and a size that does not fit the header.
     """
-    fix = "make the shard again, as a 1-D .npy of token ids"
-
-    def error(why: str) -> UserError:
-        return data_error(f"shard {os.fspath(path)!r}: {why}", fix)
-
-    npy = np.lib.format
+    fix, npy = "make the shard again, as a 1-D .npy of token ids", np.lib.format
     try:
         with path.open("rb") as f:
             version_1 = npy.read_magic(f) == (1, 0)
@@ -157,14 +156,14 @@ def npy_shard(path: epath.Path) -> Shard:
     except PermissionError:
         raise  # becomes STORAGE: the data may be sound
     except NPY_ERRORS as e:
-        raise error(str(e)[:200]) from None
+        raise shard_error(path, str(e)[:200], fix) from None
     if dtype.hasobject or dtype.name not in DTYPES or dtype.byteorder == ">":
-        raise error(f"dtype {dtype} is not one of {', '.join(DTYPES)}")
+        raise shard_error(path, f"dtype {dtype} is not one of {', '.join(DTYPES)}", fix)
     if len(shape) != 1 or not shape[0]:
-        raise error(f"shape {shape} is not one dimension with tokens in it")
+        raise shard_error(path, f"shape {shape} is not one dimension with tokens in it", fix)
     promised = offset + shape[0] * dtype.itemsize
     if size != promised:
-        raise error(f"{size} bytes, but its header promises {promised}")
+        raise shard_error(path, f"{size} bytes, but its header promises {promised}", fix)
     return Shard(path, shape[0], dtype.name, offset)
 
 
@@ -172,8 +171,8 @@ def bin_shard(path: epath.Path) -> Shard:
     """nanoGPT's format: uint16 tokens without a header."""
     size = path.stat().length
     if size % 2 or not size:
-        what = f"shard {os.fspath(path)!r}: {size} bytes is not a whole number of uint16 tokens"
-        raise data_error(what, "copy the file again")
+        what = f"{size} bytes is not a whole number of uint16 tokens"
+        raise shard_error(path, what, "copy the file again")
     return Shard(path, size // 2, "uint16", 0)
 
 
@@ -181,7 +180,7 @@ def check_is_file(path: epath.Path):
     """Raise UserError for a folder, pipe or device of this machine; a pipe may never end."""
     if not is_remote(path) and path.exists() and not stat.S_ISREG(os.stat(path).st_mode):
         fix = "put a file there, or set --data.train or --data.val to another data set"
-        raise data_error(f"{path} is not a file but a folder, pipe or device", fix)
+        raise UserError(DATA, f"{path} is not a file but a folder, pipe or device", fix)
 
 
 def check_is_part(path: epath.Path):
@@ -191,7 +190,7 @@ def check_is_part(path: epath.Path):
     if not is_remote(path) and path.exists() and leaves_folder(path, path.parent):
         target = os.path.realpath(path)
         what = f"{path} is a link to {target}, outside of its data set"
-        raise data_error(what, "copy the file, or name the folder that it is in")
+        raise UserError(DATA, what, "copy the file, or name the folder that it is in")
 
 
 # {suffix: the function that describes such a file as a Shard}, in the order in which folders are
@@ -239,7 +238,7 @@ def read_manifest(folder: epath.Path) -> TokenSet:
             raise ValueError(f"{what}, nor -1 for none")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         what = f"{path} is not a manifest: {type(e).__name__} {str(e)[:200]}"
-        raise data_error(what, fix) from None
+        raise UserError(DATA, what, fix) from None
     return TokenSet(*map(list, zip(*pairs, strict=True)), manifest)
 
 
@@ -265,10 +264,9 @@ def format_1_shard(folder: epath.Path, entry: dict, manifest: dict) -> tuple[Sha
     check_is_part(folder / name)
     shard = npy_shard(folder / name)
     if (shard.dtype, shard.n_tokens) != (dtype, n_tokens):
-        holds = f"{shard.n_tokens} {shard.dtype} tokens"
-        what = f"shard {os.fspath(shard.path)!r} holds {holds}, "
+        what = f"it holds {shard.n_tokens} {shard.dtype} tokens, "
         what += f"its manifest says {n_tokens} {dtype}"
-        raise data_error(what, "make the data set again with scripts/prepare_data.py")
+        raise shard_error(shard.path, what, "make the data set again with scripts/prepare_data.py")
     return replace(shard, sha256=sha256), None
 
 
@@ -300,7 +298,7 @@ def bare_mask(shard: Shard) -> Shard | None:
     if (size := path.stat().length) != shard.n_tokens:
         holds = f"{shard.path.name!r} {shard.n_tokens} tokens"
         what = f"mask {os.fspath(path)!r} has {size} bytes, but {holds}"
-        raise data_error(what, "make the mask again, with a byte for each token")
+        raise UserError(DATA, what, "make the mask again, with a byte for each token")
     return Shard(path, size, "uint8", 0)
 
 
@@ -312,25 +310,24 @@ def find_shards(path: epath.Path, split: str) -> TokenSet:
     """
     if not path.exists():
         fix = f"make it with scripts/prepare_data.py, or set --data.{split}"
-        raise data_error(f"data.{split}={path} does not exist", fix)
+        raise UserError(DATA, f"data.{split}={path} does not exist", fix)
     if not path.is_dir():
         check_is_file(path)
         return bare_set([path])
     if (path / "manifest.json").exists():
         check_is_part(path / "manifest.json")
         return read_manifest(path)
-    if (single := path / f"{split}.bin").exists():
-        check_is_part(single)
-        return bare_set([single])
     # The other split's file, if nanoGPT's folder has it, is no shard of this one.
     other = "train.bin" if split == "val" else "val.bin"
     names = sorted(p.name for p in path.iterdir() if p.name != other)
     formats = [[path / name for name in names if name.endswith(suffix)] for suffix in READERS]
     formats = [found for found in formats if found]
+    if (single := path / f"{split}.bin").exists():
+        formats = [[single]]
     if len(formats) > 1:
         files = " and ".join(found[0].name for found in formats)
         what = f"data.{split}={path} has shards of {len(formats)} formats, such as {files}"
-        raise data_error(what, "leave those of one format there")
+        raise UserError(DATA, what, "leave those of one format there")
     if formats:
         for file in formats[0]:
             check_is_part(file)
@@ -343,7 +340,7 @@ def find_shards(path: epath.Path, split: str) -> TokenSet:
     elif (path / other).exists():
         what = f"no shards in data.{split}={path}: {other} there belongs to the other split"
         fix = f"put {split}.bin there, or give {path / other}"
-    raise data_error(what, fix)
+    raise UserError(DATA, what, fix)
 
 
 def file_sha256(path: epath.Path) -> str:
