@@ -11,6 +11,7 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -90,10 +91,13 @@ def rank_of(key: bytes) -> int:
 
 
 def open_source(source: str | bytes):
+    """A file; for hf:// the data set that it names."""
     if isinstance(source, bytes):
         return io.BytesIO(source)
     if not is_remote(source):
         return open(source, "rb")
+    if source.startswith("hf://"):
+        return nullcontext(open_dataset(source))
     return io.BufferedReader(fsspec.open(source, "rb").open(), PIECE)
 
 
@@ -128,17 +132,17 @@ def rank_of_text(source: str | bytes) -> int:
     return rank_of(digest.digest())
 
 
-def text_pieces(source, start: int, stop: int, rank: int) -> list[Piece]:
-    """The bytes from start to stop, in pieces."""
+def cut_bytes(source, start: int, stop: int, rank: int) -> list[tuple]:
+    """The bytes from start to stop, in pieces that begin where `find_cut` says."""
     cuts = [start, *(find_cut(source, at) for at in range(start + PIECE, stop, PIECE)), stop]
     cuts = sorted({min(cut, stop) for cut in cuts})
-    return [Piece("text", source, a, b, b - a, rank, b == stop) for a, b in pairwise(cuts)]
+    return [(a, b, b - a, rank, b == stop) for a, b in pairwise(cuts)]
 
 
-def cut_text(file: File, options: Options) -> list[Piece]:
+def cut_text(file: File, options: Options) -> list[tuple]:
     if file.size <= PIECE:
-        return [Piece("text", file.source, 0, file.size, file.size)]
-    return text_pieces(file.source, 0, file.size, rank_of_text(file.source))
+        return [(0, file.size, file.size)]
+    return cut_bytes(file.source, 0, file.size, rank_of_text(file.source))
 
 
 def split_text(file: File, val_fraction: float) -> list[Piece]:
@@ -157,8 +161,9 @@ def split_text(file: File, val_fraction: float) -> list[Piece]:
     cuts = find_cut(file.source, target), find_last_line(file.source, start, target)
     for cut in (*cuts, find_cut(file.source, target, seek_line=False)):
         if 0 < cut < file.size:
-            train = text_pieces(file.source, 0, cut, 2**64 - 1)
-            return train + text_pieces(file.source, cut, file.size, 0)
+            train = cut_bytes(file.source, 0, cut, 2**64 - 1)
+            ranges = train + cut_bytes(file.source, cut, file.size, 0)
+            return [Piece("text", file.source, *found) for found in ranges]
     what = f"{file.name} is too short to hold out {val_fraction} of it"
     raise UserError(DATA, what, "give more text")
 
@@ -169,11 +174,10 @@ def skip_mark(f):
         f.seek(0)
 
 
-def read_text(piece: Piece, options: Options) -> Iterator[bytes]:
-    with open_source(piece.source) as f:
-        if f.seek(piece.start) == 0:
-            skip_mark(f)
-        yield f.read(piece.stop - f.tell())
+def read_text(f, piece: Piece, options: Options) -> Iterator[bytes]:
+    if f.seek(piece.start) == 0:
+        skip_mark(f)
+    yield f.read(piece.stop - f.tell())
 
 
 # ---- lines
@@ -188,29 +192,27 @@ def read_line(f) -> bytes:
     return line
 
 
-def cut_lines(file: File, options: Options) -> list[Piece]:
+def cut_lines(file: File, options: Options) -> list[tuple]:
     """Ranges of bytes: a line belongs to the range in which it begins."""
-    kind, starts = kind_of(file, options), range(0, file.size, options.piece) or [0]
-    cuts = pairwise([*starts, file.size])
-    return [Piece(kind, file.source, a, b, b - a) for a, b in cuts]
+    starts = range(0, file.size, options.piece) or [0]
+    return [(a, b, b - a) for a, b in pairwise([*starts, file.size])]
 
 
-def read_range(piece: Piece, options: Options) -> Iterator[bytes]:
-    with open_source(piece.source) as f:
-        if piece.start:
-            f.seek(piece.start - 1)
-            # Not beyond the piece: the pieces of a file of one line would each read all of it.
-            while (end := f.readline(PIECE)) and end[-1:] != b"\n" and f.tell() < piece.stop:
-                pass
-        else:
-            skip_mark(f)
-        while f.tell() < piece.stop and (line := read_line(f)):
-            yield line.rstrip(b"\r\n")
+def read_range(f, piece: Piece, options: Options) -> Iterator[bytes]:
+    if piece.start:
+        f.seek(piece.start - 1)
+        # Not beyond the piece: the pieces of a file of one line would each read all of it.
+        while (end := f.readline(PIECE)) and end[-1:] != b"\n" and f.tell() < piece.stop:
+            pass
+    else:
+        skip_mark(f)
+    while f.tell() < piece.stop and (line := read_line(f)):
+        yield line.rstrip(b"\r\n")
 
 
-def take_whole(file: File, options: Options) -> list[Piece]:
+def take_whole(file: File, options: Options) -> list[tuple]:
     """A compressed file, as one piece.  Its text is estimated at three times its size."""
-    return [Piece(kind_of(file, options), file.source, 0, file.size, 3 * file.size)]
+    return [(0, file.size, 3 * file.size)]
 
 
 class ZstdText(io.RawIOBase):
@@ -242,12 +244,11 @@ class ZstdText(io.RawIOBase):
         return n
 
 
-def read_compressed(piece: Piece, options: Options) -> Iterator[bytes]:
-    with open_source(piece.source) as f:
-        is_gzip = piece.kind.endswith(".gz")
-        text = gzip.GzipFile(fileobj=f) if is_gzip else io.BufferedReader(ZstdText(f), PIECE)
-        while line := read_line(text):
-            yield line
+def read_compressed(f, piece: Piece, options: Options) -> Iterator[bytes]:
+    is_gzip = piece.kind.endswith(".gz")
+    text = gzip.GzipFile(fileobj=f) if is_gzip else io.BufferedReader(ZstdText(f), PIECE)
+    while line := read_line(text):
+        yield line
 
 
 # ---- tables
@@ -285,33 +286,30 @@ def rows_of(batch, options: Options) -> Iterator[dict]:
     yield from batch.to_pylist()
 
 
-def cut_parquet(file: File, options: Options) -> list[Piece]:
+def cut_parquet(file: File, options: Options) -> list[tuple]:
     """The row groups."""
     with open_source(file.source) as f:
         about = parquet.ParquetFile(f)
-        check_columns(file, about.schema_arrow.names, options)
-        pieces = []
-        for n in range(about.num_row_groups):
-            group = about.metadata.row_group(n)
-            columns = [group.column(i) for i in range(group.num_columns)]
-            names = tuple(f"{name}." for name in columns_of(options))
-            read = [c for c in columns if f"{c.path_in_schema}.".startswith(names)]
-            size = sum(column.total_uncompressed_size for column in read)
-            pieces.append(Piece(".parquet", file.source, n, n + 1, size))
-    return pieces
+    check_columns(file, about.schema_arrow.names, options)
+    names, ranges = tuple(f"{name}." for name in columns_of(options)), []
+    for n in range(about.num_row_groups):
+        group = about.metadata.row_group(n)
+        columns = [group.column(i) for i in range(group.num_columns)]
+        read = [c for c in columns if f"{c.path_in_schema}.".startswith(names)]
+        ranges.append((n, n + 1, sum(column.total_uncompressed_size for column in read)))
+    return ranges
 
 
-def read_parquet(piece: Piece, options: Options) -> Iterator[dict | Exception]:
+def read_parquet(f, piece: Piece, options: Options) -> Iterator[dict | Exception]:
     """The rows.  An error stands for the rest of its row group, so that pieces that are joined have
     the documents that each has alone."""
-    with open_source(piece.source) as f:
-        file = parquet.ParquetFile(f)
-        for n in range(piece.start, piece.stop):
-            try:
-                for batch in file.iter_batches(256, [n], columns_of(options)):
-                    yield from rows_of(batch, options)
-            except DAMAGE as e:
-                yield e
+    file = parquet.ParquetFile(f)
+    for n in range(piece.start, piece.stop):
+        try:
+            for batch in file.iter_batches(256, [n], columns_of(options)):
+                yield from rows_of(batch, options)
+        except DAMAGE as e:
+            yield e
 
 
 def open_arrow(f) -> ipc.RecordBatchStreamReader:
@@ -322,16 +320,15 @@ def open_arrow(f) -> ipc.RecordBatchStreamReader:
     return ipc.open_stream(f)
 
 
-def cut_arrow(file: File, options: Options) -> list[Piece]:
+def cut_arrow(file: File, options: Options) -> list[tuple]:
     with open_source(file.source) as f:
         check_columns(file, open_arrow(f).schema.names, options)
-    return [Piece(".arrow", file.source, 0, file.size, file.size)]
+    return [(0, file.size, file.size)]
 
 
-def read_arrow(piece: Piece, options: Options) -> Iterator[dict]:
-    with open_source(piece.source) as f:
-        for batch in open_arrow(f):
-            yield from rows_of(batch, options)
+def read_arrow(f, piece: Piece, options: Options) -> Iterator[dict]:
+    for batch in open_arrow(f):
+        yield from rows_of(batch, options)
 
 
 STREAMED = 2**30
@@ -349,17 +346,17 @@ def open_dataset(source: str):
     return load_dataset(name, config or None, split=split or "train", streaming=True)
 
 
-def cut_dataset(file: File, options: Options) -> list[Piece]:
+def cut_dataset(file: File, options: Options) -> list[tuple]:
     try:
         n = open_dataset(file.source).num_shards
     except (OSError, ValueError) as e:
         what = f"{file.source}: {' '.join(str(e).split())[:300]}"
         raise UserError(DATA, what, "give hf://org/name:config:split") from None
-    return [Piece("hf://", file.source, i, n, STREAMED) for i in range(n)]
+    return [(i, n, STREAMED) for i in range(n)]
 
 
-def read_dataset(piece: Piece, options: Options) -> Iterator[dict]:
-    yield from open_dataset(piece.source).shard(num_shards=piece.stop, index=piece.start)
+def read_dataset(dataset, piece: Piece, options: Options) -> Iterator[dict]:
+    yield from dataset.shard(num_shards=piece.stop, index=piece.start)
 
 
 # ---- formats
@@ -378,9 +375,11 @@ def parse_line(line: bytes) -> str | None:
 
 
 class Format(NamedTuple):
-    cut: Callable[[File, Options], list[Piece]]
-    read: Callable[[Piece, Options], Iterator]
-    """The lines, rows or texts of a piece; for some that cannot be read, the error."""
+    cut: Callable[[File, Options], list[tuple]]
+    """The pieces of a file, each as the fields of Piece from `start` on."""
+    read: Callable[..., Iterator]
+    """(what open_source returns, piece, options) -> the lines, rows or texts of the piece; for some
+    that cannot be read, the error."""
     parse: Callable
     """A line, row or text -> the text or the row's fields; None for a blank line."""
 
@@ -428,7 +427,7 @@ def cut_file(file: File, options: Options) -> list[Piece]:
     """The pieces of a file.  If it cannot be read, one piece that says why."""
     kind = kind_of(file, options)
     try:
-        return FORMATS[kind].cut(file, options)
+        return [Piece(kind, file.source, *x) for x in FORMATS[kind].cut(file, options)]
     except DAMAGE as e:
         why = "not UTF-8" if isinstance(e, UnicodeError) else damage(e, file.source)
         return [Piece(kind, file.source, 0, 0, 0, why=why)]
@@ -510,10 +509,11 @@ def read_documents(piece: Piece, options: Options) -> Iterator[Document | Skippe
         return
     row = 0
     try:
-        for row, raw in enumerate(FORMATS[piece.kind].read(piece, options), 1):
-            if isinstance(raw, Exception):
-                yield Skipped(row, damage(raw, piece.source))
-            else:
-                yield read_row(row, raw, piece, options)
+        with open_source(piece.source) as f:
+            for row, raw in enumerate(FORMATS[piece.kind].read(f, piece, options), 1):
+                if isinstance(raw, Exception):
+                    yield Skipped(row, damage(raw, piece.source))
+                else:
+                    yield read_row(row, raw, piece, options)
     except DAMAGE as e:
         yield Skipped(row + 1, damage(e, piece.source))
