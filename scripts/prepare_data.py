@@ -39,7 +39,7 @@ from tqdm import tqdm
 
 from cli import check_at_least, quit_on_error
 from config import END, Flag
-from errors import DATA, USAGE, UserError
+from errors import DATA, USAGE, Problem, UserError
 from files import absolute_path, is_remote, paths_in, write_whole
 from scripts import readers
 from scripts.corpus import File, find_files, find_input, real_path
@@ -451,54 +451,58 @@ def finish(out: epath.Path, tasks: list[Task], facts: list[dict], recipe: dict):
         say(f"skipped {n_skipped:,} document(s), which {out / 'skipped.jsonl'} lists")
 
 
-def parse() -> Args:
-    """The command line.  Raises UserError USAGE for flags that cannot work."""
-    args = tyro.cli(Args, use_underscores=True, description=__doc__)
+def problems(args: Args) -> Iterator[Problem]:
+    """Flags that cannot work."""
     n_inputs = sum(word.partition("=")[0] == "--input" for word in sys.argv)
     if n_inputs > 1:  # tyro would take the last
         fix = "give it once, with all files, folders and patterns behind it"
-        raise UserError(USAGE, f"--input is given {n_inputs} times", fix)
+        yield Problem(f"--input is given {n_inputs} times", fix)
     n_sources = bool(args.input) + args.stdlib + args.pydocs
     if n_sources != 1:
         what = f"{n_sources} of --input, --stdlib and --pydocs are given, not 1"
-        raise UserError(USAGE, what, "give one: --input FILE_OR_FOLDER, --stdlib or --pydocs")
-    check_at_least(args, shard_tokens=1, vocab_size=257, workers=0)
+        yield Problem(what, "give one: --input FILE_OR_FOLDER, --stdlib or --pydocs")
     if not 0 < args.val_fraction < 1:
         what = f"val_fraction={args.val_fraction} must be more than 0 and less than 1"
-        raise UserError(USAGE, what, "set --val_fraction to a share of the documents such as 0.02")
+        yield Problem(what, "set --val_fraction to a share of the documents such as 0.02")
     if args.vocab_size > 10**7:  # the trainer makes room for all at once
         what = f"vocab_size={args.vocab_size} must be at most {10**7}"
-        raise UserError(USAGE, what, f"set --vocab_size {10**7} or less")
+        yield Problem(what, f"set --vocab_size {10**7} or less")
     for name in ("out", "field"):
         if not getattr(args, name):
-            raise UserError(USAGE, f"--{name} is empty", f"give --{name} a name, or leave it out")
-    absolute_path(args.out)  # refuses http:// and the like
+            yield Problem(f"--{name} is empty", f"give --{name} a name, or leave it out")
     for x in args.input:
         if is_remote(x) and not re.match("gs://[^/@]+(/|$)|hf://[^:]*[^:/]", x):
             fix = "give gs://bucket/path without credentials, or hf://org/name:config:split"
-            raise UserError(USAGE, f"--input {x} has no name, or is of an unknown kind", fix)
-        if f"{real_path(x)}/".startswith(f"{real_path(args.out)}/"):
+            yield Problem(f"--input {x} has no name, or is of an unknown kind", fix)
+        if args.out and f"{real_path(x)}/".startswith(f"{real_path(args.out)}/"):
             what = f"--input {x} lies in --out {args.out}, where only this command may write"
-            raise UserError(USAGE, what, "choose another --out; it may lie within the input")
+            yield Problem(what, "choose another --out; it may lie within the input")
     if args.end_token != END and args.tokenizer in MADE:
         what = f"--tokenizer {args.tokenizer} ends documents with {END}, not {args.end_token}"
-        raise UserError(USAGE, what, "leave --end_token out, or give a tokenizer.json")
+        yield Problem(what, "leave --end_token out, or give a tokenizer.json")
     if args.vocab_size != Args.vocab_size and args.tokenizer != "bpe":
         what = f"--vocab_size is given, but --tokenizer {args.tokenizer} has its own vocabulary"
-        raise UserError(USAGE, what, "leave --vocab_size out, or choose --tokenizer bpe")
+        yield Problem(what, "leave --vocab_size out, or choose --tokenizer bpe")
     if args.suffix and not args.input:
         what = f"--suffix {args.suffix} is given without --input"
-        raise UserError(USAGE, what, "leave it out: --stdlib and --pydocs choose their own files")
-    if args.field == args.prompt_field:
+        yield Problem(what, "leave it out: --stdlib and --pydocs choose their own files")
+    if args.field and args.field == args.prompt_field:
         what = f"--field and --prompt_field are both {args.field}"
-        raise UserError(USAGE, what, "give the prompt another field than the text")
+        yield Problem(what, "give the prompt another field than the text")
     if args.tokenizer not in MADE and not absolute_path(args.tokenizer).exists():
         what = f"--tokenizer {args.tokenizer} is none of byte, char and bpe, nor a file"
-        example = (
-            "`hf download openai-community/gpt2 tokenizer.json --local-dir gpt2` fetches GPT-2's"
-        )
-        fix = f"choose one of those, or give the path of a tokenizer.json: {example}"
-        raise UserError(USAGE, what, fix)
+        example = "hf download openai-community/gpt2 tokenizer.json --local-dir gpt2"
+        fix = f"choose one of those, or give the path of a tokenizer.json: `{example}` fetches "
+        yield Problem(what, fix + "GPT-2's")
+
+
+def parse() -> Args:
+    """The command line.  Raises UserError USAGE for all flags that cannot work."""
+    args = tyro.cli(Args, use_underscores=True, description=__doc__)
+    check_at_least(args, shard_tokens=1, vocab_size=257, workers=0)
+    absolute_path(args.out)  # refuses http:// and the like
+    if found := list(problems(args)):
+        raise UserError(USAGE, problems=found)
     return args
 
 
