@@ -112,21 +112,22 @@ class TokenFiles(Source):
 
     def windows(self, numbers: np.ndarray) -> np.ndarray:
         L = self.cfg.train.seq_len
-        return self.cut(numbers * L, L + 1, self.shards, -1)
+        return self.cut(numbers * L, L + 1, self.shards)
 
     def scored(self, numbers: np.ndarray) -> np.ndarray | None:
         if not any(self.masks):
             return None
         L = self.cfg.train.seq_len
-        return self.cut(numbers * L, L + 1, self.masks, 1) != 0
+        return self.cut(numbers * L, L + 1, self.masks) != 0
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens start to stop - 1 as int32."""
-        return self.cut(np.array([start]), stop - start, self.shards, -1)[0]
+        return self.cut(np.array([start]), stop - start, self.shards)[0]
 
-    def cut(self, starts: np.ndarray, length: int, files: list, fill: int) -> np.ndarray:
+    def cut(self, starts: np.ndarray, length: int, files: list) -> np.ndarray:
         """int32 [len(starts), length]: what begins at these tokens of the files, self.shards or
-        self.masks; `fill` after the last token, and where a shard has no mask."""
+        self.masks.  Tokens after the last are -1; masks are 1 there, and where there is none."""
+        fill = -1 if files is self.shards else 1
         windows = np.full((len(starts), length), fill, np.int32)
         places, pieces = [], []
         for window, at in zip(windows, starts.tolist(), strict=True):
@@ -457,28 +458,17 @@ class Dataset:
                 self.reading[n] = self.workers.submit(self.make_batch, windows_of(n))
         return [self.reading[n] for n in numbers]
 
-    def read_train(self, step: int) -> list[Future]:
-        return self.read_ahead(range(step, max(self.cfg.train.steps, step + 1)))
-
     def batch(self, step: int):
         """The batch that update step + 1 trains on."""
-        return self.read_train(step)[0].result()
+        return self.read_ahead(range(step, max(self.cfg.train.steps, step + 1)))[0].result()
 
     def eval_batch(self, i: int):
-        """Batch i of the set; eval_error may have started to read it."""
+        """Batch i of the set; `error` may have started to read it."""
         found = self.reading.get(i) or self.read_ahead(range(i, self.n_eval_batches))[0]
         return found.result()
 
-    def batch_error(self, step: int) -> BaseException | None:
-        """Why `batch(step)` or one of the NOTICE batches after it cannot be read, or None.  Waits
-        for them."""
-        return first_error(self.read_train(step))
-
-    def eval_error(self, numbers: list[int]) -> BaseException | None:
-        """Likewise for the first NOTICE + 1 of these batches of an evaluation."""
-        return first_error(self.read_ahead(numbers))
-
-
-def first_error(batches: list[Future]) -> BaseException | None:
-    errors = (batch.exception() for batch in batches[: NOTICE + 1])
-    return next((e for e in errors if e is not None), None)
+    def error(self, numbers) -> BaseException | None:
+        """Why one of the first NOTICE + 1 of these batches, numbered as in read_ahead, cannot be
+        read, or None.  Waits for them."""
+        errors = (batch.exception() for batch in self.read_ahead(numbers)[: NOTICE + 1])
+        return next((e for e in errors if e is not None), None)

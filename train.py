@@ -210,7 +210,7 @@ def evaluate(params, data: Dataset, step: int, cfg: Config, stop=None) -> dict |
     total = tokens = 0
     indices = data.eval_indices(step)
     for k, i in enumerate(progress(indices)):
-        if stop is not None and stop.agree_to_stop(data.eval_error(indices[k:])):
+        if stop is not None and stop.agree_to_stop(data.error(indices[k:])):
             return None
         nll, n, *_ = utils.wait_for(eval_step(params, *data.eval_batch(i), cfg))
         total, tokens = total + float(nll), tokens + int(n)
@@ -315,12 +315,13 @@ def read_upcoming(step: int, train: Dataset, vals, cfg: Config) -> BaseException
     """Begin to read the next batches and the next evaluation.  Returns the error of a batch that
     cannot be read; an evaluation's counts only if that is at most NOTICE updates away."""
     with jax.profiler.TraceAnnotation(DATA_WAIT):
-        error, due = train.batch_error(step), next_evaluation(step, cfg)
+        due = next_evaluation(step, cfg)
+        error = train.error(range(step, cfg.train.steps))
         for val in vals:
             indices = val.eval_indices(due)
             val.read_ahead(indices)
             if due - step <= NOTICE:
-                error = error or val.eval_error(indices)
+                error = error or val.error(indices)
     return error
 
 
