@@ -16,7 +16,7 @@ from runs import new_run, refusal
 import pages
 import train
 from dataset import Dataset
-from errors import DATA, UserError
+from errors import DATA, UserError, first_ten
 from pages import DiskCache, PageReader
 from shards import PAGE, find_shards, page_digest, page_digests
 
@@ -121,6 +121,36 @@ def test_a_damaged_page_is_named_with_the_updates_that_it_feeds(base, folder):
     assert f"shard '{path}': page 2 (bytes {start} to {stop}) is not what its" in str(error)
     feeds = ", ".join(map(str, hit[:10]))
     assert f"it feeds updates {feeds} and {len(hit) - 10} more" in str(error)
+
+
+@pytest.mark.parametrize("name, page, first, last", [
+    ("s0.npy", 1, (PAGE - 128) // 2, 59_999),
+    ("s0.mask", 0, 0, 59_999),
+    ("s0.npy.pages", 0, None, None),
+])  # fmt: skip
+def test_a_damaged_page_of_a_mixture_feeds_its_set_alone(cfg, tmp_path, name, page, first, last):
+    """Of a shard or a mask; a page of digests feeds none by itself."""
+    parts = {n: tmp_path / n for n in "ab"}
+    for folder in parts.values():
+        write_set(folder, [60_000])
+    manifest = json.loads((parts["b"] / "manifest.json").read_text())
+    (parts["b"] / "s0.mask").write_bytes(bytes(59_000) + bytes([1]) * 1000)
+    pages = page_digests((parts["b"] / "s0.mask").read_bytes())
+    (parts["b"] / "s0.mask.pages").write_bytes(pages)
+    manifest["shards"][0]["mask"] = page_digest(pages).hex()
+    (parts["b"] / "manifest.json").write_text(json.dumps(manifest))
+    flip(parts["b"] / name, page * PAGE + 5)
+    sets = ",".join(f"{n}={folder}" for n, folder in parts.items())
+    data = Dataset(on_mesh(cfg, data=dict(train=sets), train=dict(steps=40, batch_size=2)), "train")
+    with pytest.raises(UserError, match=f"{name}': page {page} ") as error:
+        for step in range(40):
+            data.batch(step)
+    if first is None:
+        assert "it feeds" not in str(error.value)
+        return
+    rows = [(sources == 1, windows) for sources, _, windows in map(data.order.batch, range(40))]
+    is_hit = [(b & (w * L <= last) & (w * L + L >= first)).any() for b, w in rows]
+    assert f"it feeds updates {first_ten(np.flatnonzero(is_hit) + 1)}\n" in str(error.value)
 
 
 def test_an_undamaged_answer_after_a_damaged_one_is_taken(remote, folder, monkeypatch):
