@@ -33,6 +33,9 @@ AGAIN = "copy it again, or make the data set again"
 """What fixes a shard that is damaged."""
 
 
+# ---- tokenizers
+
+
 def n_ids(tokenizer) -> int:
     """One more than a tokenizer's highest id, also of what it puts before a text, which may be no
     token of it.  Its get_vocab_size() is less where ids have gaps."""
@@ -243,7 +246,6 @@ def read_manifest(folder: epath.Path) -> TokenSet:
 
 
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
-HEX_DIGITS = re.compile("[0-9a-f]+")
 
 
 def check_entry(entry: dict, numbers: list, digest: str, n_digits: int, dtype="uint16"):
@@ -251,7 +253,7 @@ def check_entry(entry: dict, numbers: list, digest: str, n_digits: int, dtype="u
     if not PLAIN_NAME.fullmatch(entry["name"]):
         raise ValueError(f"shard name {entry['name']!r} is not a plain file name")
     are_counts = all(type(n) is int and 0 < n < 2**40 for n in numbers)
-    is_digest = len(digest) == n_digits and HEX_DIGITS.fullmatch(digest)
+    is_digest = re.fullmatch(f"[0-9a-f]{{{n_digits}}}", digest)
     if dtype not in ("uint16", "uint32") or not are_counts or not is_digest:
         facts = f"dtype {dtype!r}, {numbers!r} tokens, digest {digest!r}"
         raise ValueError(f"shard {entry['name']!r} has {facts}")
