@@ -360,6 +360,13 @@ def check_or_reset(out: epath.Path, recipe: dict, times: str):
 # ---- running the tasks
 
 
+def count_workers(args: Args, pieces: list[Piece]) -> int:
+    has_affinity = hasattr(os, "sched_getaffinity")  # not on macOS
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    # Starting a process takes about as long as tokenizing a million bytes.
+    return min(args.workers or cores, 1 + sum(piece.size for piece in pieces) // 1_000_000)
+
+
 def find_repeats(tasks: list[Task], args: Args, n_workers: int) -> list[Task]:
     """The tasks with `repeats` set."""
     bar = progress_bar(total=sum(task.size for task in tasks), desc="find repeats")
@@ -529,10 +536,7 @@ def main(args: Args):
     common = str(out), options, args.shard_tokens, args.end_token, plan["threshold"]
     lists = batches(pieces, plan["size"])
     tasks = [Task(n, join(found), *common) for n, found in enumerate(lists)]
-    # Starting a process takes about as long as tokenizing a million bytes.
-    has_affinity = hasattr(os, "sched_getaffinity")  # not on macOS
-    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    n_workers = min(args.workers or cores, 1 + sum(piece.size for piece in pieces) // 1_000_000)
+    n_workers = count_workers(args, pieces)
     if args.dedup:
         tasks = find_repeats(tasks, args, n_workers)
     facts = run_all(tasks, args, n_workers)

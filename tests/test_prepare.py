@@ -491,6 +491,13 @@ def test_a_bad_request_is_two_lines(tmp_path, request_, code, word):
     assert done.returncode == code and word in done.stderr and done.stderr.count("\n") == 2
 
 
+def test_all_that_is_wrong_with_a_request_is_told_at_once(tmp_path):
+    request = ["--stdlib", "--val_fraction", 2, "--suffix", ".md", "--out", tmp_path / "out"]
+    done = run("scripts/prepare_data.py", *request)
+    assert done.returncode == USAGE and done.stderr.count("\n") == 4
+    assert "val_fraction=2.0" in done.stderr and "--suffix .md is given" in done.stderr
+
+
 # ---- formats
 
 
