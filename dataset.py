@@ -254,17 +254,18 @@ class Mixture(Source):
         return "; ".join(f"{name}: {source}" for name, source in self.parts.items())
 
     def windows(self, numbers: np.ndarray) -> np.ndarray:
-        return self.gather(numbers, "windows", np.int32)
+        return self.gather(numbers, [x.windows for x in self.parts.values()], np.int32)
 
     def scored(self, numbers: np.ndarray) -> np.ndarray:
-        return self.gather(numbers, "scored", bool)
+        return self.gather(numbers, [x.scored for x in self.parts.values()], bool)
 
-    def gather(self, numbers: np.ndarray, what: str, dtype) -> np.ndarray:
+    def gather(self, numbers: np.ndarray, readers: list, dtype) -> np.ndarray:
+        """What the reader of each window's source gives for it; 1 where a reader gives None."""
         sources = np.searchsorted(self.ends, numbers, side="right")
         found = np.ones((len(numbers), self.cfg.train.seq_len + 1), dtype)
-        for n, source in enumerate(self.parts.values()):
+        for n, read in enumerate(readers):
             if (here := sources == n).any():
-                part = getattr(source, what)(numbers[here] - self.first_window[n])
+                part = read(numbers[here] - self.first_window[n])
                 if part is not None:
                     found[here] = part
         return found
@@ -281,8 +282,7 @@ def check_tokenizers(sources: dict[str, Source]):
     parts = {}
     for name, source in sources.items():
         parts |= {f"{name} {part}".strip(): x for part, x in parts_of(source).items()}
-    files = {name: x.tokenizer for name, x in parts.items() if x.tokenizer is not None}
-    texts = {name: tokenizer_text(file) for name, file in files.items()}
+    texts = {name: tokenizer_text(x.tokenizer) for name, x in parts.items() if x.tokenizer}
     ends = {name: x.end_id for name, x in parts.items() if x.end_id >= 0}
     differ = are_different([*texts.values()])
     if differ or len(set(ends.values())) > 1:

@@ -68,10 +68,8 @@ class Pattern:
         self.period = int(self.weights.sum())
         if self.period > LONGEST_PERIOD:
             given = ",".join(f"{name}={float(weights[name])}" for name in weights)
-            what = (
-                f"the weights {given} repeat after {self.period:,} rows, above {LONGEST_PERIOD:,}"
-            )
-            raise UserError(DATA, what, "give weights of fewer digits")
+            repeat = f"repeat after {self.period:,} rows, above {LONGEST_PERIOD:,}"
+            raise UserError(DATA, f"the weights {given} {repeat}", "give weights of fewer digits")
         self.sources = spread(self.weights.tolist())
         one_hot = self.sources[:, None] == np.arange(len(names))
         zero = np.zeros((1, len(names)), np.int64)
