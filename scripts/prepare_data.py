@@ -384,15 +384,16 @@ def find_repeats(tasks: list[Task], args: Args, n_workers: int) -> list[Task]:
 
 def skipped_rows(tasks: list[Task], all_facts: Iterable[dict]) -> Iterator[dict]:
     """The rows that were skipped and listed, numbered from the start of their files."""
-    file, n_before = None, 0  # rows of the file in the pieces before this one
+    file, n_rows = None, 0  # rows of the file so far
     for task, facts in zip(tasks, all_facts, strict=True):
-        for number, piece in enumerate(task.pieces):
+        before = []  # rows of the file before each piece
+        for piece, n in zip(task.pieces, facts["rows"], strict=True):
             if piece.source != file:
-                file, n_before = piece.source, 0
-            for piece_number, row, why in facts["skipped"]:
-                if piece_number == number:
-                    yield dict(file=file, row=n_before + row, why=why)
-            n_before += facts["rows"][number]
+                file, n_rows = piece.source, 0
+            before.append(n_rows)
+            n_rows += n
+        for i, row, why in facts["skipped"]:
+            yield dict(file=task.pieces[i].source, row=before[i] + row, why=why)
 
 
 def run_all(tasks: list[Task], args: Args, n_workers: int) -> list[dict]:
