@@ -27,7 +27,7 @@ from order import Order, scramble
 from pages import Block, DamagedPage, PageReader
 from processes import NOTICE
 from shards import (
-    AGAIN,
+    COPY_AGAIN,
     are_different,
     check_is_part,
     find_shards,
@@ -82,7 +82,7 @@ class Source:
         try:
             return parse_tokenizer(tokenizer_text(self.tokenizer)).decode(ids)
         except ValueError as e:
-            raise UserError(DATA, f"{self.tokenizer} is damaged: {e}", AGAIN) from None
+            raise UserError(DATA, f"{self.tokenizer} is damaged: {e}", COPY_AGAIN) from None
 
 
 class TokenFiles(Source):

@@ -162,7 +162,7 @@ class Order:
     def rows_by_source(self, index) -> np.ndarray:
         """How many of the rows before a batch are each source's; index: a number or an array."""
         n_rows = self.rows_before(index)
-        # A stage has none before its start, and no more after the next one's.
+        # A stage has the rows from its start to that of the next stage.
         ends = [*self.stage_starts[1:], np.iinfo(np.int64).max]
         stages = zip(self.patterns, self.stage_starts, ends, strict=True)
         return sum(p.count_rows(np.clip(n_rows, begin, end) - begin) for p, begin, end in stages)
@@ -242,7 +242,7 @@ class Order:
         for first in range(0, self.cfg.train.steps, UPDATES_AT_ONCE):
             steps = np.arange(first, min(first + UPDATES_AT_ONCE, self.cfg.train.steps))
             index = self.stream_index(steps)
-            # The source's rows of each batch: from this one on, up to that one.
+            # Each update has the source's rows begin to end - 1.
             begin, end = (self.rows_by_source(i)[:, source] for i in (index, index + 1))
             for epoch in range(begin[0] // n, -(-end[-1] // n)):
                 i = permute(windows, n, self.key(source, epoch), inverse=True)

@@ -24,7 +24,7 @@ import shards
 from config import Config
 from errors import DATA, UserError
 from files import is_remote, make_private_folder
-from shards import AGAIN, PAGE, Shard, shard_error
+from shards import COPY_AGAIN, PAGE, Shard, shard_error
 
 
 class Block(NamedTuple):
@@ -112,7 +112,7 @@ class DamagedPage(UserError):
         self.block = block
         page = f"page {block.start // PAGE} (bytes {block.start} to {block.stop - 1})"
         what = f"{page} is not what its digest promises"
-        super().__init__(DATA, problems=shard_error(block.path, what, AGAIN).problems)
+        super().__init__(DATA, problems=shard_error(block.path, what, COPY_AGAIN).problems)
 
 
 class PageReader:
@@ -166,7 +166,7 @@ class PageReader:
             shards.check_is_part(digest_list(shard).path)
         state = self.state_of(shard)
         if shard.sha256 and shards.file_sha256(shard.path) != shard.sha256:
-            raise shard_error(shard.path, "its checksum is not the manifest's", AGAIN)
+            raise shard_error(shard.path, "its checksum is not the manifest's", COPY_AGAIN)
         return state
 
     def state_of(self, shard: Shard) -> tuple | None:

@@ -29,8 +29,8 @@ def shard_error(path: epath.Path, what: str, fix: str) -> UserError:
     return UserError(DATA, f"shard {os.fspath(path)!r}: {what}", fix)
 
 
-AGAIN = "copy it again, or make the data set again"
-"""What fixes a shard that is damaged."""
+COPY_AGAIN = "copy it again, or make the data set again"
+"""The fix for a damaged file."""
 
 
 # ---- tokenizers
