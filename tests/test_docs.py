@@ -161,6 +161,12 @@ def test_the_table_of_files_has_every_file_and_the_size_is_right():
         assert abs(int(n_lines.replace(",", "")) / counted - 1) < 0.1, (folder, counted)
 
 
+def test_the_tour_names_every_file():
+    text = (ROOT / "docs" / "tour.md").read_text()
+    files = ROOT.glob("*.py")
+    assert not [p.name for p in files if f"`{p.name}`" not in text and f"`{p.stem}." not in text]
+
+
 def test_sizes_in_the_tour_are_those_of_the_demo():
     """A size of several dims in docs/tour.md is that of an array in the demo's update."""
     cfg = config.PRESETS["demo"]()
