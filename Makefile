@@ -33,7 +33,7 @@ demo: .venv/installed
 	@echo '  train longer, on all devices that JAX finds:'
 	@echo '    $(BIN)/python train.py --config demo --run.name longer --train.steps 1000 --mesh.dp -1 --mesh.pp 1 --mesh.tp 1'
 	@echo '  prepare a text or a folder of yours (here docs/), for --data.train data/mine/train --data.val data/mine/val:'
-	@echo '    $(BIN)/python scripts/prepare_data.py --input docs --suffix .md --out data/mine'
+	@echo '    $(BIN)/python scripts/prepare_data.py --input docs --suffix .md --val_fraction 0.1 --out data/mine'
 
 test: .venv/installed
 	$(BIN)/python -m pytest

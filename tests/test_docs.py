@@ -17,11 +17,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import tyro
 from conftest import ROOT, on_mesh
 
 import cli
 import config
 import train
+from scripts import prepare_data
 
 README = ROOT / "README.md"
 DOCS = [README, *sorted((ROOT / "docs").glob("*.md"))]
@@ -216,6 +218,21 @@ def test_commands_to_train_pass_the_checks_as_written(path, tmp_path, monkeypatc
                 cfg = cli.parse(words)
                 has_demo = "data/demo" in cfg.data.train  # whose vocabulary the tests shorten
                 assert not has_demo or cfg.model.vocab_size >= config.demo().model.vocab_size
+
+
+def test_commands_that_prepare_the_same_folder_have_the_same_settings():
+    """Those of a page, of the Makefile and of a recipe may follow each other, and other settings
+    are refused."""
+    found = {}
+    for path in (*DOCS, ROOT / "Makefile", *ROOT.glob("scripts/recipes/*.sh")):
+        text = re.sub(r"\\\n", " ", path.read_text())
+        text = re.sub(r"\$text|\bFILE\b", "data/shakespeare.txt", text)  # in shakespeare_char.sh
+        for command in re.findall(r"prepare_data\.py (.*--out [\w./:]+)", text):
+            words = [word for word in shlex.split(command) if word != "#"]
+            args = tyro.cli(prepare_data.Args, args=words, use_underscores=True)
+            found.setdefault(args.out, set()).add(args)
+    assert len(found) > 9
+    assert not {out: settings for out, settings in found.items() if len(settings) > 1}
 
 
 SCRIPT = f"""#!/bin/sh
