@@ -1,7 +1,7 @@
 """Show that muP works: as the model gets wider, activations keep their size and the best learning
 rate stays the same with model.mup_base_width, but not without it.
 
-    python scripts/prepare_data.py --pydocs --tokenizer char --out data/chars
+    python scripts/prepare_data.py --pydocs --tokenizer char --val_fraction 0.05 --out data/chars
     python scripts/mup_check.py --out mup.png          (minutes on two cores)
 
 Prints a table as JSON and draws it.  The coordinate check is that of Yang et al. 2022, appendix

@@ -1,9 +1,9 @@
 """Turn text into a data set: token shards with a manifest.json and a tokenizer.json, in OUT/train
 and OUT/val.
 
-    python scripts/prepare_data.py --pydocs --out data/demo
+    python scripts/prepare_data.py --pydocs --val_fraction 0.05 --out data/demo
     python scripts/prepare_data.py --input book.txt --tokenizer char --out data/book
-    python scripts/prepare_data.py --input 'web/*.parquet' more.jsonl --field text --out data/web
+    python scripts/prepare_data.py --input 'web/*.parquet' more.jsonl --field text --out data/tables
 
 A text file, or a row of a table, is a document, and an end-of-document token follows it.  One
 document in fifty, chosen by a hash of its text, is held out for validation; a single text is cut

@@ -221,10 +221,10 @@ def test_commands_to_train_pass_the_checks_as_written(path, tmp_path, monkeypatc
 
 
 def test_commands_that_prepare_the_same_folder_have_the_same_settings():
-    """Those of a page, of the Makefile and of a recipe may follow each other, and other settings
-    are refused."""
-    found = {}
-    for path in (*DOCS, ROOT / "Makefile", *ROOT.glob("scripts/recipes/*.sh")):
+    """Those of a page, the Makefile, a script's --help and a recipe may follow each other, and
+    other settings are refused."""
+    found, others = {}, [ROOT / "Makefile", *ROOT.glob("scripts/*.py")]
+    for path in (*DOCS, *others, *ROOT.glob("scripts/recipes/*.sh")):
         text = re.sub(r"\\\n", " ", path.read_text())
         text = re.sub(r"\$text|\bFILE\b", "data/shakespeare.txt", text)  # in shakespeare_char.sh
         for command in re.findall(r"prepare_data\.py (.*--out [\w./:]+)", text):
