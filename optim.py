@@ -1,5 +1,9 @@
 """Optimizers and learning rate schedules, each a line of a table, and the skipping of updates that
-are not finite."""
+are not finite.
+
+Dimension key (a suffix on every array's name spells its logical shape):
+  U  the last updates
+"""
 
 from functools import partial
 

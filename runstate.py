@@ -1,5 +1,8 @@
 """The state of a run: everything that changes in training.  What it is in a checkpoint, and where a
 start takes it from: the run's newest checkpoint, that of a parent, or new.
+
+Dimension key (a suffix on every array's name spells its logical shape):
+  U  the last updates
 """
 
 import time

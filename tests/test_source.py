@@ -101,7 +101,7 @@ COMMON = dict(
 """Letters that mean the same in every file; a file may add to the words."""
 WITH_DIMS = [
     "weights", "layers", "blockwise", "attention", "grouped", "experts", "pipeline", "model",
-    "gradient", "generate", "train",
+    "gradient", "generate", "optim", "runstate", "train",
 ]  # fmt: skip
 
 
