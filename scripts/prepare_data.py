@@ -228,19 +228,21 @@ def choose_threshold(pieces: list[Piece], options: Options, val_fraction: float)
     # Ranks are hashes, uniform below 2**64.
     threshold = round(val_fraction * 2**64)
     low, high = 2**64, -1  # the smallest and the largest rank read so far
-    why = "no rows"  # why no document has been read, if so
+    why = ""  # why the first row that is skipped is
     for found in chain.from_iterable(readers.read_documents(piece, options) for piece in pieces):
         if isinstance(found, Document):
             low, high = min(low, found.rank), max(high, found.rank)
             if low < threshold <= high:
                 return threshold
-        elif why == "no rows":
-            why = found.why or why
+        else:
+            why = why or found.why
     if low > high:
-        what = f"no documents in {len({piece.source for piece in pieces})} file(s): {why}"
+        n_files = len({piece.source for piece in pieces})
+        what = f"no documents in {n_files} file(s): {why or 'no rows'}"
         raise UserError(DATA, what, "give other files, or name the right --field")
     if low == high:
         what = "there is only one document, or all are the same"
+        what += f"; others are skipped: {why}" if why else ""
         raise UserError(DATA, what, "give more documents, or a single text file to cut in two")
     return low + 1 if threshold <= low else high
 

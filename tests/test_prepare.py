@@ -1003,9 +1003,10 @@ def test_neither_split_is_empty(tmp_path, fraction):
 
 def test_one_row_alone_is_an_error(tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_bytes(json_lines([dict(text="alone")] * 3))
+    path.write_bytes(json_lines([dict(text="alone")] * 3 + [dict(text=1)]))
     done = run(SCRIPT, "--input", path, "--tokenizer", "byte", "--out", tmp_path / "out")
     assert done.returncode == DATA and "only one document" in done.stderr
+    assert "skipped: field 'text' is of type int, not text" in done.stderr
     other = run(SCRIPT, "--input", path, "--field", "x", "--out", tmp_path / "other")
     assert other.returncode == DATA and "'x' is missing" in other.stderr
     assert not (tmp_path / "other").exists()
