@@ -9,7 +9,6 @@ mla:
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,32 +18,34 @@ import config
 import layers
 import model
 import utils
-from architecture import Model
 
 # ---- tensors and weights
 
 # A line is a tensor's name, its dims in the file's order, and the weights that it holds.  A space
 # separates two dims of the tensor: "HK D" is a matrix with H * K rows.  A | separates the weights
 # that it holds side by side.  A dict gives an index into the weight where the tensor is one entry
-# of a dim: with C=1 it is the second of gate and up.
+# of a dim: with C=1 it is the second of gate and up.  Where a name has {E}, each expert has such a
+# tensor.  A layer uses the lines whose weights it has.
 
 LLAMA_ENDS = [
     ("model.embed_tokens.weight", "V D", "embed_VD"),
     ("model.norm.weight", "D", "norm_D"),
     ("lm_head.weight", "V D", "unembed_DV"),
 ]
-
-
-def norm_lines(**weights) -> list:
-    return [(f"{name}_layernorm.weight", "D", weight) for name, weight in weights.items()]
-
-
-BEFORE = norm_lines(input="attn_norm_D", post_attention="mlp_norm_D")
-AFTER = norm_lines(post_attention="attn_post_norm_D", post_feedforward="mlp_post_norm_D")
-# By model.norm_place, because one name means different norms in different families.
-NORMS = dict(
-    before=BEFORE, after=AFTER, both=[BEFORE[0], *norm_lines(pre_feedforward="mlp_norm_D"), *AFTER]
-)
+# By model.norm_place: one name means different norms in different families.
+NORMS_BEFORE = [
+    ("input_layernorm.weight", "D", "attn_norm_D"),
+    ("post_attention_layernorm.weight", "D", "mlp_norm_D"),
+]
+NORMS_AFTER = [
+    ("post_attention_layernorm.weight", "D", "attn_post_norm_D"),
+    ("post_feedforward_layernorm.weight", "D", "mlp_post_norm_D"),
+]
+NORMS_BOTH = [
+    NORMS_BEFORE[0],
+    ("pre_feedforward_layernorm.weight", "D", "mlp_norm_D"),
+    *NORMS_AFTER,
+]
 ATTENTION = [
     ("self_attn.q_proj.weight", "HK D", "q_DHK"),
     ("self_attn.k_proj.weight", "GK D", "k_DGK"),
@@ -59,16 +60,50 @@ ATTENTION = [
     ("self_attn.q_norm.weight", "HK", "q_norm_HK"),
     ("self_attn.k_norm.weight", "GK", "k_norm_GK"),
     ("self_attn.sinks", "H", "sink_H"),
-    # mla:
+    # mla, whose {query} is q_b where queries have a latent, and q where they do not:
     ("self_attn.q_a_proj.weight", "J D", "q_down_DJ"),
     ("self_attn.q_a_proj.bias", "J", "q_down_bias_J"),
     ("self_attn.q_a_layernorm.weight", "J", "q_norm_J"),
+    ("self_attn.{query}_proj.weight", "HK J|HT J", "q_JHK q_rope_JHT"),
     ("self_attn.kv_a_proj_with_mqa.weight", "I D|T D", "kv_down_DI k_rope_DT"),
     ("self_attn.kv_a_proj_with_mqa.bias", "I|T", "kv_down_bias_I k_rope_bias_T"),
     ("self_attn.kv_a_layernorm.weight", "I", "kv_norm_I"),
     ("self_attn.kv_b_proj.weight", "HK I|HW I", "k_IHK v_IHW"),
     ("self_attn.o_proj.weight", "D HW", "o_HWD"),
 ]
+MLP = [
+    ("mlp.gate_proj.weight", "F D", "in_CDF", dict(C=0)),
+    ("mlp.up_proj.weight", "F D", "in_CDF", dict(C=1)),
+    ("mlp.down_proj.weight", "D F", "out_FD"),
+    ("mlp.gate_proj.bias", "F", "in_bias_CF", dict(C=0)),
+    ("mlp.up_proj.bias", "F", "in_bias_CF", dict(C=1)),
+    ("mlp.down_proj.bias", "D", "out_bias_D"),
+]
+QWEN_MOE = [  # and of deepseek_v3
+    ("mlp.gate.weight", "E D", "router_DE"),
+    ("mlp.gate.e_score_correction_bias", "E", "router_bias_E"),
+    ("mlp.shared_experts.gate_proj.weight", "F D", "shared_in_CDF", dict(C=0)),
+    ("mlp.shared_experts.up_proj.weight", "F D", "shared_in_CDF", dict(C=1)),
+    ("mlp.shared_experts.down_proj.weight", "D F", "shared_out_FD"),
+    ("mlp.experts.{E}.gate_proj.weight", "F D", "in_EDCF", dict(C=0)),
+    ("mlp.experts.{E}.up_proj.weight", "F D", "in_EDCF", dict(C=1)),
+    ("mlp.experts.{E}.down_proj.weight", "D F", "out_EFD"),
+]
+MIXTRAL_MOE = [
+    ("block_sparse_moe.gate.weight", "E D", "router_DE"),
+    ("block_sparse_moe.experts.{E}.w1.weight", "F D", "in_EDCF", dict(C=0)),
+    ("block_sparse_moe.experts.{E}.w3.weight", "F D", "in_EDCF", dict(C=1)),
+    ("block_sparse_moe.experts.{E}.w2.weight", "D F", "out_EFD"),
+]
+GPT_OSS_MOE = [
+    ("mlp.router.weight", "E D", "router_DE"),
+    ("mlp.router.bias", "E", "router_logit_bias_E"),
+    ("mlp.experts.gate_up_proj", "E D FC", "in_EDCF"),
+    ("mlp.experts.gate_up_proj_bias", "E FC", "in_bias_ECF"),
+    ("mlp.experts.down_proj", "E F D", "out_EFD"),
+    ("mlp.experts.down_proj_bias", "E D", "out_bias_ED"),
+]
+LLAMA_LAYER = [*NORMS_BEFORE, *ATTENTION, *MLP]
 GPT2_ENDS = [
     ("transformer.wte.weight", "V D", "embed_VD"),
     ("transformer.wpe.weight", "L D", "position_LD"),
@@ -92,60 +127,6 @@ GPT2_LAYER = [
 ]
 
 
-def swiglu(
-    name: str, weight_in: str, weight_out: str, words=("gate", "up", "down"), **index
-) -> list:
-    """The lines of a feed-forward whose three tensors are called `name` with these words."""
-    gate, up, down = map(name.format, words)
-    return [
-        (gate, "F D", weight_in, index | dict(C=0)),
-        (up, "F D", weight_in, index | dict(C=1)),
-        (down, "D F", weight_out, index),
-    ]
-
-
-def llama_lines(m: Model) -> list:
-    """The lines that all families except gpt2 share.  A layer uses those whose weights it has."""
-    dense = swiglu("mlp.{}_proj.weight", "in_CDF", "out_FD")
-    biases = swiglu("mlp.{}_proj.bias", "in_bias_CF", "out_bias_D")
-    dense += [(name, dims[0], *rest) for name, dims, *rest in biases]
-    query = "self_attn.q_b_proj.weight" if m.q_rank else "self_attn.q_proj.weight"
-    mla_query = (query, "HK J|HT J", "q_JHK q_rope_JHT")
-    return [*NORMS[m.norm_place], *ATTENTION, mla_query, *dense]
-
-
-def qwen_lines(m: Model) -> list:
-    """The lines of qwen3_moe and deepseek_v3."""
-    moe = [
-        ("mlp.gate.weight", "E D", "router_DE"),
-        ("mlp.gate.e_score_correction_bias", "E", "router_bias_E"),
-        *swiglu("mlp.shared_experts.{}_proj.weight", "shared_in_CDF", "shared_out_FD"),
-    ]
-    for e in range(m.n_experts):
-        moe += swiglu(f"mlp.experts.{e}.{{}}_proj.weight", "in_EDCF", "out_EFD", E=e)
-    return llama_lines(m) + moe
-
-
-def mixtral_lines(m: Model) -> list:
-    moe = [("block_sparse_moe.gate.weight", "E D", "router_DE")]
-    for e in range(m.n_experts):
-        name = f"block_sparse_moe.experts.{e}.w{{}}.weight"
-        moe += swiglu(name, "in_EDCF", "out_EFD", words=(1, 3, 2), E=e)
-    return llama_lines(m) + moe
-
-
-def gpt_oss_lines(m: Model) -> list:
-    moe = [
-        ("mlp.router.weight", "E D", "router_DE"),
-        ("mlp.router.bias", "E", "router_logit_bias_E"),
-        ("mlp.experts.gate_up_proj", "E D FC", "in_EDCF"),
-        ("mlp.experts.gate_up_proj_bias", "E FC", "in_bias_ECF"),
-        ("mlp.experts.down_proj", "E F D", "out_EFD"),
-        ("mlp.experts.down_proj_bias", "E D", "out_bias_ED"),
-    ]
-    return llama_lines(m) + moe
-
-
 # ---- families
 
 
@@ -163,7 +144,8 @@ class Family(NamedTuple):
     """Fields of Model that are the same for the whole family."""
     supported: dict = SILU
     """Keys of config.json that must have this value, or be absent: {key: value}."""
-    layer_lines: Callable[[Model], list] = llama_lines
+    layer: list = LLAMA_LAYER
+    """The lines of a layer's tensors."""
     layer_prefix: str = "model.layers.{}."
     """The start of the names of layer {}'s tensors."""
     ends: list = LLAMA_ENDS
@@ -194,6 +176,7 @@ GEMMA_KEYS = [
 GEMMA = dict(
     activation="geglu_tanh", norm_place="both", norm_offset=True, scale_embedding=True,
 )
+GEMMA_LAYER = [*NORMS_BOTH, *ATTENTION, *MLP]
 FAMILIES = dict(
     gpt2=Family(
         "GPT2LMHeadModel",
@@ -204,7 +187,7 @@ FAMILIES = dict(
         dict(attn_bias=True, mlp_bias=True, norm="layer", norm_bias=True, positions="learned"),
         dict(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False,
              add_cross_attention=False),
-        lambda m: GPT2_LAYER, "transformer.h.{}.", GPT2_ENDS,
+        GPT2_LAYER, "transformer.h.{}.", GPT2_ENDS,
     ),
     llama=Family(
         "LlamaForCausalLM", [*keys(), *HEADS, BIAS, D_FF, ("mlp_bias", "mlp_bias", False)],
@@ -216,17 +199,18 @@ FAMILIES = dict(
     ),
     olmo2=Family(
         "Olmo2ForCausalLM", [*keys(1e-5), *HEADS, BIAS, D_FF],
-        dict(norm_place="after", qk_norm=True, qk_norm_width="all"),
+        dict(norm_place="after", qk_norm=True, qk_norm_width="all"), SILU,
+        [*NORMS_AFTER, *ATTENTION, *MLP],
     ),
     gemma2=Family(
         "Gemma2ForCausalLM",
         [*GEMMA_KEYS, ("attn_logit_softcapping", "attn_softcap", 50.0, 0.0),
          ("final_logit_softcapping", "logit_softcap", 30.0, 0.0)],
-        GEMMA, GEGLU,
+        GEMMA, GEGLU, GEMMA_LAYER,
     ),
     gemma3_text=Family(
         "Gemma3ForCausalLM", [*GEMMA_KEYS, ("final_logit_softcapping", "logit_softcap", 0.0)],
-        GEMMA | dict(qk_norm=True), GEGLU | dict(attn_logit_softcapping=None),
+        GEMMA | dict(qk_norm=True), GEGLU | dict(attn_logit_softcapping=None), GEMMA_LAYER,
     ),
     qwen3=Family(
         "Qwen3ForCausalLM", [*keys(), *HEADS, BIAS, D_FF, WINDOW_4096], dict(qk_norm=True),
@@ -235,13 +219,13 @@ FAMILIES = dict(
         "Qwen3MoeForCausalLM",
         [*keys(), *HEADS, BIAS, D_FF, WINDOW_4096, ACTIVE, ("num_experts", "n_experts"),
          ("moe_intermediate_size", "d_expert"), ("norm_topk_prob", "norm_scores", False)],
-        dict(qk_norm=True), SILU, qwen_lines,
+        dict(qk_norm=True), SILU, [*LLAMA_LAYER, *QWEN_MOE],
     ),
     mixtral=Family(
         "MixtralForCausalLM",
         [*keys(1e-5), *HEADS, ("sliding_window", "window", 0), ACTIVE,
          ("num_local_experts", "n_experts"), ("intermediate_size", "d_expert")],
-        dict(norm_scores=True), SILU, mixtral_lines,
+        dict(norm_scores=True), SILU, [*LLAMA_LAYER, *MIXTRAL_MOE],
     ),
     gpt_oss=Family(
         "GptOssForCausalLM",
@@ -250,7 +234,7 @@ FAMILIES = dict(
          ("intermediate_size", "d_expert")],
         dict(activation="swiglu_clamped", attn_sinks=True, norm_scores=True,
              router_logit_bias=True, expert_bias=True),
-        SILU | dict(swiglu_alpha=1.702, swiglu_limit=7.0), gpt_oss_lines,
+        SILU | dict(swiglu_alpha=1.702, swiglu_limit=7.0), [*LLAMA_LAYER, *GPT_OSS_MOE],
     ),
     deepseek_v3=Family(
         "DeepseekV3ForCausalLM",
@@ -262,7 +246,8 @@ FAMILIES = dict(
          ("routed_scaling_factor", "score_scale", 2.5), ("n_group", "n_groups"),
          ("topk_group", "n_active_groups")],
         dict(attention="mla", router="sigmoid", router_bias=True),
-        SILU | dict(topk_method="noaux_tc", scoring_func="sigmoid", moe_layer_freq=1), qwen_lines,
+        SILU | dict(topk_method="noaux_tc", scoring_func="sigmoid", moe_layer_freq=1),
+        [*LLAMA_LAYER, *QWEN_MOE],
     ),
 )
 # fmt: on
@@ -344,33 +329,39 @@ def weight_part(weight: str, dims: str, index: dict, shape: tuple, vocab_size: i
 
 
 def tensor_map(name: str, layout: str, parts: list[Part], interleaved: bool) -> TensorMap:
-    """The tensor that holds these parts; the letters of their dims differ in one dim at most."""
+    """The tensor that holds these parts; the letters of their dims differ in one dim at most.
+    layout: the first part's, whose spaces separate the tensor's dims."""
     dims = [part.file_dims for part in parts]
     differ = [len(set(letters)) > 1 for letters in zip(*dims, strict=True)]
     joined = differ.index(True) if any(differ) else 0
     sizes = dict(parts[0].sizes)
     sizes[dims[0][joined]] = sum(part.sizes[part.file_dims[joined]] for part in parts)
-    first = layout.split("|")[0].split()
-    shape = tuple(math.prod(sizes[dim] for dim in letters) for letters in first)
+    shape = tuple(math.prod(sizes[dim] for dim in letters) for letters in layout.split())
     return TensorMap(name, shape, tuple(parts), joined, interleaved)
 
 
 def tensor_maps(name: str, cfg: config.Config, interleaved: bool = True) -> list[TensorMap]:
     """Every tensor of a model of that family.  interleaved: as in TensorMap."""
-    family, vocab_size = FAMILIES[name], cfg.model.vocab_size
+    family, m = FAMILIES[name], cfg.model
     shapes = {path: p.shape for path, p in utils.leaf_table(model.param_table(cfg)).items()}
+    query = "q_b" if m.q_rank else "q"
 
-    def maps(lines, prefix, group, **row):
+    experts = [dict(E=e) for e in range(m.n_experts)]
+
+    def maps(lines, prefix="", group="", **row):
         for tensor, layout, weights, *rest in lines:
-            paths, index = [f"{group}{weight}" for weight in weights.split()], dict(*rest) | row
-            if all(path in shapes for path in paths):
-                pairs = zip(paths, layout.split("|"), strict=True)
-                parts = [weight_part(p, dims, index, shapes[p], vocab_size) for p, dims in pairs]
-                yield tensor_map(prefix + tensor, layout, parts, interleaved)
+            paths, layouts = [group + weight for weight in weights.split()], layout.split("|")
+            if not all(path in shapes for path in paths):
+                continue
+            for expert in experts if "{E}" in tensor else [{}]:
+                index, pairs = dict(*rest) | row | expert, zip(paths, layouts, strict=True)
+                parts = [weight_part(p, dims, index, shapes[p], m.vocab_size) for p, dims in pairs]
+                full_name = prefix + tensor.format(query=query, **expert)
+                yield tensor_map(full_name, layouts[0], parts, interleaved)
 
-    found, lines = [*maps(family.ends, "", "")], family.layer_lines(cfg.model)
+    found = [*maps(family.ends)]
     for n, (group, kind, row) in enumerate(layers.layer_places(cfg)):
-        found += maps(lines, family.layer_prefix.format(n), f"{group}/{kind}/", N=row)
+        found += maps(family.layer, family.layer_prefix.format(n), f"{group}/{kind}/", N=row)
     named = {part.weight for tensor in found for part in tensor.parts}
     assert named == set(shapes), f"{name} has no tensor for {set(shapes) - named}"
     return found
