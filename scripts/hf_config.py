@@ -27,25 +27,6 @@ IGNORED = """
     _sliding_window_pattern _attn_implementation _attn_implementation_autoset _commit_hash
     original_max_position_embeddings
     """.split()  # noqa: SIM905
-ACTIVATIONS = dict(gelu="gelu", gelu_new="gelu_tanh", gelu_pytorch_tanh="gelu_tanh", relu2="relu2")
-# For each model.rope_scaling: its keys for model.rope_low and rope_high, and their usual values.
-SCALINGS = dict(
-    linear=dict(),
-    llama3=dict(low_freq_factor=1, high_freq_factor=4),
-    yarn=dict(beta_slow=1, beta_fast=32),
-)
-FULL, SLIDING = "full_attention", "sliding_attention"  # values of layer_types
-WITH_LAYER_TYPES = ("qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_oss")
-# Rotary settings where config.json has none; in other families that is rope_theta=1e4.
-ROPE = dict(
-    mixtral=dict(rope_theta=1e6),
-    gemma3_text=dict(rope_theta=1e6),
-    gpt_oss=dict(
-        rope_theta=1.5e5, rope_type="yarn", factor=32.0, original_max_position_embeddings=4096,
-        truncate=False,
-    ),
-)  # fmt: skip
-
 # ---- from config.json
 
 
@@ -119,29 +100,13 @@ def read_fields(keys: Keys, name: str) -> dict:
     fields = family.fixed | {field: keys.take(key, *rest) for key, field, *rest in family.keys}
     for key, value in family.supported.items():
         keys.require(key, keys.take(key, value), value)
-    H, D, N = fields["n_heads"], fields["d_model"], fields["n_layers"]
+    N, E = fields["n_layers"], fields.get("n_experts", 0)
     if N not in range(1, 10_001):  # as in checks.py; lists of all layers follow
         raise ValueError(f"a number of layers from 1 to 10000 is needed, not {N!r:.40}")
-    E = fields.get("n_experts", 0)
     if type(E) is int and N * E > 10**6:  # each has tensors of its own, which are listed
         raise ValueError(f"at most 1000000 experts in all layers are read, not {N * E!r:.40}")
-    if name == "gpt2":
-        act = fields["activation"]
-        supported = act if act in ACTIVATIONS else errors.or_list(ACTIVATIONS)
-        keys.require("activation_function", act, supported)
-        keys.require("n_embd % n_head", D % H, 0)
-        fields |= dict(n_kv_heads=H, d_head=D // H, d_ff=fields["d_ff"] or 4 * D)
-        return fields | dict(activation=ACTIVATIONS.get(act, "gelu"))
-    if name == "deepseek_v3":
-        keys.require("num_key_value_heads", fields["n_kv_heads"], H)
-        keys.require("n_shared_experts", fields["n_shared"], max(1, fields["n_shared"]))
-        keys.take("head_dim", None)  # transformers writes d_rope there
-    else:
-        fields["n_kv_heads"] = fields["n_kv_heads"] or H
-        fields["d_head"] = fields["d_head"] or (128 if name == "qwen3" else D // H)
-    moe, local = read_moe_layers(keys, name, N), read_local_layers(keys, name, N, fields)
-    kinds = [("moe" if n in moe else "dense") + "_local" * x for n, x in enumerate(local)]
-    return fields | read_rope(keys, name) | shortest_pattern(kinds)
+    fields |= read_sizes(keys, name, fields) | read_layers(keys, name, fields)
+    return fields | (read_rope(keys, name) if family.rope_theta else {})
 
 
 def check_type(field: str, x, keys: Keys):
@@ -157,10 +122,198 @@ def check_type(field: str, x, keys: Keys):
     return x
 
 
+# ---- to config.json
+
+
+def write_config(cfg: Config, dtype: str, end_id: int | None, start_id: int | None = None) -> dict:
+    """The config.json of a run's model.  Raises UserError DATA if transformers has no such model.
+
+    end_id: the token that ends a document.  start_id: the one that is put before a text.
+    """
+    m, name = cfg.model, likely_family(cfg.model)
+    family = hf_families.FAMILIES[name]
+    hf = dict(model_type=name, architectures=[family.architecture], torch_dtype=dtype)
+    hf |= dict(bos_token_id=start_id, eos_token_id=end_id) | family.supported
+    for key, field, *_ in family.keys:
+        x = getattr(m, field)
+        hf[key] = None if x == 0 and x is not False else x  # our 0 stands for "not set"
+    hf |= write_sizes(m, name) | write_layers(m, name)
+    hf |= write_rope(m, name, cfg.train.seq_len) if family.rope_theta else {}
+    if name in WITH_LAYER_TYPES and not hf["sliding_window"]:
+        del hf["sliding_window"]  # null is an error in gemma2, gemma3_text and gpt_oss
+    ours, theirs = effective_fields(m), effective_fields(read_model(hf))
+    differ = [n for n in ours | theirs if ours.get(n) != theirs.get(n)]
+    if differ:
+        fix = f"only models of {errors.or_list(hf_families.FAMILIES)} can be exported"
+        has = f"but the {name} of transformers has"
+        found = [f"model.{n} is {ours.get(n)}, {has} {theirs.get(n)}" for n in differ]
+        raise UserError(DATA, problems=[Problem(what, fix) for what in found])
+    return hf
+
+
+def likely_family(m: Model) -> str:
+    """A family that has this model, if any has; write_config checks whether it does."""
+    moe, kinds = moe_layers(m), all_kinds(m)
+    signs = dict(  # the first family whose sign is true is the one
+        deepseek_v3=m.attention == "mla",
+        gpt2=m.norm == "layer" or m.positions == "learned",
+        gpt_oss=moe and m.attn_sinks,
+        qwen3_moe=moe and m.qk_norm,
+        mixtral=moe,
+        gemma3_text=m.norm_offset and m.qk_norm,
+        gemma2=m.norm_offset,
+        olmo2=m.norm_place == "after",
+        qwen3=m.qk_norm,
+        qwen2=m.attn_bias and not m.attn_out_bias,
+        # transformers loads no llama whose width is not a multiple of its heads.
+        mistral=all("local" in kind for kind in kinds) or m.d_model % m.n_heads > 0,
+    )
+    return next((name for name, is_true in signs.items() if is_true), "llama")
+
+
+def effective_fields(m: Model) -> dict:
+    """The fields that have an effect in m; two models that agree in them are the same."""
+    if m.rope_scaling == "none":  # then a rope_local_theta of 0 is rope_theta
+        m = replace(m, rope_local_theta=m.rope_local_theta or m.rope_theta)
+    m = replace(m, attn_width=m.attn_width or m.d_head + m.d_rope)  # d_rope is 0 without mla
+    unused = {"pattern", "prefix", *checks.unused_fields(m)}
+    if not m.yarn_mscale_all_dim:  # without it, yarn_mscale has no effect
+        unused.add("yarn_mscale")
+    rest = {name: x for name, x in asdict(m).items() if name not in unused}
+    return rest | dict(layers=shortest_pattern(all_kinds(m)))
+
+
+# What needs more than the family's table follows, read and written side by side.
+
+# ---- sizes
+
+ACTIVATIONS = dict(gelu="gelu", gelu_new="gelu_tanh", gelu_pytorch_tanh="gelu_tanh", relu2="relu2")
+
+
+def read_sizes(keys: Keys, name: str, fields: dict) -> dict:
+    """The fields of heads and feed-forwards that depend on others."""
+    H, D = fields["n_heads"], fields["d_model"]
+    if name == "deepseek_v3":
+        keys.require("num_key_value_heads", fields["n_kv_heads"], H)
+        keys.require("n_shared_experts", fields["n_shared"], max(1, fields["n_shared"]))
+        keys.take("head_dim", None)  # transformers writes d_rope there
+        return {}
+    sizes = dict(n_kv_heads=fields.get("n_kv_heads") or H, d_head=fields.get("d_head") or D // H)
+    if name == "gpt2":
+        act = fields["activation"]
+        supported = act if act in ACTIVATIONS else errors.or_list(ACTIVATIONS)
+        keys.require("activation_function", act, supported)
+        keys.require("n_embd % n_head", D % H, 0)
+        sizes |= dict(d_ff=fields["d_ff"] or 4 * D, activation=ACTIVATIONS.get(act, "gelu"))
+    return sizes
+
+
+def write_sizes(m: Model, name: str) -> dict:
+    if name.startswith(("gemma", "gpt2")) and m.d_model % m.n_heads:
+        # transformers (5.23) does not load it
+        what = f"model.d_model={m.d_model} is no multiple of model.n_heads={m.n_heads}"
+        fix = "this model cannot be exported; train one whose width is a multiple"
+        raise UserError(DATA, f"{what}, as transformers demands of a {name}", fix)
+    if name == "gpt2":
+        names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
+        return dict(activation_function=names.get(m.activation, "gelu_new"))
+    if name.startswith("gemma"):
+        return dict(query_pre_attn_scalar=m.attn_width or m.d_head)
+    if name == "deepseek_v3":  # which needs numbers also where a model has no experts
+        sizes = dict(n_routed_experts=m.n_experts or 1, n_shared_experts=m.n_shared or 1)
+        return sizes | dict(moe_intermediate_size=m.d_expert or 1, num_key_value_heads=m.n_heads)
+    return {}
+
+
+# ---- kinds of layers
+
+FULL, SLIDING = "full_attention", "sliding_attention"  # values of layer_types
+WITH_LAYER_TYPES = ("qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_oss")
+
+
+def read_layers(keys: Keys, name: str, fields: dict) -> dict:
+    """The fields prefix and pattern."""
+    n_layers, moe = fields["n_layers"], []
+    if name in ("mixtral", "gpt_oss"):
+        moe = range(n_layers)
+    if name == "deepseek_v3":
+        moe = range(keys.take("first_k_dense_replace"), n_layers)
+    if name == "qwen3_moe":
+        every, dense = keys.take("decoder_sparse_step", 1), keys.take("mlp_only_layers", [])
+        moe = [n for n in range(n_layers) if n not in dense and (n + 1) % every == 0]
+    local = read_local_layers(keys, name, fields)
+    kinds = [("moe" if n in moe else "dense") + "_local" * x for n, x in enumerate(local)]
+    return shortest_pattern(kinds)
+
+
+def read_local_layers(keys: Keys, name: str, fields: dict) -> list[bool]:
+    """Whether each layer's queries see only a window."""
+    n_layers, window = fields["n_layers"], fields.get("window", 0)
+    if name.startswith("qwen") and not keys.take("use_sliding_window", False):
+        window = 0
+    if name in ("mistral", "mixtral") and keys.all.get("sliding_window") == 0:
+        what = "config.json: sliding_window=0 leaves no token to see"
+        keys.add_problem(what, "correct config.json: null stands for no window")
+    if name not in WITH_LAYER_TYPES:
+        return [bool(window)] * n_layers
+    if name.startswith("qwen"):
+        first = keys.all.get("max_window_layers", 28)
+        local = [bool(window) and n >= first for n in range(n_layers)]
+    else:  # every second (gemma3: sixth) layer is not local
+        period = keys.take("sliding_window_pattern", 6) if name == "gemma3_text" else 2
+        local = [(n + 1) % period > 0 for n in range(n_layers)]
+    types = keys.take("layer_types", [SLIDING if x else FULL for x in local])
+    if len(types) != n_layers or set(types) - {FULL, SLIDING}:
+        keys.require("layer_types", types, f"{n_layers} of {FULL} and {SLIDING}")
+    elif SLIDING in types and not window:
+        what = f"config.json: layer_types has {SLIDING}, but no sliding_window is set and used"
+        keys.add_problem(what, "correct config.json")
+    return [x == SLIDING for x in types]
+
+
+def write_layers(m: Model, name: str) -> dict:
+    kinds = all_kinds(m)
+    dense = [n for n, kind in enumerate(kinds) if "dense" in kind]
+    types = [SLIDING if "local" in kind else FULL for kind in kinds]
+    hf = dict(layer_types=types) if name in WITH_LAYER_TYPES else {}
+    if name.startswith("qwen"):
+        hf |= dict(use_sliding_window=SLIDING in types)
+    if name == "qwen3_moe":
+        hf |= dict(mlp_only_layers=dense, decoder_sparse_step=1)
+    if name == "deepseek_v3":
+        hf |= dict(first_k_dense_replace=len(dense), num_nextn_predict_layers=0)
+    return hf
+
+
+def shortest_pattern(kinds: list[str]) -> dict:
+    """The shortest model.prefix and model.pattern that give these kinds of layers."""
+
+    def text(kinds):
+        runs = [(kind, len(list(run))) for kind, run in groupby(kinds)]
+        return ",".join(kind if n == 1 else f"{kind}*{n}" for kind, n in runs)
+
+    n = len(kinds)
+    splits = [(p + b, p) for p in range(n) for b in range(1, n - p + 1) if (n - p) % b == 0]
+    for end, p in sorted(splits):
+        block = kinds[p:end]
+        if kinds[p:] == block * ((n - p) // len(block)):
+            return dict(prefix=text(kinds[:p]), pattern=text(block))
+
+
+# ---- rotary positions
+
+# For each model.rope_scaling: its keys for model.rope_low and rope_high, and their usual values.
+SCALINGS = dict(
+    linear=dict(),
+    llama3=dict(low_freq_factor=1, high_freq_factor=4),
+    yarn=dict(beta_slow=1, beta_fast=32),
+)
+
+
 def read_rope(keys: Keys, name: str) -> dict:
     """The fields rope_* and yarn_*, from rope_parameters of transformers 5 or the older keys."""
-    default = dict(rope_theta=1e4) | ROPE.get(name, {})
-    theta = keys.take("rope_theta", default.pop("rope_theta"))
+    family = hf_families.FAMILIES[name]
+    theta = keys.take("rope_theta", family.rope_theta)
     new, old = keys.take("rope_parameters", {}), keys.take("rope_scaling", {})
     fields = {}
     if name == "gemma3_text":  # its local layers have rotary settings of their own
@@ -170,7 +323,7 @@ def read_rope(keys: Keys, name: str) -> dict:
             fields = dict(rope_local_theta=local["rope_theta"])
             kind = local.get("rope_type", "default")
             keys.require("rope_parameters.sliding_attention.rope_type", kind, "default")
-    rope = {key: x for key, x in (old or new or default).items() if x is not None}
+    rope = {key: x for key, x in (old or new or family.rope_scaling).items() if x is not None}
     fields |= dict(rope_theta=rope.pop("rope_theta", theta))
     rotated = keys.take("partial_rotary_factor", 1)
     keys.require("partial_rotary_factor", rope.pop("partial_rotary_factor", rotated), 1)
@@ -217,111 +370,6 @@ def read_scaling(keys: Keys, name: str, kind: str, rope: dict) -> dict:
     return fields
 
 
-def read_moe_layers(keys: Keys, name: str, n_layers: int) -> range | list[int]:
-    """The numbers of the layers with experts."""
-    if name in ("mixtral", "gpt_oss"):
-        return range(n_layers)
-    if name == "deepseek_v3":
-        return range(keys.take("first_k_dense_replace"), n_layers)
-    if name == "qwen3_moe":
-        every, dense = keys.take("decoder_sparse_step", 1), keys.take("mlp_only_layers", [])
-        return [n for n in range(n_layers) if n not in dense and (n + 1) % every == 0]
-    return []
-
-
-def read_local_layers(keys: Keys, name: str, n_layers: int, fields: dict) -> list[bool]:
-    """Whether each layer's queries see only a window."""
-    window = fields.get("window", 0)
-    if name.startswith("qwen") and not keys.take("use_sliding_window", False):
-        window = 0
-    elif name not in WITH_LAYER_TYPES and keys.all.get("sliding_window") == 0:
-        what = "config.json: sliding_window=0 leaves no token to see"
-        keys.add_problem(what, "correct config.json: null stands for no window")
-    local = [bool(window)] * n_layers
-    if name not in WITH_LAYER_TYPES:
-        return local
-    if name.startswith("qwen"):
-        first = keys.all.get("max_window_layers", 28)
-        local = [x and n >= first for n, x in enumerate(local)]
-    else:  # every second (gemma3: sixth) layer is not local
-        period = keys.take("sliding_window_pattern", 6) if name == "gemma3_text" else 2
-        local = [(n + 1) % period > 0 for n in range(n_layers)]
-    types = keys.take("layer_types", [SLIDING if x else FULL for x in local])
-    if len(types) != n_layers or set(types) - {FULL, SLIDING}:
-        keys.require("layer_types", types, f"{n_layers} of {FULL} and {SLIDING}")
-    elif SLIDING in types and not window:
-        what = f"config.json: layer_types has {SLIDING}, but no sliding_window is set and used"
-        keys.add_problem(what, "correct config.json")
-    return [x == SLIDING for x in types]
-
-
-def shortest_pattern(kinds: list[str]) -> dict:
-    """The shortest model.prefix and model.pattern that give these kinds of layers."""
-
-    def text(kinds):
-        runs = [(kind, len(list(run))) for kind, run in groupby(kinds)]
-        return ",".join(kind if n == 1 else f"{kind}*{n}" for kind, n in runs)
-
-    n = len(kinds)
-    splits = [(p + b, p) for p in range(n) for b in range(1, n - p + 1) if (n - p) % b == 0]
-    for end, p in sorted(splits):
-        block = kinds[p:end]
-        if kinds[p:] == block * ((n - p) // len(block)):
-            return dict(prefix=text(kinds[:p]), pattern=text(block))
-
-
-# ---- to config.json
-
-
-def write_config(cfg: Config, dtype: str, end_id: int | None, start_id: int | None = None) -> dict:
-    """The config.json of a run's model.  Raises UserError DATA if transformers has no such model.
-
-    end_id: the token that ends a document.  start_id: the one that is put before a text.
-    """
-    m, name, kinds = cfg.model, likely_family(cfg.model), all_kinds(cfg.model)
-    family = hf_families.FAMILIES[name]
-    hf = dict(model_type=name, architectures=[family.architecture], torch_dtype=dtype)
-    hf |= dict(bos_token_id=start_id, eos_token_id=end_id) | family.supported
-    for key, field, *_ in family.keys:
-        x = getattr(m, field)
-        hf[key] = None if x == 0 and x is not False else x  # our 0 stands for "not set"
-    dense = [n for n, kind in enumerate(kinds) if "dense" in kind]
-    local = ["local" in kind for kind in kinds]
-    if name == "gpt2":
-        names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
-        hf |= dict(activation_function=names.get(m.activation, "gelu_new"))
-    else:
-        hf |= write_rope(m, name, cfg.train.seq_len)
-    if name.startswith("qwen"):
-        hf |= dict(use_sliding_window=any(local))
-    if name in WITH_LAYER_TYPES:
-        hf |= dict(layer_types=[SLIDING if x else FULL for x in local])
-        if not any(local):
-            del hf["sliding_window"]  # null is an error in gemma2, gemma3_text and gpt_oss
-    if name.startswith(("gemma", "gpt2")) and m.d_model % m.n_heads:
-        # transformers (5.23) does not load it
-        what = f"model.d_model={m.d_model} is no multiple of model.n_heads={m.n_heads}"
-        fix = "this model cannot be exported; train one whose width is a multiple"
-        raise UserError(DATA, f"{what}, as transformers demands of a {name}", fix)
-    if name.startswith("gemma"):
-        hf |= dict(query_pre_attn_scalar=m.attn_width or m.d_head)
-    if name == "qwen3_moe":
-        hf |= dict(mlp_only_layers=dense, decoder_sparse_step=1)
-    if name == "deepseek_v3":
-        hf |= dict(first_k_dense_replace=len(dense), rope_interleave=True)
-        hf |= dict(num_nextn_predict_layers=0, num_key_value_heads=m.n_heads)
-        needed = ("n_routed_experts", "n_shared_experts", "moe_intermediate_size")
-        hf |= {key: hf[key] or 1 for key in needed}
-    ours, theirs = effective_fields(m), effective_fields(read_model(hf))
-    differ = [n for n in ours | theirs if ours.get(n) != theirs.get(n)]
-    if differ:
-        fix = f"only models of {errors.or_list(hf_families.FAMILIES)} can be exported"
-        has = f"but the {name} of transformers has"
-        found = [f"model.{n} is {ours.get(n)}, {has} {theirs.get(n)}" for n in differ]
-        raise UserError(DATA, problems=[Problem(what, fix) for what in found])
-    return hf
-
-
 def write_rope(m: Model, name: str, seq_len: int) -> dict:
     """The keys of rotary positions, for transformers 5 and for 4."""
     rope, longest = dict(rope_type="default", rope_theta=m.rope_theta), seq_len
@@ -336,6 +384,8 @@ def write_rope(m: Model, name: str, seq_len: int) -> dict:
     if m.rope_scaling == "yarn" and name == "deepseek_v3":
         rope |= dict(mscale=m.yarn_mscale, mscale_all_dim=m.yarn_mscale_all_dim)
     keys = dict(rope_parameters=rope, rope_theta=m.rope_theta, max_position_embeddings=longest)
+    if name == "deepseek_v3":
+        keys |= dict(rope_interleave=True)
     if m.rope_scaling != "none":
         keys |= dict(rope_scaling=rope)
     if name == "gemma3_text":  # its local layers have rotary settings of their own
@@ -344,35 +394,3 @@ def write_rope(m: Model, name: str, seq_len: int) -> dict:
         keys |= dict(rope_parameters={FULL: rope, SLIDING: local})
         keys |= dict(rope_local_base_freq=local["rope_theta"])
     return keys
-
-
-def likely_family(m: Model) -> str:
-    """A family that has this model, if any has; write_config checks whether it does."""
-    moe, kinds = moe_layers(m), all_kinds(m)
-    signs = dict(  # the first family whose sign is true is the one
-        deepseek_v3=m.attention == "mla",
-        gpt2=m.norm == "layer" or m.positions == "learned",
-        gpt_oss=moe and m.attn_sinks,
-        qwen3_moe=moe and m.qk_norm,
-        mixtral=moe,
-        gemma3_text=m.norm_offset and m.qk_norm,
-        gemma2=m.norm_offset,
-        olmo2=m.norm_place == "after",
-        qwen3=m.qk_norm,
-        qwen2=m.attn_bias and not m.attn_out_bias,
-        # transformers loads no llama whose width is not a multiple of its heads.
-        mistral=all("local" in kind for kind in kinds) or m.d_model % m.n_heads > 0,
-    )
-    return next((name for name, is_true in signs.items() if is_true), "llama")
-
-
-def effective_fields(m: Model) -> dict:
-    """The fields that have an effect in m; two models that agree in them are the same."""
-    if m.rope_scaling == "none":  # then a rope_local_theta of 0 is rope_theta
-        m = replace(m, rope_local_theta=m.rope_local_theta or m.rope_theta)
-    m = replace(m, attn_width=m.attn_width or m.d_head + m.d_rope)  # d_rope is 0 without mla
-    unused = {"pattern", "prefix", *checks.unused_fields(m)}
-    if not m.yarn_mscale_all_dim:  # without it, yarn_mscale has no effect
-        unused.add("yarn_mscale")
-    rest = {name: x for name, x in asdict(m).items() if name not in unused}
-    return rest | dict(layers=shortest_pattern(all_kinds(m)))

@@ -25,28 +25,18 @@ import utils
 # separates two dims of the tensor: "HK D" is a matrix with H * K rows.  A | separates the weights
 # that it holds side by side.  A dict gives an index into the weight where the tensor is one entry
 # of a dim: with C=1 it is the second of gate and up.  Where a name has {E}, each expert has such a
-# tensor.  A layer uses the lines whose weights it has.
+# tensor; tensor_maps has the other words in braces.  A layer uses the lines whose weights it has.
 
 LLAMA_ENDS = [
     ("model.embed_tokens.weight", "V D", "embed_VD"),
     ("model.norm.weight", "D", "norm_D"),
     ("lm_head.weight", "V D", "unembed_DV"),
 ]
-# By model.norm_place: one name means different norms in different families.
-NORMS_BEFORE = [
+LLAMA_LAYER = [
     ("input_layernorm.weight", "D", "attn_norm_D"),
-    ("post_attention_layernorm.weight", "D", "mlp_norm_D"),
-]
-NORMS_AFTER = [
+    ("{mlp_norm}_layernorm.weight", "D", "mlp_norm_D"),
     ("post_attention_layernorm.weight", "D", "attn_post_norm_D"),
     ("post_feedforward_layernorm.weight", "D", "mlp_post_norm_D"),
-]
-NORMS_BOTH = [
-    NORMS_BEFORE[0],
-    ("pre_feedforward_layernorm.weight", "D", "mlp_norm_D"),
-    *NORMS_AFTER,
-]
-ATTENTION = [
     ("self_attn.q_proj.weight", "HK D", "q_DHK"),
     ("self_attn.k_proj.weight", "GK D", "k_DGK"),
     ("self_attn.v_proj.weight", "GK D", "v_DGK"),
@@ -60,7 +50,7 @@ ATTENTION = [
     ("self_attn.q_norm.weight", "HK", "q_norm_HK"),
     ("self_attn.k_norm.weight", "GK", "k_norm_GK"),
     ("self_attn.sinks", "H", "sink_H"),
-    # mla, whose {query} is q_b where queries have a latent, and q where they do not:
+    # mla:
     ("self_attn.q_a_proj.weight", "J D", "q_down_DJ"),
     ("self_attn.q_a_proj.bias", "J", "q_down_bias_J"),
     ("self_attn.q_a_layernorm.weight", "J", "q_norm_J"),
@@ -70,8 +60,7 @@ ATTENTION = [
     ("self_attn.kv_a_layernorm.weight", "I", "kv_norm_I"),
     ("self_attn.kv_b_proj.weight", "HK I|HW I", "k_IHK v_IHW"),
     ("self_attn.o_proj.weight", "D HW", "o_HWD"),
-]
-MLP = [
+    # dense:
     ("mlp.gate_proj.weight", "F D", "in_CDF", dict(C=0)),
     ("mlp.up_proj.weight", "F D", "in_CDF", dict(C=1)),
     ("mlp.down_proj.weight", "D F", "out_FD"),
@@ -103,7 +92,6 @@ GPT_OSS_MOE = [
     ("mlp.experts.down_proj", "E F D", "out_EFD"),
     ("mlp.experts.down_proj_bias", "E D", "out_bias_ED"),
 ]
-LLAMA_LAYER = [*NORMS_BEFORE, *ATTENTION, *MLP]
 GPT2_ENDS = [
     ("transformer.wte.weight", "V D", "embed_VD"),
     ("transformer.wpe.weight", "L D", "position_LD"),
@@ -150,6 +138,10 @@ class Family(NamedTuple):
     """The start of the names of layer {}'s tensors."""
     ends: list = LLAMA_ENDS
     """The lines of the tensors outside the layers; the embedding's is the first."""
+    rope_theta: float = 1e4
+    """rope_theta where config.json has none; 0 without rotary positions."""
+    rope_scaling: dict = {}  # noqa: RUF012
+    """Rotary settings where config.json has none."""
 
 
 # fmt: off
@@ -162,7 +154,8 @@ def keys(eps: float = 1e-6, tied: bool = False) -> list:
     ]
 
 
-HEADS = [("num_key_value_heads", "n_kv_heads", None), ("head_dim", "d_head", None)]
+KV_HEADS = ("num_key_value_heads", "n_kv_heads", None)
+HEADS = [KV_HEADS, ("head_dim", "d_head", None)]
 BIAS = ("attention_bias", "attn_bias", False)
 WINDOW_4096 = ("sliding_window", "window", 4096, 0)
 D_FF, ACTIVE = ("intermediate_size", "d_ff"), ("num_experts_per_tok", "n_active")
@@ -176,7 +169,6 @@ GEMMA_KEYS = [
 GEMMA = dict(
     activation="geglu_tanh", norm_place="both", norm_offset=True, scale_embedding=True,
 )
-GEMMA_LAYER = [*NORMS_BOTH, *ATTENTION, *MLP]
 FAMILIES = dict(
     gpt2=Family(
         "GPT2LMHeadModel",
@@ -187,7 +179,7 @@ FAMILIES = dict(
         dict(attn_bias=True, mlp_bias=True, norm="layer", norm_bias=True, positions="learned"),
         dict(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False,
              add_cross_attention=False),
-        GPT2_LAYER, "transformer.h.{}.", GPT2_ENDS,
+        GPT2_LAYER, "transformer.h.{}.", GPT2_ENDS, rope_theta=0,
     ),
     llama=Family(
         "LlamaForCausalLM", [*keys(), *HEADS, BIAS, D_FF, ("mlp_bias", "mlp_bias", False)],
@@ -199,21 +191,23 @@ FAMILIES = dict(
     ),
     olmo2=Family(
         "Olmo2ForCausalLM", [*keys(1e-5), *HEADS, BIAS, D_FF],
-        dict(norm_place="after", qk_norm=True, qk_norm_width="all"), SILU,
-        [*NORMS_AFTER, *ATTENTION, *MLP],
+        dict(norm_place="after", qk_norm=True, qk_norm_width="all"),
     ),
     gemma2=Family(
         "Gemma2ForCausalLM",
         [*GEMMA_KEYS, ("attn_logit_softcapping", "attn_softcap", 50.0, 0.0),
          ("final_logit_softcapping", "logit_softcap", 30.0, 0.0)],
-        GEMMA, GEGLU, GEMMA_LAYER,
+        GEMMA, GEGLU,
     ),
     gemma3_text=Family(
         "Gemma3ForCausalLM", [*GEMMA_KEYS, ("final_logit_softcapping", "logit_softcap", 0.0)],
-        GEMMA | dict(qk_norm=True), GEGLU | dict(attn_logit_softcapping=None), GEMMA_LAYER,
+        GEMMA | dict(qk_norm=True), GEGLU | dict(attn_logit_softcapping=None),
+        rope_theta=1e6,
     ),
     qwen3=Family(
-        "Qwen3ForCausalLM", [*keys(), *HEADS, BIAS, D_FF, WINDOW_4096], dict(qk_norm=True),
+        "Qwen3ForCausalLM",
+        [*keys(), KV_HEADS, ("head_dim", "d_head", 128), BIAS, D_FF, WINDOW_4096],
+        dict(qk_norm=True),
     ),
     qwen3_moe=Family(
         "Qwen3MoeForCausalLM",
@@ -225,7 +219,7 @@ FAMILIES = dict(
         "MixtralForCausalLM",
         [*keys(1e-5), *HEADS, ("sliding_window", "window", 0), ACTIVE,
          ("num_local_experts", "n_experts"), ("intermediate_size", "d_expert")],
-        dict(norm_scores=True), SILU, [*LLAMA_LAYER, *MIXTRAL_MOE],
+        dict(norm_scores=True), SILU, [*LLAMA_LAYER, *MIXTRAL_MOE], rope_theta=1e6,
     ),
     gpt_oss=Family(
         "GptOssForCausalLM",
@@ -235,6 +229,9 @@ FAMILIES = dict(
         dict(activation="swiglu_clamped", attn_sinks=True, norm_scores=True,
              router_logit_bias=True, expert_bias=True),
         SILU | dict(swiglu_alpha=1.702, swiglu_limit=7.0), [*LLAMA_LAYER, *GPT_OSS_MOE],
+        rope_theta=1.5e5,
+        rope_scaling=dict(rope_type="yarn", factor=32.0, truncate=False,
+                          original_max_position_embeddings=4096),
     ),
     deepseek_v3=Family(
         "DeepseekV3ForCausalLM",
@@ -344,7 +341,11 @@ def tensor_maps(name: str, cfg: config.Config, interleaved: bool = True) -> list
     """Every tensor of a model of that family.  interleaved: as in TensorMap."""
     family, m = FAMILIES[name], cfg.model
     shapes = {path: p.shape for path, p in utils.leaf_table(model.param_table(cfg)).items()}
-    query = "q_b" if m.q_rank else "q"
+    words = dict(
+        # One name means different norms in different families.
+        mlp_norm="pre_feedforward" if m.norm_place == "both" else "post_attention",
+        query="q_b" if m.q_rank else "q",  # queries may be made from a latent
+    )
 
     experts = [dict(E=e) for e in range(m.n_experts)]
 
@@ -356,7 +357,7 @@ def tensor_maps(name: str, cfg: config.Config, interleaved: bool = True) -> list
             for expert in experts if "{E}" in tensor else [{}]:
                 index, pairs = dict(*rest) | row | expert, zip(paths, layouts, strict=True)
                 parts = [weight_part(p, dims, index, shapes[p], m.vocab_size) for p, dims in pairs]
-                full_name = prefix + tensor.format(query=query, **expert)
+                full_name = prefix + tensor.format(**words, **expert)
                 yield tensor_map(full_name, layouts[0], parts, interleaved)
 
     found = [*maps(family.ends)]
