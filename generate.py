@@ -8,7 +8,7 @@ Dimension key (a suffix on every array's name spells its logical shape):
 Inside shard_map a letter that the array's PartitionSpec maps to a mesh axis is the local part.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import itemgetter
 
@@ -157,6 +157,27 @@ def next_logits(weights, cache, token_MBS, length_MB, n_new: int, cfg: Config):
     return per_device(weights, cache, token_MBS, length_MB)
 
 
+# ---- rows that grow
+
+
+def padded_length(n: int, cfg: Config) -> int:
+    """The next power of two, so that few programs are compiled, or train.seq_len."""
+    return min(cfg.train.seq_len, 1 << (n - 1).bit_length())
+
+
+def place_rows(rows: list[list[int]], S: int, cfg: Config) -> list[jax.Array]:
+    """[token_MBS, length_MB] on the mesh: each row with room for S tokens, and its length.  There
+    are as many rows as the mesh divides; those that are added have one token."""
+    dp, pp, tp = cfg.mesh.sizes
+    B = -(-len(rows) // (pp * dp * tp)) * dp * tp
+    token_RS, length_R = np.zeros((pp * B, S), np.int32), np.ones(pp * B, np.int32)
+    for n, row in enumerate(rows):
+        token_RS[n, : len(row)], length_R[n] = row, len(row)
+    sharding = NamedSharding(jax.sharding.get_mesh(), P("pp", with_slices("dp")))
+    arrays = [x.reshape(pp, B, *x.shape[1:]) for x in (token_RS, length_R)]
+    return [jax.make_array_from_callback(x.shape, sharding, x.__getitem__) for x in arrays]
+
+
 def choose_token(logit_V, rng, temperature: float, top_k: int, top_p: float) -> int:
     """One token id: the most likely one at temperature 0, else one drawn from the top_k most likely
     (0: from all), and of these from the smallest set that has at least top_p of the probability
@@ -178,52 +199,43 @@ def generate(
     *,
     vocab_size: int,
     stop_id: int | None = None,
-    is_over: Callable[[int, list[int]], bool] = lambda n, row: False,
+    stops: Sequence[str] = (),
+    added: Callable[[int, list[int]], str] | None = None,
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
     seed: int = 0,
 ):
     """Continue each prompt (token ids, at least one) by up to n_tokens, ending before stop_id, or
-    where is_over(n, row n) says so; yields the rows as they grow.
+    after one of `stops` is in added(n, row n), the text after the prompt; yields the rows as they
+    grow.
 
     Ids from vocab_size on are never drawn.  A step computes only the newest token of each row, from
     cached keys and values.  When a row gets longer than train.seq_len, the model goes on with its
     last half, as if it began there.
     """
-    dp, pp, tp = cfg.mesh.sizes
-    B = -(-len(prompts) // (pp * dp * tp)) * dp * tp
-    sharding = NamedSharding(jax.sharding.get_mesh(), P("pp", with_slices("dp")))
-
-    def padded_length(n):
-        """The next power of two, so that few programs are compiled."""
-        return min(cfg.train.seq_len, 1 << (n - 1).bit_length())
-
-    def put(x):
-        x = x.reshape(pp, B, *x.shape[1:])
-        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
-
     rows, done = [list(prompt) for prompt in prompts], [False] * len(prompts)
-    seen_from, S = [0] * len(prompts), padded_length(max(map(len, prompts)) + n_tokens)
+    seen_from = [0] * len(prompts)
+    S = padded_length(max(map(len, prompts)) + n_tokens, cfg)
     rngs = [np.random.default_rng([seed, n]) for n in range(len(prompts))]
     weights, cache = decoding_weights(params, cfg), None
     for _ in range(n_tokens):
-        token_RS, length_R = np.zeros((pp * B, S), np.int32), np.ones(pp * B, np.int32)
         for n, row in enumerate(rows):
             if len(row) - seen_from[n] > S:
                 seen_from[n], cache = len(row) - max(1, S // 2), None
-            length_R[n] = len(row) - seen_from[n]
-            token_RS[n, : length_R[n]] = row[seen_from[n] :]
-        n_new = padded_length(int(length_R.max())) if cache is None else 1
-        logit_MBV, cache = next_logits(weights, cache, put(token_RS), put(length_R), n_new, cfg)
+        seen = [row[start:] for row, start in zip(rows, seen_from, strict=True)]
+        n_new = padded_length(max(map(len, seen)), cfg) if cache is None else 1
+        logit_MBV, cache = next_logits(weights, cache, *place_rows(seen, S, cfg), n_new, cfg)
         logit_MBV = np.asarray(multihost_utils.process_allgather(logit_MBV, tiled=True))
-        logit_RV = logit_MBV.reshape(pp * B, -1)
+        logit_RV = logit_MBV.reshape(-1, logit_MBV.shape[-1])
         for n, row in enumerate(rows):
-            if not done[n]:
-                token = choose_token(logit_RV[n, :vocab_size], rngs[n], temperature, top_k, top_p)
-                if token != stop_id:
-                    row.append(token)
-                done[n] = token == stop_id or is_over(n, row)
+            if done[n]:
+                continue
+            token = choose_token(logit_RV[n, :vocab_size], rngs[n], temperature, top_k, top_p)
+            if token != stop_id:
+                row.append(token)
+            text = added(n, row) if stops else ""
+            done[n] = token == stop_id or any(stop in text for stop in stops)
         yield rows
         if all(done):
             return

@@ -168,14 +168,11 @@ class Run(TemplateLM):
         def added(k: int, row: list[int]) -> str:
             return self.tokenizer.decode(row[len(prompts[k]) :])
 
-        def is_over(k: int, row: list[int]) -> bool:
-            return any(stop in added(k, row) for stop in s["until"])
-
+        ends = dict(stop_id=self.end_id, stops=s["until"], added=added)
         draw = {name: s.get(name, x) for name, x in dict(temperature=0, top_k=0, top_p=1).items()}
-        ids = dict(vocab_size=shards.n_ids(self.tokenizer), stop_id=self.end_id, is_over=is_over)
-        draw |= dict(seed=seed)
+        draw |= dict(vocab_size=shards.n_ids(self.tokenizer), seed=seed)
         args = self.params, prompts, s["max_gen_toks"], self.cfg
-        *_, rows = [prompts, *generate.generate(*args, **ids, **draw)]  # max_gen_toks may be 0
+        *_, rows = [prompts, *generate.generate(*args, **ends, **draw)]  # max_gen_toks may be 0
         texts = [added(k, row) for k, row in enumerate(rows)]
         return [postprocess_generated_text(text, s["until"], None) for text in texts]
 
@@ -200,12 +197,13 @@ def main(args: Args, cfg: config.Config):
             raise
         what = f"--num_fewshot {args.num_fewshot} is more than the examples that a task has"
         raise errors.UserError(errors.USAGE, what, "set a lower one, or leave it out") from None
-    if utils.is_lead():
-        results["config"] |= vars(args) | dict(model="trifold", dtype=cfg.train.dtype)
-        print(harness.make_table(results))
-        if results.get("groups"):
-            print(harness.make_table(results, "groups"))
-    if args.json and utils.is_lead():
+    if not utils.is_lead():
+        return
+    results["config"] |= vars(args) | dict(model="trifold", dtype=cfg.train.dtype)
+    print(harness.make_table(results))
+    if results.get("groups"):
+        print(harness.make_table(results, "groups"))
+    if args.json:
         text = json.dumps(results, indent=1, default=harness.handle_non_serializable)
         files.write_whole(files.absolute_path(args.json), text)
 

@@ -91,15 +91,9 @@ def print_as_it_grows(texts, held: int):
     utils.say(text[len(printed) :])
 
 
-def main(args: Args, cfg: config.Config):
-    """Print each prompt with its continuation; a single one is streamed."""
-    path = files.absolute_path(args.tokenizer or f"{args.run}/tokenizer.json")
-    tokenizer = tasks.load_tokenizer(path, cfg, "name one with --tokenizer tokenizer.json")
-    texts = args.prompt or ("",)
-    cfg = utils.start_mesh(cfg, rows=len(texts))
-    utils.say(f"sampling in {cfg.train.dtype}", file=sys.stderr)  # stdout is for the text
-    params = runstate.load_params(files.absolute_path(args.run), cfg, args.step, args.weights)
-    end_id = tasks.find_end_id(tokenizer, cfg)
+def encode_prompts(texts, tokenizer, end_id: int | None, cfg: config.Config) -> list[list[int]]:
+    """The tokens of each text; of an empty one, the token that ends a document.  Raises UserError
+    USAGE for a character that the tokenizer does not know."""
     try:
         prompts = [tasks.encode(tokenizer, text) or [end_id or 0] for text in texts]
     except ValueError as e:
@@ -109,29 +103,41 @@ def main(args: Args, cfg: config.Config):
         if len(prompt) > cfg.train.seq_len:
             what = f"the prompt {text[:40]!r} has {len(prompt)} tokens, more than --seq_len"
             utils.warn(f"{what} {cfg.train.seq_len}: only its end is seen")
+    return prompts
 
-    def added(n: int, row: list[int]) -> str:
-        """The text of row n after its prompt.  Both are decoded together, because the text of a
-        token may depend on those before it."""
-        first = 0 if texts[n] else 1  # an empty prompt is the end-of-document token
-        return tokenizer.decode(row[first:])[len(tokenizer.decode(prompts[n][first:])) :]
 
-    def is_over(n: int, row: list[int]) -> bool:
-        text = added(n, row) if args.stop else ""
-        return any(stop in text for stop in args.stop)
+def added_text(tokenizer, texts, prompts, n: int, row: list[int]) -> str:
+    """The text of row n after its prompt.  Both are decoded together, because the text of a token
+    may depend on those before it."""
+    first = 0 if texts[n] else 1  # an empty prompt is the end-of-document token
+    return tokenizer.decode(row[first:])[len(tokenizer.decode(prompts[n][first:])) :]
 
-    def until_stop(text: str) -> str:
-        return min((text.partition(stop)[0] for stop in args.stop), key=len, default=text)
 
-    ids = dict(vocab_size=shards.n_ids(tokenizer), stop_id=end_id, is_over=is_over)
+def until_stop(text: str, stops: tuple[str, ...]) -> str:
+    return min((text.partition(stop)[0] for stop in stops), key=len, default=text)
+
+
+def main(args: Args, cfg: config.Config):
+    """Print each prompt with its continuation; a single one is streamed."""
+    path = files.absolute_path(args.tokenizer or f"{args.run}/tokenizer.json")
+    tokenizer = tasks.load_tokenizer(path, cfg, "name one with --tokenizer tokenizer.json")
+    texts = args.prompt or ("",)
+    cfg = utils.start_mesh(cfg, rows=len(texts))
+    utils.say(f"sampling in {cfg.train.dtype}", file=sys.stderr)  # stdout is for the text
+    params = runstate.load_params(files.absolute_path(args.run), cfg, args.step, args.weights)
+    end_id = tasks.find_end_id(tokenizer, cfg)
+    prompts = encode_prompts(texts, tokenizer, end_id, cfg)
+    added = partial(added_text, tokenizer, texts, prompts)
+    ends = dict(stop_id=end_id, stops=args.stop, added=added)
     draw = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "seed")}
-    all_rows = generate.generate(params, prompts, args.tokens, cfg, **ids, **draw)
+    draw |= dict(vocab_size=shards.n_ids(tokenizer))
+    all_rows = generate.generate(params, prompts, args.tokens, cfg, **ends, **draw)
     if len(texts) == 1 and not args.json:
-        growing = (texts[0] + until_stop(added(0, rows[0])) for rows in all_rows)
+        growing = (texts[0] + until_stop(added(0, rows[0]), args.stop) for rows in all_rows)
         return print_as_it_grows(growing, max(map(len, args.stop), default=1) - 1)
     *_, rows = all_rows
     for n, text in enumerate(texts):
-        more = until_stop(added(n, rows[n]))
+        more = until_stop(added(n, rows[n]), args.stop)
         if args.json:
             n_tokens = len(rows[n]) - len(prompts[n])
             utils.say(json.dumps(dict(prompt=text, text=more, tokens=n_tokens)))
