@@ -22,6 +22,7 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -216,29 +217,29 @@ def check_tensors(found: dict[str, StoredTensor], tensors: list[TensorMap], hf: 
     unknown = unknown_tensors(found, shapes, hf, cfg)
     ends = ("_scale_inv", ".scales", ".qweight", "_proj_scales", "_proj_blocks")
     scales = [name for name in unknown if name.endswith(ends)]
-    problems = []
-
-    def note(names, what, fix):
-        if names:
-            problems.append(Problem(f"{len(names)} {what}: {first_ten(names)}", fix))
-
-    fix = "convert the model to bfloat16 first, with its publisher's script"
-    note(scales, "tensors are of quantized weights", fix)
-    stored = [(name, x.dtype) for name, x in found.items() if name in shapes]
-    others = [f"{name} ({dtype})" for name, dtype in stored if dtype not in DTYPES]
-    note(others, f"tensors have a dtype other than {errors.or_list(DTYPES)}", fix)
     unknown = [name for name in unknown if name not in scales]
-    fix = "fetch config.json again, or convert a model with only the tensors of its family"
-    note(unknown, f"tensors are unknown for {hf['model_type']}", fix)
     missing = [name for name in shapes if name not in found]
-    note(missing, f"of {len(shapes)} tensors are missing", "fetch the model again")
+    known = [(name, found[name], shape) for name, shape in shapes.items() if name in found]
+    dtypes = [f"{name} ({x.dtype})" for name, x, _ in known if x.dtype not in DTYPES]
     misshaped = [
-        f"{name} {list(found[name].shape)} instead of {list(shape)}"
-        for name, shape in shapes.items()
-        if name in found and found[name].shape != shape
+        f"{name} {list(x.shape)} instead of {list(shape)}"
+        for name, x, shape in known
+        if x.shape != shape
     ]
-    note(misshaped, "tensors have another shape than config.json says", "fetch config.json again")
-    if problems:
+    to_bfloat16 = "convert the model to bfloat16 first, with its publisher's script"
+    other = "fetch config.json again, or convert a model with only the tensors of its family"
+    table = [  # what is wrong, with which tensors, fix
+        ("tensors are of quantized weights", scales, to_bfloat16),
+        (f"tensors have a dtype other than {errors.or_list(DTYPES)}", dtypes, to_bfloat16),
+        (f"tensors are unknown for {hf['model_type']}", unknown, other),
+        (f"of {len(shapes)} tensors are missing", missing, "fetch the model again"),
+        ("tensors have another shape than config.json says", misshaped, "fetch config.json again"),
+    ]
+    if problems := [
+        Problem(f"{len(names)} {what}: {first_ten(names)}", fix)
+        for what, names, fix in table
+        if names
+    ]:
         raise UserError(DATA, problems=problems)
 
 
@@ -269,12 +270,12 @@ def import_hf(hf_dir, run_dir):
     except BaseException:  # also Ctrl-C; or the next import would refuse the directory
         with suppress(Exception):  # a bucket has errors of its own; the first error is told
             (run / "checkpoints").rmtree(missing_ok=True)
-            for name in ("tokenizer.json", "config.json"):
-                (run / name).unlink(missing_ok=True)
-                (run / f"{name}.part").unlink(missing_ok=True)
+            for name, end in product(("tokenizer.json", "config.json"), ("", ".part")):
+                (run / f"{name}{end}").unlink(missing_ok=True)
         raise
     utils.say(f"{folder} -> {run}: {model.param_count(cfg):,} parameters, train.dtype {dtype}")
-    if end := end_token(tokenizer, cfg.data.end_id)[1]:
+    _, (_, end) = special_tokens(tokenizer, cfg.data.end_id)
+    if end:
         utils.say(f"prepare its data with --end_token {shlex.quote(str(end))}")
 
 
@@ -347,12 +348,12 @@ def run_config(hf: dict, run) -> Config:
         raise UserError(DATA, problems=e.problems) from None
 
 
-def weight_blocks(found: dict[str, StoredTensor], tensors: list[TensorMap], shapes: dict):
-    """{"params/embed_VD": [(index, function)]}: function(bar) returns that part of the weight, and
+def weight_blocks(found: dict[str, StoredTensor], tensors: list[TensorMap], shapes: dict, bar):
+    """{"params/embed_VD": [(index, function)]}: function() returns that part of the weight, and
     advances the progress bar."""
     blocks = {}
 
-    def read(tensor: TensorMap, j: int, shape: list[int], bar):
+    def read(tensor: TensorMap, j: int, shape: list[int]):
         x = tensor.to_weight(found[tensor.name].read(), j)
         padded = np.zeros(shape, np.float32)  # our embedding has more rows than the file's
         padded[tuple(map(slice, x.shape))] = x
@@ -376,11 +377,11 @@ def write_checkpoint(found: dict[str, StoredTensor], tensors: list[TensorMap], r
     """
     state = runstate.checkpoint_items(runstate.state_shapes(cfg))
     shapes = {name: x.shape for name, x in utils.leaf_table(state).items()}
-    blocks, broken = weight_blocks(found, tensors, shapes), []
     digests = {name: hf_arrays.zero_digest(shape) for name, shape in shapes.items()}
+    broken = []
     with progress_bar("read and verify", tensors) as bar:
-        for name, readers in blocks.items():
-            parts = ((index, read(bar)) for index, read in readers)
+        for name, blocks in weight_blocks(found, tensors, shapes, bar).items():
+            parts = ((index, read()) for index, read in blocks)
             digests[name], finite = hf_arrays.digest_blocks(parts, shapes[name])
             if not finite:
                 broken.append(name)
@@ -390,11 +391,10 @@ def write_checkpoint(found: dict[str, StoredTensor], tensors: list[TensorMap], r
 
     store = checkpoint.Checkpoints(run, settings=runstate.model_settings(cfg))
     with progress_bar("write", tensors) as bar, hf_arrays.streaming():
+        blocks = weight_blocks(found, tensors, shapes, bar)
 
         def leaf(path, x):
-            readers = blocks.get(utils.path_name(path), [])
-            parts = [(index, partial(read, bar)) for index, read in readers]
-            return hf_arrays.streamed_array(x.shape, x.dtype, parts)
+            return hf_arrays.streamed_array(x.shape, x.dtype, blocks.get(utils.path_name(path)))
 
         store.write(0, jax.tree_util.tree_map_with_path(leaf, state), digests)
         store.close()
@@ -418,8 +418,7 @@ def export_hf(run_dir, hf_dir, step=-1, dtype="float32", shard_size=5_000_000_00
     cfg = cli.config_of_run(os.fspath(run), config.Mesh(1, 1, 1))
     path = run / "tokenizer.json"
     tokenizer = tokenizer_text(path) if path.exists() else ""
-    end, end_text = end_token(tokenizer, cfg.data.end_id)
-    start, start_text = start_token(tokenizer)
+    (start, start_text), (end, end_text) = special_tokens(tokenizer, cfg.data.end_id)
     hf = hf_config.write_config(cfg, dtype, end, start)
     tensors = hf_families.tensor_maps(hf["model_type"], cfg)
     step, saved = open_weights(run, cfg, step, runstate.weights_item(cfg, weights), tensors)
@@ -441,27 +440,19 @@ def export_hf(run_dir, hf_dir, step=-1, dtype="float32", shard_size=5_000_000_00
     utils.say(f"{run} after update {step} -> {folder}: {hf['model_type']}, {dtype}")
 
 
-def end_token(tokenizer: str, end_id: int) -> tuple[int | None, str | None]:
-    """(id, text) of the token that ends a document, None where unknown.  tokenizer: the text of a
-    tokenizer.json, or "".  end_id: data.end_id, -1 where unknown."""
-    try:
-        added = json.loads(tokenizer).get("added_tokens", []) if tokenizer else []
-        texts = {x["id"]: x["content"] for x in added}
-    except (ValueError, AttributeError, KeyError, TypeError):
-        texts = {}
+def special_tokens(tokenizer: str, end_id: int) -> tuple[tuple, tuple]:
+    """(id, text) of the token that a tokenizer puts before texts, and of the one that ends a
+    document; None where unknown.  tokenizer: the text of a tokenizer.json, or "".  end_id:
+    data.end_id, -1 where unknown."""
+    start, texts = (None, None), {}
+    with suppress(ValueError):
+        parsed = parse_tokenizer(tokenizer)
+        before = parsed.encode("")
+        start = next(zip(before.ids, before.tokens, strict=True), start)
+        texts = {n: token.content for n, token in parsed.get_added_tokens_decoder().items()}
     if end_id < 0:
         end_id = next((n for n, text in texts.items() if text == config.END), None)
-    return end_id, texts.get(end_id)
-
-
-def start_token(tokenizer: str) -> tuple[int | None, str | None]:
-    """(id, text) of the special token that a tokenizer puts before texts, None where there is none.
-    tokenizer: as for end_token."""
-    try:
-        encoded = parse_tokenizer(tokenizer).encode("")
-    except ValueError:
-        return None, None
-    return next(zip(encoded.ids, encoded.tokens, strict=True), (None, None))
+    return start, (end_id, texts.get(end_id))
 
 
 def open_weights(run, cfg: Config, step: int, item: str, tensors) -> tuple[int, SavedWeights]:

@@ -41,9 +41,9 @@ class Streamed(np.ndarray):
     blocks: list
 
 
-def streamed_array(shape, dtype, blocks: list) -> Streamed:
-    """The placeholder for an array of these blocks, which all have the same shape.  Without blocks
-    it is zeros; they are written too, because orbax treats an array without data as damaged."""
+def streamed_array(shape, dtype, blocks: list | None) -> Streamed:
+    """The placeholder for an array of these blocks, which all have the same shape.  None stands for
+    zeros; they are written too, because orbax treats an array without data as damaged."""
     zeros = np.broadcast_to(np.zeros((), dtype), shape)
     if not blocks:
         indices = chunk_indices(shape, chunk_shape(shape, zeros.itemsize))
