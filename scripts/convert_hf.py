@@ -257,9 +257,8 @@ def import_hf(hf_dir, run_dir):
     check_tensors(found, tensors, hf, cfg)
     # An error of the tokenizer comes now, before the weights are written.
     tokenizer = read_tokenizer(folder / "tokenizer.json", cfg.model.vocab_size)
-    is_bfloat16 = any(found[tensor.name].dtype == "BF16" for tensor in tensors)
     # A model published in float32 would have other losses in bfloat16, our default.
-    dtype = "bfloat16" if is_bfloat16 else "float32"
+    dtype = "bfloat16" if any(found[x.name].dtype == "BF16" for x in tensors) else "float32"
     cfg = replace(cfg, train=replace(cfg.train, dtype=dtype))
     try:
         (run / "checkpoints").rmtree(missing_ok=True)  # see kept_files

@@ -166,9 +166,7 @@ GEMMA_KEYS = [
     *keys(tied=True), *HEADS, BIAS, D_FF, WINDOW_4096,
     ("query_pre_attn_scalar", "attn_width", 256),
 ]
-GEMMA = dict(
-    activation="geglu_tanh", norm_place="both", norm_offset=True, scale_embedding=True,
-)
+GEMMA = dict(activation="geglu_tanh", norm_place="both", norm_offset=True, scale_embedding=True)
 FAMILIES = dict(
     gpt2=Family(
         "GPT2LMHeadModel",

@@ -54,11 +54,11 @@ def parse() -> tuple[Args, config.Config]:
         seed=(0, 2**32),
         seq_len=(0, 10**7),
     )
-    problems = []
-    for name, (low, high) in ranges.items():
-        if not low <= getattr(args, name) <= high:
-            what = f"{name}={getattr(args, name)} must be between {low} and {high}"
-            problems.append(errors.Problem(what, f"set --{name} inside that range"))
+    problems = [
+        errors.Problem(f"{n}={x} must be between {low} and {high}", f"set --{n} inside that range")
+        for n, (low, high) in ranges.items()
+        if not low <= (x := getattr(args, n)) <= high
+    ]
     if "" in args.stop:
         problems.append(errors.Problem("stop has an empty text", "leave it out"))
     if problems:
@@ -114,6 +114,7 @@ def added_text(tokenizer, texts, prompts, n: int, row: list[int]) -> str:
 
 
 def until_stop(text: str, stops: tuple[str, ...]) -> str:
+    """The text before the first stop string."""
     return min((text.partition(stop)[0] for stop in stops), key=len, default=text)
 
 
