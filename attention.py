@@ -14,7 +14,6 @@ Inside shard_map a letter that the array's PartitionSpec maps to a mesh axis is 
 
 import functools
 import math
-import re
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -32,6 +31,7 @@ from errors import USAGE, UserError, look_up
 from layers import (
     GPUS,
     add_bias,
+    compute_capability,
     einsum,
     gather_over_tp,
     platform,
@@ -262,22 +262,22 @@ def splash_attention(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg, width: int, interp
     if span.document_BL is not None:
         segments = splash.SegmentIds(span.document_BL, span.document_BS)
     run = jax.vmap(kernel)
-    typed = partial(typed_kernel_outputs, splash, jax.typeof(q_BLHK).manual_axis_type)
+    typed = typed_kernel_outputs(splash, jax.typeof(q_BLHK).manual_axis_type)
 
     # JAX traces a backward pass after this function has returned, when module.jax is back in place.
     # In a custom_vjp it can be replaced once more.
     @jax.custom_vjp
+    @typed
     def run_typed(*args):
-        with typed():
-            return run(*args)
+        return run(*args)
 
+    @typed
     def forward(q_BHLK, k_BGSK, v_BGSW, segments):
-        with typed():
-            return jax.vjp(lambda *qkv: run(*qkv, segments), q_BHLK, k_BGSK, v_BGSW)
+        return jax.vjp(lambda *qkv: run(*qkv, segments), q_BHLK, k_BGSK, v_BGSW)
 
+    @typed
     def backward(back, grad_BHLW):
-        with typed():
-            return *back(grad_BHLW), None
+        return *back(grad_BHLW), None
 
     run_typed.defvjp(forward, backward)
     scaled_BLHK = (q_BLHK * score_scale(cfg, width)).astype(q_BLHK.dtype)
@@ -297,9 +297,7 @@ def why_unsupported(kernel: str, q_BLHK, v_BSGW, span: Span, cfg: Config) -> str
     limits = {f"runs on {platforms[0]}, and this is {platform()}": platform() not in platforms}
     limits |= {"has no attention sinks (model.attn_sinks)": cfg.model.attn_sinks}
     if kernel == "cudnn":
-        # Without a GPU (scripts/plan.py), Hopper's.  An AMD GPU's is no number, and counts as 0.
-        found = str(getattr(jax.devices()[0], "compute_capability", "9.0"))
-        capability = float(found) if re.fullmatch(r"\d+\.\d+", found) else 0.0
+        capability = compute_capability()
         widest = 256 if capability >= 9 else 128
         limits |= {
             "needs an NVIDIA GPU of compute capability 8.0": capability < 8,
@@ -334,9 +332,8 @@ def attend(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg, width: int, sink_H=None):
         if kernel == cfg.train.attention:
             raise UserError(USAGE, f"train.attention={kernel} {why}", "set --train.attention auto")
         warn_once(f"attention is plain JAX, since {kernel} {why}")
-    options = dict(span=span, cfg=cfg, width=width)
-    options |= {} if sink_H is None else dict(sink_H=sink_H)
-    attention = partial(KERNELS["xla" if why else kernel], **options)
+    sinks = {} if sink_H is None else dict(sink_H=sink_H)
+    attention = partial(KERNELS["xla" if why else kernel], span=span, cfg=cfg, width=width, **sinks)
     if cfg.train.remat == "attention":
         attention = jax.checkpoint(attention, prevent_cse=False)
     return attention(q_BLHK, k_BSGK, v_BSGW)
@@ -393,7 +390,7 @@ QK_GAINS = dict(head=("q_norm_K", "k_norm_K"), all=("q_norm_HK", "k_norm_GK"))
 
 def gqa_table(cfg: Config) -> dict:
     """The weights of `gqa`."""
-    m = cfg.model
+    m, heads = cfg.model, P("tp", None)
     D, H, G, K = m.d_model, m.n_heads, m.n_kv_heads, m.d_head
     table = dict(
         q_DHK=to_heads(D, H, K),
@@ -402,21 +399,19 @@ def gqa_table(cfg: Config) -> dict:
         o_HKD=from_heads(H, K, m),
     )
     if m.attn_bias:
-        spec = P("tp", None)
         table |= dict(
-            q_bias_HK=zero_bias(H, K, spec=spec),
-            k_bias_GK=zero_bias(G, K, spec=spec),
-            v_bias_GK=zero_bias(G, K, spec=spec),
+            q_bias_HK=zero_bias(H, K, spec=heads),
+            k_bias_GK=zero_bias(G, K, spec=heads),
+            v_bias_GK=zero_bias(G, K, spec=heads),
         )
         table |= dict(o_bias_D=zero_bias(D)) if m.attn_out_bias else {}
     if m.attn_sinks:
         table |= dict(sink_H=zero_bias(H, spec=P("tp")))
-    if m.qk_norm:
-        gain, spec = partial(norm_gain, adds_one=m.norm_offset), P("tp", None)
-        gains = (gain(K), gain(K))
-        if m.qk_norm_width == "all":
-            gains = (gain(H, K, spec=spec), gain(G, K, spec=spec))
-        table |= zip(QK_GAINS[m.qk_norm_width], gains, strict=True)
+    gain = partial(norm_gain, adds_one=m.norm_offset)
+    if m.qk_norm and m.qk_norm_width == "head":
+        table |= dict(q_norm_K=gain(K), k_norm_K=gain(K))
+    elif m.qk_norm:
+        table |= dict(q_norm_HK=gain(H, K, spec=heads), k_norm_GK=gain(G, K, spec=heads))
     return table
 
 
@@ -436,11 +431,10 @@ def gqa(x_BLD, w, cfg, span: Span, cache):
         k_BLGK = rms_norm(k_BLGK, k_gain, cfg.model.norm_eps)
     q_BLHK = rope(q_BLHK, span, cfg)
     kv = update_cache(cache, dict(k_BSGK=rope(k_BLGK, span, cfg), v_BSGK=v_BLGK), span)
-    keys_and_values = kv["k_BSGK"], kv["v_BSGK"]
-    y_BLHK = attend(q_BLHK, *keys_and_values, span, cfg, cfg.model.d_head, w.get("sink_H"))
-    y_BLD = einsum("BLHK,HKD->BLD", y_BLHK, w["o_HKD"])
-    y_BLD = scatter_over_tp(y_BLD, span.tp_dim)
-    stats = logit_stats(q_BLHK, kv["k_BSGK"], span, cfg, cfg.model.d_head)
+    k_BSGK, v_BSGK = kv["k_BSGK"], kv["v_BSGK"]
+    y_BLHK = attend(q_BLHK, k_BSGK, v_BSGK, span, cfg, cfg.model.d_head, w.get("sink_H"))
+    y_BLD = scatter_over_tp(einsum("BLHK,HKD->BLD", y_BLHK, w["o_HKD"]), span.tp_dim)
+    stats = logit_stats(q_BLHK, k_BSGK, span, cfg, cfg.model.d_head)
     return add_bias(y_BLD, w.get("o_bias_D")), kv, stats
 
 
@@ -472,13 +466,25 @@ def mla_table(cfg: Config) -> dict:
 def mla(x_BLD, w, cfg, span: Span, cache):
     """Multi-head latent attention (DeepSeek-V2, section 2.1; V3, section 2.1.1).
 
-    Returns y_BLD, the latents of the keys and values, and `logit_stats`.  Each tp shard makes
-    latents of its part of the sequence, which are gathered over tp and cached: kv_rank + d_rope
-    numbers a token.
+    Returns y_BLD, the latents of the keys and values, and `logit_stats`.  The latents are gathered
+    over tp and cached: kv_rank + d_rope numbers a token.
     """
-    m, h_BLJ = cfg.model, x_BLD
-    eps = 1e-6  # of the latents' norms; DeepSeek's code does not take it from norm_eps either
-    if m.q_rank:
+    h_BLJ, c_BLI, k_BLT = mla_latents(x_BLD, w, cfg, span)
+    kv = update_cache(cache, dict(c_BSI=c_BLI, k_BST=k_BLT), span)
+    one_new_token = span.decoding and h_BLJ.shape[1] == 1
+    attend_mla = attend_to_latents if one_new_token else attend_to_expanded
+    y_BLHW, stats = attend_mla(h_BLJ, kv["c_BSI"], kv["k_BST"], w, cfg, span)
+    y_BLD = scatter_over_tp(einsum("BLHW,HWD->BLD", y_BLHW, w["o_HWD"]), span.tp_dim)
+    return add_bias(y_BLD, w.get("o_bias_D")), kv, stats
+
+
+def mla_latents(x_BLD, w, cfg, span: Span):
+    """(h_BLJ, c_BLI, k_BLT): what queries are made from, the latent of keys and values, and the
+    rotated part of a key, which all heads share.  Each tp shard makes those of its part of the
+    sequence, and all are gathered."""
+    h_BLJ = x_BLD
+    eps = 1e-6  # DeepSeek's code does not take it from norm_eps either
+    if cfg.model.q_rank:
         h_BLJ = add_bias(einsum("BLD,DJ->BLJ", x_BLD, w["q_down_DJ"]), w.get("q_down_bias_J"))
         h_BLJ = rms_norm(h_BLJ, w["q_norm_J"], eps)
     c_BLI = add_bias(einsum("BLD,DI->BLI", x_BLD, w["kv_down_DI"]), w.get("kv_down_bias_I"))
@@ -487,34 +493,36 @@ def mla(x_BLD, w, cfg, span: Span, cache):
     h_BLJ = gather_over_tp(h_BLJ, span.tp_dim)
     c_BLI = gather_over_tp(c_BLI, span.tp_dim)
     k_BLT = gather_over_tp(k_BLT, span.tp_dim)
+    return h_BLJ, c_BLI, rope(k_BLT[:, :, None], span, cfg)[:, :, 0]
 
-    k_BLT = rope(k_BLT[:, :, None], span, cfg)[:, :, 0]
-    kv = update_cache(cache, dict(c_BSI=c_BLI, k_BST=k_BLT), span)
-    c_BSI, k_BST = kv["c_BSI"], kv["k_BST"]
+
+def attend_to_expanded(h_BLJ, c_BSI, k_BST, w, cfg, span: Span):
+    """(y_BLHW, `logit_stats`): attention to keys and values of each head, made from the latents."""
+    m = cfg.model
+    # Weights are joined, because joined heads would be written to memory once more.  On a TPU this
+    # is a part of the 2.4 times in `rope`; on a CPU an update takes 1.5 % longer with it.
+    q_JHK = jnp.concatenate([w["q_JHK"], w["q_rope_JHT"]], -1)
+    k_IHK = jnp.pad(w["k_IHK"], ((0, 0), (0, 0), (0, m.d_rope)))
+    q_BLHK = rope(einsum("BLJ,JHK->BLHK", h_BLJ, q_JHK), span, cfg, m.d_rope)
+    k_BSK = jnp.pad(k_BST, ((0, 0), (0, 0), (m.d_head, 0)))
+    # add_bias, because the gradient of the keys that heads share is a sum over heads.
+    k_BSHK = add_bias(einsum("BSI,IHK->BSHK", c_BSI, k_IHK), k_BSK[:, :, None])
+    v_BSHW = einsum("BSI,IHW->BSHW", c_BSI, w["v_IHW"])
     width = m.d_head + m.d_rope
-    if h_BLJ.shape[1] > 1 or not span.decoding:
-        # Weights are joined, because joined heads would be written to memory once more.  On a TPU
-        # this is a part of the 2.4 times in `rope`; on a CPU an update takes 1.5 % longer with it.
-        q_JHK = jnp.concatenate([w["q_JHK"], w["q_rope_JHT"]], -1)
-        k_IHK = jnp.pad(w["k_IHK"], ((0, 0), (0, 0), (0, m.d_rope)))
-        q_BLHK = rope(einsum("BLJ,JHK->BLHK", h_BLJ, q_JHK), span, cfg, m.d_rope)
-        k_BSK = jnp.pad(k_BST, ((0, 0), (0, 0), (m.d_head, 0)))
-        # add_bias, because the gradient of the keys that heads share is a sum over heads.
-        k_BSHK = add_bias(einsum("BSI,IHK->BSHK", c_BSI, k_IHK), k_BSK[:, :, None])
-        v_BSHW = einsum("BSI,IHW->BSHW", c_BSI, w["v_IHW"])
-        y_BLHW = attend(q_BLHK, k_BSHK, v_BSHW, span, cfg, width)
-        stats = logit_stats(q_BLHK, k_BSHK, span, cfg, width)
-    else:  # For a new token it is cheaper to compare with latents than to expand them to all heads.
-        q_BLHK = einsum("BLJ,JHK->BLHK", h_BLJ, w["q_JHK"])
-        q_BLHT = rope(einsum("BLJ,JHT->BLHT", h_BLJ, w["q_rope_JHT"]), span, cfg)
-        q_BLHI = einsum("BLHK,IHK->BLHI", q_BLHK, w["k_IHK"])
-        q, k = jnp.concatenate([q_BLHI, q_BLHT], -1), jnp.concatenate([c_BSI, k_BST], -1)
-        y_BLHI = attend(q, k[:, :, None], c_BSI[:, :, None], span, cfg, width)
-        stats = {}
-        y_BLHW = einsum("BLHI,IHW->BLHW", y_BLHI, w["v_IHW"])
-    y_BLD = einsum("BLHW,HWD->BLD", y_BLHW, w["o_HWD"])
-    y_BLD = scatter_over_tp(y_BLD, span.tp_dim)
-    return add_bias(y_BLD, w.get("o_bias_D")), kv, stats
+    y_BLHW = attend(q_BLHK, k_BSHK, v_BSHW, span, cfg, width)
+    return y_BLHW, logit_stats(q_BLHK, k_BSHK, span, cfg, width)
+
+
+def attend_to_latents(h_BLJ, c_BSI, k_BST, w, cfg, span: Span):
+    """As `attend_to_expanded`, for one new token, without statistics: it is cheaper to compare one
+    query with latents than to expand them to all heads."""
+    q_BLHK = einsum("BLJ,JHK->BLHK", h_BLJ, w["q_JHK"])
+    q_BLHT = rope(einsum("BLJ,JHT->BLHT", h_BLJ, w["q_rope_JHT"]), span, cfg)
+    q_BLHI = einsum("BLHK,IHK->BLHI", q_BLHK, w["k_IHK"])
+    q, k = jnp.concatenate([q_BLHI, q_BLHT], -1), jnp.concatenate([c_BSI, k_BST], -1)
+    width = cfg.model.d_head + cfg.model.d_rope
+    y_BLHI = attend(q, k[:, :, None], c_BSI[:, :, None], span, cfg, width)
+    return einsum("BLHI,IHW->BLHW", y_BLHI, w["v_IHW"]), {}
 
 
 ATTENTION = dict(

@@ -23,7 +23,7 @@ from jax import lax
 from layers import (
     GPUS,
     add_to_index,
-    is_hopper,
+    compute_capability,
     multiply,
     platform,
     typed_kernel_outputs,
@@ -157,7 +157,7 @@ def padded_rows(U: int, w_EFD) -> tuple[int, int]:
     E, F, D = w_EFD.shape
     if platform() in GPUS:
         fits = D % 128 == F % 128 == 0 and U >= 256
-        has_kernels = fits and is_hopper() and w_EFD.dtype == jnp.bfloat16
+        has_kernels = fits and compute_capability() == 9 and w_EFD.dtype == jnp.bfloat16
     else:
         has_kernels = platform() in KERNELS and U % 128 == 0 and min(D, F) >= 128
     if has_kernels:

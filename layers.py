@@ -232,11 +232,12 @@ def platform() -> str:
     return jax.sharding.get_abstract_mesh().abstract_device.platform
 
 
-def is_hopper() -> bool:
-    """Whether the ambient mesh's devices are Hopper GPUs, judged by the first of JAX's devices.  If
-    that is no GPU, the mesh is only planned for, and its GPUs count as Hopper."""
-    capability = getattr(jax.devices()[0], "compute_capability", "9.0")
-    return platform() in GPUS and capability == "9.0"
+def compute_capability() -> float:
+    """The CUDA compute capability of the ambient mesh's GPUs, judged by the first of JAX's devices.
+    If that is no GPU, the mesh is only planned for (scripts/plan.py), and its GPUs count as Hopper,
+    9.0.  An AMD GPU's is no number, and counts as 0."""
+    found = str(getattr(jax.devices()[0], "compute_capability", "9.0"))
+    return float(found) if re.fullmatch(r"\d+\.\d+", found) else 0.0
 
 
 @functools.cache
