@@ -290,13 +290,13 @@ class ScheduledWork:
         y_BLD, stats, _ = outputs
         return y_BLD, stats, backward
 
-    def begin(self, x_BLD, m, total):
+    def begin(self, m, x_BLD, total):
         """(x_BLD, total): the embedding of microbatch m; the x_BLD given only has the shape."""
         x_BLD, stats, _ = self.apply_front(m, self.front, None)
         prefix = add_trees(total.stats["prefix"], stats)
         return x_BLD, total._replace(stats=total.stats | dict(prefix=prefix))
 
-    def forward(self, x_BLD, m, r, total):
+    def forward(self, m, r, x_BLD, total):
         """(y_BLD, saved, total): microbatch m through part r; saved: what `backward` needs."""
         y_BLD, stats, backward = self.forward_part(m, r, total, x_BLD)
         layers = total.stats["layers"]
@@ -305,14 +305,14 @@ class ScheduledWork:
         total = total._replace(stats=total.stats | dict(layers=layers))
         return y_BLD, self.saved.pack(backward), total
 
-    def score(self, y_BLD, m, total):
+    def score(self, m, y_BLD, total):
         """(gradient of y_BLD, total): by all stages together, of the last stage's y_BLD."""
         loss, grads, y_grad_BLD = score_and_gradient(
             self.w, total.grads, y_BLD, self.target_MBL[m], self.n_tokens, self.cfg
         )
         return y_grad_BLD, total._replace(loss=total.loss + loss, grads=total.grads | grads)
 
-    def backward(self, grad_BLD, saved, m, r, total):
+    def backward(self, m, r, saved, grad_BLD, total):
         """(gradient of the x_BLD of `forward`, total)."""
         layers, grads = self.part(total, r)
         backward = self.saved.unpack(saved, layers)
@@ -321,7 +321,7 @@ class ScheduledWork:
         grads = self.schedule.put_part(total.grads["layers"], r, grads)
         return grad_BLD, total._replace(grads=total.grads | dict(layers=grads))
 
-    def finish(self, grad_BLD, m, total):
+    def finish(self, m, grad_BLD, total):
         """The total after the backward pass of `begin`, which is computed again for it."""
         grads = {name: total.grads[name] for name in self.front}
         outputs, backward = jax.vjp(partial(self.apply_front, m), self.front, grads)

@@ -170,10 +170,14 @@ def run_schedule(schedule: Schedule, work, x_BLD, saved, total, branch: Callable
     """Do the work of a schedule in one loop over its ticks; returns the total.
 
     work: has the methods begin, forward, score, backward and finish of gradient.ScheduledWork.
-    x_BLD and saved are examples, for shapes.  branch(due, f, skip, *args) calls f or skip; due(s)
-    says whether stage s has that work.  Each kind of work is a branch of its own, and total
-    chains one to the next, because XLA on a CPU runs independent collectives at once and mixes up
-    those of one group.
+    x_BLD and saved are examples, for shapes.  branch(due, f, state) returns f(state), or the state
+    as it is; due(s) says whether stage s has that work.  Each kind of work is a branch of its own,
+    and total chains one to the next, because XLA on a CPU runs independent collectives at once and
+    mixes up those of one group.
+
+    A branch writes and reads the buffer inside, because outside of it XLA would copy what is
+    written and read: gpt2_1.5b with pp 4 and remat=attention on v6e then needs 1.7 GiB more and, by
+    XLA's count, 1.9 times the time.
     """
     pp, s, size = schedule.pp, lax.axis_index("pp"), schedule.buffer_size()
     to_next, to_previous = neighbours()
@@ -184,65 +188,43 @@ def run_schedule(schedule: Schedule, work, x_BLD, saved, total, branch: Callable
         (saved, x_BLD if y_waits else None),
     )
 
-    forward, backward = with_buffer(work, size, y_waits)
+    def forward(m, r, state):
+        x_BLD, buffer, total = state
+        y_BLD, saved, total = work.forward(m, r, x_BLD, total)
+        return y_BLD, put_in_buffer(buffer, (saved, y_BLD if y_waits else None), m, r, size), total
 
-    def skip_forward(x_BLD, m, r, buffer, total):
-        return x_BLD, buffer, total
+    def backward(m, r, buffer, state):
+        saved, _ = take_from_buffer(buffer, m, r, size)
+        return work.backward(m, r, saved, *state)
 
-    def skip_backward(grad_BLD, m, r, buffer, total):
-        return grad_BLD, total
-
-    def skip_score(y_BLD, m, total):
-        return jnp.zeros_like(y_BLD), total
-
-    def tick(state, t):
-        x_BLD, grad_BLD, buffer, total = state
-        m, r = schedule.microbatch_and_part(t - s)
-        due = partial(schedule.does_begin, t)
-        x_BLD, total = branch(due, work.begin, lambda x, m, total: (x, total), x_BLD, m, total)
-        due = partial(schedule.does_forward, t)
+    def tick(carry, t):
+        x_BLD, grad_BLD, buffer, total = carry
         # A buffer of size 1 is used up within a tick, so the loop does not carry it.
         buffer = buffer if size > 1 else empty
-        y_BLD, buffer, total = branch(due, forward, skip_forward, x_BLD, m, r, buffer, total)
+        m, r = schedule.microbatch_and_part(t - s)
+        due = partial(schedule.does_begin, t)
+        x_BLD, total = branch(due, lambda state: work.begin(m, *state), (x_BLD, total))
+        due = partial(schedule.does_forward, t)
+        y_BLD, buffer, total = branch(due, partial(forward, m, r), (x_BLD, buffer, total))
 
         m, r = schedule.backward_microbatch_and_part(t, pp - 1)
-        output_BLD = take_from_buffer(buffer, m, r, size)[1] if y_waits else y_BLD
+        scored_BLD = take_from_buffer(buffer, m, r, size)[1] if y_waits else y_BLD
         due = partial(schedule.does_score, t)
-        output_grad_BLD, total = branch(due, work.score, skip_score, output_BLD, m, total)
+        end_grad_BLD, total = branch(due, lambda state: work.score(m, *state), (scored_BLD, total))
 
         m, r = schedule.backward_microbatch_and_part(t, s)
         is_end = (s == pp - 1) & (r == schedule.parts - 1)
-        grad_BLD = jnp.where(is_end, output_grad_BLD, grad_BLD)
+        grad_BLD = jnp.where(is_end, end_grad_BLD, grad_BLD)
         due = partial(schedule.does_backward, t)
-        grad_BLD, total = branch(due, backward, skip_backward, grad_BLD, m, r, buffer, total)
+        grad_BLD, total = branch(due, partial(backward, m, r, buffer), (grad_BLD, total))
         due = partial(schedule.does_finish, t)
-        total = branch(due, work.finish, lambda grad, m, total: total, grad_BLD, m, total)
+        total = branch(due, partial(work.finish, m, grad_BLD), total)
         sent = lax.ppermute(y_BLD, "pp", to_next), lax.ppermute(grad_BLD, "pp", to_previous)
         return (*sent, buffer if size > 1 else (), total), None
 
     zero_BLD = jnp.zeros_like(x_BLD)
     start = zero_BLD, zero_BLD, empty if size > 1 else (), total
     return lax.scan(tick, start, jnp.arange(schedule.ticks))[0][-1]
-
-
-def with_buffer(work, size: int, y_waits: bool):
-    """(forward, backward): those of the work, which also write what backward needs, and if y_waits
-    the output, to a buffer and read it from there.
-
-    The buffer is used inside the branches of `tick`, because outside of them XLA would copy what is
-    written and read: gpt2_1.5b with pp 4 and remat=attention on v6e then needs 1.7 GiB more and, by
-    XLA's count, 1.9 times the time.
-    """
-
-    def forward(x_BLD, m, r, buffer, total):
-        y_BLD, saved, total = work.forward(x_BLD, m, r, total)
-        return y_BLD, put_in_buffer(buffer, (saved, y_BLD if y_waits else None), m, r, size), total
-
-    def backward(grad_BLD, m, r, buffer, total):
-        saved, _ = take_from_buffer(buffer, m, r, size)
-        return work.backward(grad_BLD, saved, m, r, total)
-
-    return forward, backward
 
 
 def put_in_buffer(buffer, new, m, r, size: int):
@@ -267,25 +249,25 @@ def take_from_buffer(buffer, m, r, size: int):
 # ---- how a stage skips work, for `run_schedule`
 
 
-def always_work(due, f, skip, *args):
+def always_work(due, f, state):
     """For a pipeline of one stage, which has work in every tick."""
-    return f(*args)
+    return f(state)
 
 
-def work_when_due(due, f, skip, *args):
+def work_when_due(due, f, state):
     """Each stage works when it has work, and else skips it."""
-    return lax.cond(due(lax.axis_index("pp")), f, skip, *args)
+    return lax.cond(due(lax.axis_index("pp")), f, lambda state: state, state)
 
 
-def work_in_lock_step(due, f, skip, *args):
+def work_in_lock_step(due, f, state):
     """All stages work if any has work; the others drop their results."""
     this_stage = due(lax.axis_index("pp"))
     any_stage = due(jnp.arange(lax.axis_size("pp"))).any()
 
-    def work_and_choose(*args):
-        return jax.tree.map(partial(jnp.where, this_stage), f(*args), skip(*args))
+    def work_and_choose(state):
+        return jax.tree.map(partial(jnp.where, this_stage), f(state), state)
 
-    return lax.cond(any_stage, work_and_choose, skip, *args)
+    return lax.cond(any_stage, work_and_choose, lambda state: state, state)
 
 
 def branch_policy(cfg: Config) -> Callable:

@@ -51,29 +51,29 @@ def test_every_stage_does_each_microbatch_of_each_part_once_in_each_direction(na
     def run():
         s = layers.mark_varying(lax.axis_index("pp"))
 
-        def begin(x, m, total):
+        def begin(m, x, total):
             return m * 1000.0 + layers.mark_varying(jnp.float32(0)), total
 
-        def forward(x, m, r, total):
+        def forward(m, r, x, total):
             n_forward, n_backward, correct = total
             part = r * pp + s
             correct &= x == m * 1000 + part
             return m * 1000.0 + part + 1, [x], (n_forward.at[r, m].add(1), n_backward, correct)
 
-        def score(y, m, total):
+        def score(m, y, total):
             n_forward, n_backward, correct = total
             correct &= (s < pp - 1) | (y == m * 1000 + parts * pp)
             grad = jnp.where(s == pp - 1, m * 1000.0 + parts * pp, -1)
             return grad, (n_forward, n_backward, correct)
 
-        def backward(grad, saved, m, r, total):
+        def backward(m, r, saved, grad, total):
             n_forward, n_backward, correct = total
             part = r * pp + s
             correct &= grad == m * 1000 + part + 1
             correct &= saved[0] == m * 1000 + part
             return grad - 1, (n_forward, n_backward.at[r, m].add(1), correct)
 
-        def finish(grad, m, total):
+        def finish(m, grad, total):
             n_forward, n_backward, correct = total
             return n_forward, n_backward, correct & (grad == m * 1000)
 
@@ -111,18 +111,18 @@ def test_stages_work_once_a_microbatch_and_in_lock_step_in_the_bubble_too(name, 
 
                 jax.debug.callback(add, lax.axis_index("pp"))
 
-            def forward(x, m, r, total):
+            def forward(m, r, x, total):
                 count("forward")
                 return x, [x], total
 
-            def backward(grad, saved, m, r, total):
+            def backward(m, r, saved, grad, total):
                 count("backward")
                 return grad, total
 
-            def pass_on(x, m, total):
+            def pass_on(m, x, total):
                 return x, total
 
-            def finish(grad, m, total):
+            def finish(m, grad, total):
                 return total
 
             work = SimpleNamespace(
