@@ -44,21 +44,21 @@ def moe_table(cfg: Config) -> dict:
     """The weights of `moe`."""
     m = cfg.model
     D, E, F, C = m.d_model, m.n_experts, m.d_expert, m.in_matrices
-    by_rank = dict(stays_sharded=cfg.mesh.experts == "alltoall")
-    if by_rank["stays_sharded"]:
+    by_rank = cfg.mesh.experts == "alltoall"
+    if by_rank:
         in_spec, out_spec = P("dp", None, None, "tp"), P("dp", "tp", None)
     else:
         in_spec, out_spec = P(None, "dp", None, "tp"), P(None, "tp", "dp")
+    expert = partial(Param, stays_sharded=by_rank, rows=(1,))
+    router = partial(Param, keep_float32=True, rows=(0,))
     table = dict(
-        router_DE=Param(
-            (D, E), P("dp", None), normal(D), keep_float32=True, rows=(0,), columns=(1,)
-        ),
-        in_EDCF=Param((E, D, C, F), in_spec, normal(D), rows=(1,), columns=(3,), **by_rank),
-        out_EFD=Param((E, F, D), out_spec, to_residual(m, F), rows=(1,), columns=(2,), **by_rank),
+        router_DE=router((D, E), P("dp", None), normal(D), columns=(1,)),
+        in_EDCF=expert((E, D, C, F), in_spec, normal(D), columns=(3,)),
+        out_EFD=expert((E, F, D), out_spec, to_residual(m, F), columns=(2,)),
     )
     if m.expert_bias:
         spec = P(in_spec[0], None, "tp")
-        table |= dict(in_bias_ECF=zero_bias(E, C, F, spec=spec, **by_rank))
+        table |= dict(in_bias_ECF=zero_bias(E, C, F, spec=spec, stays_sharded=by_rank))
         table |= dict(out_bias_ED=zero_bias(E, D))
     if m.router_logit_bias:
         table |= dict(router_logit_bias_E=zero_bias(E))
@@ -134,13 +134,6 @@ def queue_positions(queue_U, n: int):
     return jnp.zeros_like(queue_U).at[order_U].set(position_U)
 
 
-def pairs_of_slots(slot_U, n_slots: int):
-    """pair_O: the pair in each slot, or U in an empty one.  Pairs whose slot is n_slots or more are
-    dropped."""
-    U = slot_U.size
-    return jnp.full(n_slots, U).at[slot_U].set(jnp.arange(U), mode="drop")
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def to_slots(x_QD, pair_O, slot_U, X: int):
     """x_OD: the token of the pair in each slot, and some token in an empty one.  A token's X pairs
@@ -177,11 +170,15 @@ set_gradient(to_slots, from_slots)
 set_gradient(from_slots, to_slots)
 
 
-def gates_to_slots(gate_U, pair_O, slot_U):
-    """gate_O: the gate of the pair in each slot, and 0 in an empty one, so that it adds to no
-    gradient."""
+def fill_slots(x_QD, gate_U, slot_U, n_slots: int):
+    """(x_OD, gate_O, pair_O): the token, the gate and the number of the pair in each slot.  An
+    empty one has some token, the number U, and a gate of 0, so that it adds to no gradient.  Pairs
+    whose slot is n_slots or more are dropped."""
+    U = slot_U.size
+    pair_O = jnp.full(n_slots, U).at[slot_U].set(jnp.arange(U), mode="drop")
+    x_OD = to_slots(x_QD, pair_O, slot_U, U // len(x_QD))
     gate_O1 = to_slots(gate_U[:, None], pair_O, slot_U, 1)
-    return jnp.where(pair_O < gate_U.size, gate_O1[:, 0], 0)
+    return x_OD, jnp.where(pair_O < U, gate_O1[:, 0], 0), pair_O
 
 
 # ---- experts on sorted rows: for dropless routing
@@ -243,11 +240,10 @@ def run_experts(x_QD, gate_U, expert_U, w, cfg):
     size_E = -(-jnp.bincount(expert_U, length=E + 1)[:E] // Z) * Z
     start = jnp.append(jnp.cumsum(size_E) - size_E, O)  # pairs of no expert get no slot
     slot_U = start[expert_U] + queue_positions(expert_U, E + 1)
-    pair_O = pairs_of_slots(slot_U, O)
-    x_OD = to_slots(x_QD, pair_O, slot_U, U // len(x_QD))
-    gate_O = gates_to_slots(gate_U, pair_O, slot_U)
-    weights = w["in_EDCF"], w.get("in_bias_ECF"), w["out_EFD"]
-    y_OD = experts_of_rows(x_OD, gate_O, *weights, size_E, Z, cfg)
+    x_OD, gate_O, pair_O = fill_slots(x_QD, gate_U, slot_U, O)
+    y_OD = experts_of_rows(
+        x_OD, gate_O, w["in_EDCF"], w.get("in_bias_ECF"), w["out_EFD"], size_E, Z, cfg
+    )
     return from_slots(y_OD, pair_O, slot_U, U // len(x_QD))
 
 
@@ -270,9 +266,7 @@ def dispatch_dropless(x_BLD, gate_BLX, expert_BLX, w, cfg):
         dp, E = lax.axis_size("dp"), w["in_EDCF"].shape[0]
         rank_U, room = expert_U // E, len(x_QD) * min(X, E)
         slot_U = rank_U * room + queue_positions(rank_U, dp)
-        pair_O = pairs_of_slots(slot_U, dp * room)
-        x_OD = to_slots(x_QD, pair_O, slot_U, X)
-        gate_O = gates_to_slots(gate_U, pair_O, slot_U)
+        x_OD, gate_O, pair_O = fill_slots(x_QD, gate_U, slot_U, dp * room)
         expert_O = (expert_U % E).at[pair_O].get(mode="fill", fill_value=E)
         x_OD = lax.all_to_all(x_OD, "dp", 0, 0, tiled=True)
         gate_O = lax.all_to_all(gate_O, "dp", 0, 0, tiled=True)
@@ -298,10 +292,9 @@ def dispatch_with_capacity(x_BLD, gate_BLX, expert_BLX, w, cfg):
     position_BU = jax.vmap(partial(queue_positions, n=E))(expert_BU)
     slot_BU = jnp.where(position_BU < Z, (row_B1 * E + expert_BU) * Z + position_BU, B * E * Z)
     slot_BLX = sequences_to_rows(slot_BU.reshape(B, L, X))
-    slot_U = slot_BLX.reshape(-1)
-    pair_O = pairs_of_slots(slot_U, B * E * Z)
-    x_BEZD = to_slots(x_BLD.reshape(-1, D), pair_O, slot_U, X).reshape(B, E, Z, D)
-    gate_BEZ = gates_to_slots(gate_BLX.reshape(-1), pair_O, slot_U).reshape(B, E, Z)
+    x_QD, gate_U, slot_U = x_BLD.reshape(-1, D), gate_BLX.reshape(-1), slot_BLX.reshape(-1)
+    x_OD, gate_O, pair_O = fill_slots(x_QD, gate_U, slot_U, B * E * Z)
+    x_BEZD, gate_BEZ = x_OD.reshape(B, E, Z, D), gate_O.reshape(B, E, Z)
     if cfg.mesh.experts == "alltoall":
         x_BEZD = lax.all_to_all(x_BEZD, "dp", split_axis=1, concat_axis=0, tiled=True)
         gate_BEZ = lax.all_to_all(gate_BEZ, "dp", split_axis=1, concat_axis=0, tiled=True)
@@ -340,22 +333,21 @@ def moe(x_BLD, w, cfg, training: bool):
     Tokens are routed where they are, then gathered over tp: each tp shard has a part of d_expert.
     """
     score_BLE, gate_BLX, expert_BLX = route(x_BLD, w, cfg)
-    local_gate_BLX, local_expert_BLX = gate_BLX, expert_BLX  # of this tp shard's tokens
     stats = routing_stats(score_BLE, expert_BLX) if training else {}
     x_BLD = gather_rows(x_BLD)
-    gate_BLX = gather_rows(gate_BLX).astype(x_BLD.dtype)
-    expert_BLX = gather_rows(expert_BLX)
+    all_gate_BLX = gather_rows(gate_BLX).astype(x_BLD.dtype)
+    all_expert_BLX = gather_rows(expert_BLX)
     drops = training and cfg.train.capacity_factor > 0
     dispatch = dispatch_with_capacity if drops else dispatch_dropless
-    y_BLD, kept_BLX = dispatch(x_BLD, gate_BLX, expert_BLX, w, cfg)
+    y_BLD, kept_BLX = dispatch(x_BLD, all_gate_BLX, all_expert_BLX, w, cfg)
     if cfg.model.n_shared:
         y_BLD += feed_forward(x_BLD, w, cfg, "shared_")
-    local_kept_BLX = tp_part(kept_BLX, 0)
+    kept_BLX = tp_part(kept_BLX, 0)
     if training:
-        stats["dropped"] = (~local_kept_BLX).sum(dtype=jnp.float32)
+        stats["dropped"] = (~kept_BLX).sum(dtype=jnp.float32)
     y_BLD = scatter_rows(y_BLD)
     if "out_bias_ED" in w:
-        bias_BLD = output_biases(local_gate_BLX, local_expert_BLX, local_kept_BLX, w["out_bias_ED"])
+        bias_BLD = output_biases(gate_BLX, expert_BLX, kept_BLX, w["out_bias_ED"])
         y_BLD += bias_BLD.astype(y_BLD.dtype)
     return y_BLD, stats
 
@@ -381,15 +373,12 @@ def moe_metrics(stats, cfg: Config) -> dict:
 def update_router_biases(params, stats, cfg: Config):
     """params, with each expert's bias moved by train.bias_rate: down where it had more than its
     share of the batch, up where it had less (DeepSeek-V3, section 2.1.2)."""
-
-    def update(w, load):
-        overloaded = jnp.sign(load * load.shape[-1] - load.sum(-1, keepdims=True))
-        return w | dict(router_bias_E=w["router_bias_E"] - cfg.train.bias_rate * overloaded)
-
     for group, kinds in stats.items():
         for kind, found in kinds.items():
             w = params[group][kind]
             if "router_bias_E" in w:
-                w = update(w, found["load_E"])
-                params = params | {group: params[group] | {kind: w}}
+                load_E = found["load_E"]
+                overloaded_E = jnp.sign(load_E * load_E.shape[-1] - load_E.sum(-1, keepdims=True))
+                bias_E = w["router_bias_E"] - cfg.train.bias_rate * overloaded_E
+                params = params | {group: params[group] | {kind: w | dict(router_bias_E=bias_E)}}
     return params
