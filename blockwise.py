@@ -128,8 +128,8 @@ def forward(q_PRLK, k_PLK, v_PLW, document_PL, sink_PR, how: Options):
     total_PRL1, max_PRL1 = zero_PRL1, zero_PRL1 - 1e30
     if sink_PR is not None:  # as if each query had seen a key of this score, and of value 0
         total_PRL1, max_PRL1 = zero_PRL1 + 1, zero_PRL1 + sink_PR[..., None, None]
-    sums = visit_blocks(add_keys, (y_PRLW, total_PRL1, max_PRL1), PRL[-1], how)
-    y_PRLW, total_PRL1, max_PRL1 = sums
+    start = y_PRLW, total_PRL1, max_PRL1
+    y_PRLW, total_PRL1, max_PRL1 = visit_blocks(add_keys, start, PRL[-1], how)
     return (y_PRLW / total_PRL1).astype(q_PRLK.dtype), max_PRL1 + jnp.log(total_PRL1)
 
 
@@ -186,9 +186,9 @@ def attend_in_blocks(q_PRLK, k_PLK, v_PLW, document_PL, sink_PR, how: Options):
 
 
 def attend_forward(q_PRLK, k_PLK, v_PLW, document_PL, sink_PR, how):
-    args = q_PRLK, k_PLK, v_PLW, document_PL, sink_PR
-    y_PRLW, z_PRL1 = map_pairs(partial(forward, how=how), args, how.pairs_at_once)
-    return y_PRLW, (*args, y_PRLW, z_PRL1)
+    inputs = q_PRLK, k_PLK, v_PLW, document_PL, sink_PR
+    y_PRLW, z_PRL1 = map_pairs(partial(forward, how=how), inputs, how.pairs_at_once)
+    return y_PRLW, (*inputs, y_PRLW, z_PRL1)
 
 
 def attend_backward(how, saved, g_PRLW):

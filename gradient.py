@@ -340,5 +340,5 @@ def add_gradient(
     global batch.  n_tokens: counted tokens of the global batch.
     """
     work = ScheduledWork(w, token_MBL, target_MBL, total, key, first_row, n_tokens, cfg)
-    examples = work.example_BLD, work.saved.example
-    return run_schedule(work.schedule, work, *examples, total, branch_policy(cfg))
+    branch = branch_policy(cfg)
+    return run_schedule(work.schedule, work, work.example_BLD, work.saved.example, total, branch)

@@ -98,24 +98,24 @@ def param_table(cfg: Config) -> dict:
     """All weights.  Layers of one kind are stacked along a leading dim, which is sharded over pp;
     those of the prefix are on every stage."""
 
-    def stacked(n: int, axis: str | None, p: Param) -> Param:
+    def stack(n: int, axis: str | None, p: Param) -> Param:
         return replace(p, shape=(n, *p.shape), spec=P(axis, *p.spec), is_stacked=True)
 
-    def group(kinds: list[str], times: int, axis: str | None) -> dict:
-        def layers_of(kind):
-            n = times * kinds.count(kind)
-            return jax.tree.map(partial(stacked, n, axis), layer_table(cfg, kind))
-
-        return {kind: layers_of(kind) for kind in sorted(set(kinds))}
+    def group(kinds: list[str], axis: str | None) -> dict:
+        return {
+            kind: jax.tree.map(partial(stack, kinds.count(kind), axis), layer_table(cfg, kind))
+            for kind in sorted(set(kinds))
+        }
 
     def without_dp(p: Param) -> Param:
         spec = P(*(None if axis == "dp" else axis for axis in p.spec))
         return p if p.stays_sharded else replace(p, spec=spec)
 
-    prefix, block = layer_kinds(cfg.model.prefix), layer_kinds(cfg.model.pattern)
-    table = dict(layers=group(block, n_blocks(cfg.model), "pp"), **ends_table(cfg))
-    if prefix:
-        table |= dict(prefix=group(prefix, 1, None))
+    m = cfg.model
+    layers = group(layer_kinds(m.pattern) * n_blocks(m), "pp")
+    table = dict(layers=layers, **ends_table(cfg))
+    if m.prefix:
+        table |= dict(prefix=group(layer_kinds(m.prefix), None))
     return jax.tree.map(without_dp, table) if cfg.mesh.fsdp == "none" else table
 
 
@@ -189,9 +189,8 @@ def prepare_weights(params, cfg: Config, dtype) -> dict:
     table = param_table(cfg)
     w = jax.tree.map(cast, params, table)
     gathered_later = ("layers", "prefix") if cfg.mesh.fsdp == "layer" else ()
-    gathered_now = {name: x for name, x in w.items() if name not in gathered_later}
-    gathered_now = gather_over_dp(gathered_now, {name: table[name] for name in gathered_now})
-    return mark_varying(w | gathered_now)
+    w |= {n: gather_over_dp(x, table[n]) for n, x in w.items() if n not in gathered_later}
+    return mark_varying(w)
 
 
 def gather_layer(w, kind: str, cfg: Config) -> dict:
