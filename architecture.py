@@ -191,9 +191,14 @@ def n_blocks(m: Model) -> int:
     return (m.n_layers - len(layer_kinds(m.prefix))) // len(layer_kinds(m.pattern))
 
 
+def kinds_by_group(m: Model) -> dict[str, list[str]]:
+    """The kinds of the layers in each group of the weights, both in order."""
+    return dict(prefix=layer_kinds(m.prefix), layers=layer_kinds(m.pattern) * n_blocks(m))
+
+
 def all_kinds(m: Model) -> list[str]:
     """The kind of each layer, in order."""
-    return layer_kinds(m.prefix) + layer_kinds(m.pattern) * n_blocks(m)
+    return [kind for kinds in kinds_by_group(m).values() for kind in kinds]
 
 
 def moe_layers(m: Model) -> list[int]:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from architecture import Model, layer_kinds, n_blocks
+from architecture import Model, kinds_by_group
 from config import Config
 from utils import AXES, with_slices
 from weights import Normal, Param, norm_gain, normal, zero_bias
@@ -82,11 +82,11 @@ class LayerPlace(NamedTuple):
 
 def layer_places(cfg: Config) -> list[LayerPlace]:
     """The place of each layer, in order."""
-    prefix, block = layer_kinds(cfg.model.prefix), layer_kinds(cfg.model.pattern)
-    places = []
-    for group, kinds in (("prefix", prefix), ("layers", block * n_blocks(cfg.model))):
-        places += [LayerPlace(group, x, kinds[:n].count(x)) for n, x in enumerate(kinds)]
-    return places
+    return [
+        LayerPlace(group, kind, kinds[:n].count(kind))
+        for group, kinds in kinds_by_group(cfg.model).items()
+        for n, kind in enumerate(kinds)
+    ]
 
 
 # ---- types and collectives

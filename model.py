@@ -25,7 +25,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from architecture import all_kinds, layer_kinds, n_blocks
+from architecture import all_kinds, kinds_by_group, layer_kinds
 from attention import Span, attention_of, full_row_span
 from config import Config
 from experts import moe, moe_table
@@ -111,11 +111,10 @@ def param_table(cfg: Config) -> dict:
         spec = P(*(None if axis == "dp" else axis for axis in p.spec))
         return p if p.stays_sharded else replace(p, spec=spec)
 
-    m = cfg.model
-    layers = group(layer_kinds(m.pattern) * n_blocks(m), "pp")
-    table = dict(layers=layers, **ends_table(cfg))
-    if m.prefix:
-        table |= dict(prefix=group(layer_kinds(m.prefix), None))
+    kinds = kinds_by_group(cfg.model)
+    table = dict(layers=group(kinds["layers"], "pp"), **ends_table(cfg))
+    if cfg.model.prefix:
+        table |= dict(prefix=group(kinds["prefix"], None))
     return jax.tree.map(without_dp, table) if cfg.mesh.fsdp == "none" else table
 
 
