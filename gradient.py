@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from architecture import layer_kinds
-from attention import full_row_span
+from attention import Span, full_row_span
 from config import SLICE, Config
 from experts import MOE_STATS
 from layers import (
@@ -246,17 +246,33 @@ def balance_cotangent(stats, cfg: Config):
     return jax.tree.map_with_path(cotangent, stats)
 
 
-class ScheduledWork:
-    """What `run_schedule` does in one accumulation step, with all microbatches of this dp rank.
-    begin, forward, score, backward and finish take the Total so far and return the new one."""
+class Rows(NamedTuple):
+    """The rows of one accumulation step, all stages' microbatches of this dp rank."""
 
-    def __init__(self, w, token_MBL, target_MBL, total, key, first_row, n_tokens, cfg: Config):
+    token_MBL: jax.Array
+    target_MBL: jax.Array
+    first_row: jax.Array
+    """The number of the first row in the global batch."""
+    n_tokens: jax.Array
+    """Counted tokens of the global batch."""
+    key: jax.Array
+    """For dropout, of this update."""
+
+    def span(self, m, cfg: Config) -> Span:
+        """The Span of microbatch m."""
+        return full_row_span(self.token_MBL, m, cfg, self.first_row)
+
+
+class ScheduledWork:
+    """What `run_schedule` does in one accumulation step.  begin, forward, score, backward and
+    finish take the Total so far and return the new one."""
+
+    def __init__(self, w, rows: Rows, total: Total, cfg: Config):
         """See `add_gradient`."""
-        self.token_MBL, self.target_MBL, self.key, self.cfg = token_MBL, target_MBL, key, cfg
-        self.first_row, self.n_tokens, self.w = first_row, n_tokens, w
+        self.w, self.rows, self.cfg = w, rows, cfg
         front = ("embed_VD", "position_LD", "prefix")
         self.front = {name: x for name, x in w.items() if name in front}
-        self.schedule = make_schedule(cfg, token_MBL.shape[0])
+        self.schedule = make_schedule(cfg, len(rows.token_MBL))
         # An example, for shapes and types.  Its microbatch and part have the stage's number,
         # because SavedArrays needs numbers that vary over pp.
         s = lax.axis_index("pp")
@@ -267,17 +283,16 @@ class ScheduledWork:
 
     def apply_front(self, m, front, tap):
         """`model.apply_front` on microbatch m."""
-        span = full_row_span(self.token_MBL, m, self.cfg, self.first_row)
-        return apply_front(front, self.token_MBL[m], span, self.cfg, self.key, tap)
+        rows, cfg = self.rows, self.cfg
+        return apply_front(front, rows.token_MBL[m], rows.span(m, cfg), cfg, rows.key, tap)
 
     def apply_part(self, m, r, layers, tap, x_BLD):
         """`model.apply_layers` on microbatch m, with part r of the layers."""
-        kinds = layer_kinds(self.cfg.model.pattern)
-        n_prefix = len(layer_kinds(self.cfg.model.prefix))
+        rows, cfg = self.rows, self.cfg
         chunk = r * self.schedule.pp + lax.axis_index("pp")
-        first_layer = n_prefix + chunk * count_layers(layers)
-        span = full_row_span(self.token_MBL, m, self.cfg, self.first_row)
-        return apply_layers(layers, kinds, first_layer, x_BLD, span, self.cfg, self.key, tap)
+        first_layer = len(layer_kinds(cfg.model.prefix)) + chunk * count_layers(layers)
+        kinds, span = layer_kinds(cfg.model.pattern), rows.span(m, cfg)
+        return apply_layers(layers, kinds, first_layer, x_BLD, span, cfg, rows.key, tap)
 
     def part(self, total: Total, r):
         """Part r of the layers' weights, and of their gradient so far."""
@@ -286,8 +301,8 @@ class ScheduledWork:
 
     def forward_part(self, m, r, total: Total, x_BLD):
         """(y_BLD, statistics, backward function) of `apply_part`."""
-        outputs, backward = jax.vjp(partial(self.apply_part, m, r), *self.part(total, r), x_BLD)
-        y_BLD, stats, _ = outputs
+        f, (layers, grads) = partial(self.apply_part, m, r), self.part(total, r)
+        (y_BLD, stats, _), backward = jax.vjp(f, layers, grads, x_BLD)
         return y_BLD, stats, backward
 
     def begin(self, m, x_BLD, total):
@@ -307,8 +322,9 @@ class ScheduledWork:
 
     def score(self, m, y_BLD, total):
         """(gradient of y_BLD, total): by all stages together, of the last stage's y_BLD."""
+        rows = self.rows
         loss, grads, y_grad_BLD = score_and_gradient(
-            self.w, total.grads, y_BLD, self.target_MBL[m], self.n_tokens, self.cfg
+            self.w, total.grads, y_BLD, rows.target_MBL[m], rows.n_tokens, self.cfg
         )
         return y_grad_BLD, total._replace(loss=total.loss + loss, grads=total.grads | grads)
 
@@ -324,21 +340,14 @@ class ScheduledWork:
     def finish(self, m, grad_BLD, total):
         """The total after the backward pass of `begin`, which is computed again for it."""
         grads = {name: total.grads[name] for name in self.front}
-        outputs, backward = jax.vjp(partial(self.apply_front, m), self.front, grads)
-        _, stats, _ = outputs
+        (_, stats, _), backward = jax.vjp(partial(self.apply_front, m), self.front, grads)
         _, grads = backward((grad_BLD, balance_cotangent(stats, self.cfg), grads))
         return total._replace(grads=total.grads | grads)
 
 
-def add_gradient(
-    w, token_MBL, target_MBL, total: Total, key, first_row, n_tokens, cfg: Config
-) -> Total:
-    """The total with the loss and gradient of one accumulation step added.
-
-    w: weights from `prepare_parts`.  token_MBL, target_MBL: all stages' microbatches of this dp
-    rank.  key: for dropout, of this update.  first_row: the accumulation step's first row in the
-    global batch.  n_tokens: counted tokens of the global batch.
-    """
-    work = ScheduledWork(w, token_MBL, target_MBL, total, key, first_row, n_tokens, cfg)
+def add_gradient(w, rows: Rows, total: Total, cfg: Config) -> Total:
+    """The total with the loss and gradient of one accumulation step added; w: weights from
+    `prepare_parts`."""
+    work = ScheduledWork(w, rows, total, cfg)
     branch = branch_policy(cfg)
     return run_schedule(work.schedule, work, work.example_BLD, work.saved.example, total, branch)

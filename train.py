@@ -67,7 +67,7 @@ from dataset import Dataset, check_tokenizers
 from errors import INTERRUPTED
 from experts import moe_metrics, update_router_biases, warn_of_constant_gate
 from generate import generate
-from gradient import add_gradient, prepare_parts, reduce_total, zero_total
+from gradient import Rows, add_gradient, prepare_parts, reduce_total, zero_total
 from layers import BATCH
 from metrics import MetricsLog, print_end, print_eval, print_scores
 from mixture import read_sets
@@ -131,8 +131,8 @@ def loss_and_grads(params, tokens_AMBL, targets_AMBL, key, cfg: Config):
 
         def accumulate(total, step):
             tokens_MBL, targets_MBL, a = step
-            args = tokens_MBL, targets_MBL, total, key, a * n_rows, n_tokens
-            return add_gradient(w, *args, cfg), None
+            rows = Rows(tokens_MBL, targets_MBL, a * n_rows, n_tokens, key)
+            return add_gradient(w, rows, total, cfg), None
 
         steps = (tokens_AMBL, targets_AMBL, jnp.arange(len(tokens_AMBL)))
         total, _ = lax.scan(accumulate, zero_total(w, cfg), steps)
