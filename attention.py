@@ -248,10 +248,9 @@ def splash_attention(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg, width: int, interp
     causal = masks.CausalMask((L, L))
     mask = masks.LocalMask((L, L), (span.window - 1, 0), 0) if span.window else causal
     size = next(n for n in (1024, 512, 256, 128) if L % n == 0)
-    q_blocks = dict(block_q=size, block_q_dkv=size)
-    kv_blocks = dict(block_kv=size, block_kv_dkv=size)
-    compute_blocks = dict.fromkeys(("block_kv_compute", "block_kv_dkv_compute"), min(size, 512))
-    blocks = splash.BlockSizes(**q_blocks, **kv_blocks, **compute_blocks, use_fused_bwd_kernel=True)
+    sizes = dict.fromkeys(("block_q", "block_q_dkv", "block_kv", "block_kv_dkv"), size)
+    sizes |= dict.fromkeys(("block_kv_compute", "block_kv_dkv_compute"), min(size, 512))
+    blocks = splash.BlockSizes(**sizes, use_fused_bwd_kernel=True)
     kernel = splash.make_splash_mha_single_device(
         masks.MultiHeadMask([mask] * H),
         block_sizes=blocks,
