@@ -247,33 +247,35 @@ def run_experts(x_QD, gate_U, expert_U, w, cfg):
     return from_slots(y_OD, pair_O, slot_U, U // len(x_QD))
 
 
+def run_experts_of_ranks(x_QD, gate_U, expert_U, w, cfg):
+    """`run_experts` where experts stay with their dp rank: each rank sends its pairs to the ranks
+    of their experts.
+
+    All pairs may go to one rank, so there is room for that: dp times the even share in memory, and
+    in the matmuls of tiles.  Kernels multiply only the rows that came.
+    """
+    dp, E, X = lax.axis_size("dp"), len(w["out_EFD"]), expert_U.size // len(x_QD)
+    rank_U, room = expert_U // E, len(x_QD) * min(X, E)
+    slot_U = rank_U * room + queue_positions(rank_U, dp)
+    x_OD, gate_O, pair_O = fill_slots(x_QD, gate_U, slot_U, dp * room)
+    expert_O = (expert_U % E).at[pair_O].get(mode="fill", fill_value=E)
+    x_OD = lax.all_to_all(x_OD, "dp", 0, 0, tiled=True)
+    gate_O = lax.all_to_all(gate_O, "dp", 0, 0, tiled=True)
+    expert_O = lax.all_to_all(expert_O, "dp", 0, 0, tiled=True)
+    y_OD = run_experts(x_OD, gate_O, expert_O, w, cfg)
+    y_OD = lax.all_to_all(y_OD, "dp", 0, 0, tiled=True)
+    return from_slots(y_OD, pair_O, slot_U, X)
+
+
 # ---- dispatch: every token to its experts and back
 
 
 def dispatch_dropless(x_BLD, gate_BLX, expert_BLX, w, cfg):
     """(y_BLD, kept_BLX): the sum over each token's experts of their outputs times the gates; all
-    pairs are kept.
-
-    Where experts stay with their dp rank, each rank sends its pairs to the ranks of their experts.
-    All pairs may go to one rank, so there is room for that: dp times the even share in memory, and
-    in the matmuls of tiles.  Kernels multiply only the rows that came.
-    """
-    D, X, expert_U = x_BLD.shape[-1], expert_BLX.shape[-1], expert_BLX.reshape(-1)
-    x_QD, gate_U = x_BLD.reshape(-1, D), gate_BLX.reshape(-1)
-    if cfg.mesh.experts == "gather":
-        y_QD = run_experts(x_QD, gate_U, expert_U, w, cfg)
-    else:
-        dp, E = lax.axis_size("dp"), w["in_EDCF"].shape[0]
-        rank_U, room = expert_U // E, len(x_QD) * min(X, E)
-        slot_U = rank_U * room + queue_positions(rank_U, dp)
-        x_OD, gate_O, pair_O = fill_slots(x_QD, gate_U, slot_U, dp * room)
-        expert_O = (expert_U % E).at[pair_O].get(mode="fill", fill_value=E)
-        x_OD = lax.all_to_all(x_OD, "dp", 0, 0, tiled=True)
-        gate_O = lax.all_to_all(gate_O, "dp", 0, 0, tiled=True)
-        expert_O = lax.all_to_all(expert_O, "dp", 0, 0, tiled=True)
-        y_OD = run_experts(x_OD, gate_O, expert_O, w, cfg)
-        y_OD = lax.all_to_all(y_OD, "dp", 0, 0, tiled=True)
-        y_QD = from_slots(y_OD, pair_O, slot_U, X)
+    pairs are kept."""
+    run = run_experts if cfg.mesh.experts == "gather" else run_experts_of_ranks
+    x_QD = x_BLD.reshape(-1, x_BLD.shape[-1])
+    y_QD = run(x_QD, gate_BLX.reshape(-1), expert_BLX.reshape(-1), w, cfg)
     return y_QD.reshape(x_BLD.shape), jnp.ones(expert_BLX.shape, bool)
 
 
