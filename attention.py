@@ -118,19 +118,24 @@ def rope_frequencies(width, m):
         turns_A = m.rope_original * freq_A / (2 * np.pi)
         unscaled_A = (turns_A - m.rope_low) / (m.rope_high - m.rope_low)
     else:
-
-        def pair_with(turns):
-            log_ratio = np.log(m.rope_original / (turns * 2 * np.pi)) / np.log(m.rope_theta)
-            return width / 2 * log_ratio
-
-        ramp_start, ramp_end = pair_with(m.rope_high), pair_with(m.rope_low)
-        if m.yarn_truncate:
-            ramp_start, ramp_end = np.floor(ramp_start), np.ceil(ramp_end)
-        ramp_start, ramp_end = max(ramp_start, 0), min(ramp_end, width - 1)
-        # Outside of the pairs it may end before it starts: transformers keeps the minus sign too.
-        unscaled_A = 1 - (pair_A - ramp_start) / (ramp_end - ramp_start or 0.001)
+        start, end = yarn_ramp(width, m)
+        unscaled_A = 1 - (pair_A - start) / (end - start or 0.001)
     unscaled_A = np.clip(unscaled_A, 0, 1)
     return freq_A * unscaled_A + freq_A / m.rope_factor * (1 - unscaled_A)
+
+
+def yarn_ramp(width, m) -> tuple[float, float]:
+    """The indices of the pairs between which YaRN divides frequencies in part.  Outside of the
+    pairs the ramp may end before it starts: transformers keeps the minus sign too."""
+
+    def pair_with(turns):
+        log_ratio = np.log(m.rope_original / (turns * 2 * np.pi)) / np.log(m.rope_theta)
+        return width / 2 * log_ratio
+
+    start, end = pair_with(m.rope_high), pair_with(m.rope_low)
+    if m.yarn_truncate:
+        start, end = np.floor(start), np.ceil(end)
+    return max(start, 0), min(end, width - 1)
 
 
 def yarn_magnitudes(m) -> tuple[float, float]:
