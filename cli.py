@@ -10,13 +10,9 @@ import json
 import math
 import os
 import re
-import select
-import signal
-import stat
 import sys
 import threading
 from concurrent.futures import Future, wait
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,6 +23,7 @@ import tyro
 from checks import check
 from config import PRESETS, SECTIONS, Config, Mesh, YesNo, settings
 from errors import INTERRUPTED, STORAGE, USAGE, UserError, or_list
+from signals import leave_if_unread
 
 # ---- config files
 
@@ -338,29 +335,6 @@ def simulate_devices(mesh: Mesh, n_processes: int = 1):
     if "collective_call_terminate" not in xla_flags:
         timeout = "--xla_cpu_collective_call_terminate_timeout_seconds=120"
         os.environ["XLA_FLAGS"] = f"{xla_flags} {timeout}".strip()
-
-
-def discard(stream: int):
-    """Write nowhere what is written to a file descriptor from here on."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-
-
-def leave_terminal():
-    """For a handler of SIGHUP: discard what would go to the terminal, which is gone, or to a pipe,
-    whose reader, such as tee, has ended too.  To write there would be an error."""
-    for stream in (1, 2):
-        with suppress(OSError):  # it may be closed
-            if not stat.S_ISREG(os.fstat(stream).st_mode):
-                discard(stream)
-
-
-def leave_if_unread(e: Exception):
-    """End the process, without a message, if e says that the reader of stdout has closed it, as
-    head does once it has its lines.  The exit code is that of a process killed by SIGPIPE."""
-    stdout = select.poll()
-    stdout.register(1, 0)
-    if isinstance(e, BrokenPipeError) and stdout.poll(0):
-        os._exit(128 + signal.SIGPIPE)
 
 
 def quit_on_error(f, *args):

@@ -26,12 +26,13 @@ import jaxlib
 import config
 import errors
 import utils
-from cli import call_within, leave_if_unread, leave_terminal
+from cli import call_within
 from config import Config, Run
 from errors import Problem, UserError, write_error
 from files import run_path, write_whole
 from restart import LAST_END
 from rundir import record_end
+from signals import handle_stops, ignore_stops, leave_if_unread, leave_terminal
 from utils import exchange, is_lead, is_storage_error, process_id, process_ids, shared_store, warn
 
 # ---- connecting
@@ -263,12 +264,13 @@ class Stop:
         self.update_seconds = deque(maxlen=20)
         """How long the last updates took."""
         signal.signal(signal.SIGUSR1, self.ask_to_save)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.handle)
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
-            signal.signal(signal.SIGHUP, self.hang_up)
+        handle_stops(self.handle)
 
     def handle(self, number, frame):
+        if number == signal.SIGHUP:
+            leave_terminal()
+            self.wants_stop = True
+            return  # not a first signal: shells may send it twice, and services SIGTERM after it
         now = time.monotonic()
         if self.first_signal_at is not None:
             if LAST_END in os.environ and now < self.first_signal_at + self.TOGETHER:
@@ -278,12 +280,6 @@ class Stop:
         write_error("\nstopping after this update; a second signal stops at once\n")
         self.wants_stop, self.first_signal_at = True, now
 
-    def hang_up(self, number, frame):
-        """The handler of SIGHUP.  It is not counted as a first signal: shells may send it twice,
-        and services SIGTERM after it."""
-        leave_terminal()
-        self.wants_stop = True
-
     def stop_unread(self):
         """Stop because nothing reads what the run prints."""
         if self.first_signal_at is None:
@@ -292,9 +288,7 @@ class Stop:
 
     def ignore_signals(self):
         """Ignore signals from here on, because nothing is left to save."""
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            # Not SIG_IGN, which processes that this one starts would inherit.
-            signal.signal(number, lambda *_: None)
+        handle_stops(lambda *_: None)  # not SIG_IGN, which processes that this one starts inherit
 
     def ask_to_save(self, *_):
         """Ask all processes to save; also the handler of SIGUSR1."""
@@ -309,11 +303,8 @@ class Stop:
         agreement."""
         self.polls, self.last_poll = self.polls + 1, time.monotonic()
         utils.on_lost_reader = self.stop_unread  # not before, when there is nothing to save
-        asked = set()
-        if self.wants_stop:  # reset only where it was seen: a signal may come at any line
-            self.wants_stop = False
-            asked.add("stop")
-        if self.wants_save:
+        asked = {"stop"} if self.wants_stop else set()
+        if self.wants_save:  # reset only where it was seen: a signal may come at any line
             self.wants_save = False
             if self.polls > self.save_poll:  # otherwise the save that it asked for is still ahead
                 asked.add("save")
@@ -562,10 +553,7 @@ def run_main(main, cfg: Config):
         traceback.print_exc()
         exit_with(None)
     finally:
-        # Nothing is left to save.  Python's exit restores the default handlers, with which a signal
-        # would kill the process instead of letting it end with 0.
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)
+        ignore_stops()  # nothing is left to save, and a signal must not change the exit code
 
 
 def leave_last(seconds: float):

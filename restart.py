@@ -12,6 +12,7 @@ import time
 from config import Config
 from errors import INTERRUPTED, TEMPORARY, write_error
 from files import run_path, saved_steps
+from signals import STOPS, handle_stops
 
 LAST_END = "TRIFOLD_LAST_END"
 """The environment variable that tells a training process that it has such a parent, and how the one
@@ -39,7 +40,7 @@ def newest_checkpoint(cfg: Config, known: int = -1) -> int:
         return known
 
 
-def end_with_parent():
+def kill_with_parent():
     """Called in the new process: on Linux the kernel kills it when its parent is killed."""
     prctl = getattr(ctypes.CDLL(None), "prctl", lambda option, value: None)
     prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -50,10 +51,8 @@ class Child:
 
     def __init__(self):
         self.process, self.told_to_stop = None, False
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self.forward)
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
-            signal.signal(signal.SIGHUP, self.forward)
+        handle_stops(self.forward)
+        signal.signal(signal.SIGUSR1, self.forward)
 
     def forward(self, number, frame):
         self.told_to_stop = self.told_to_stop or number != signal.SIGUSR1
@@ -63,7 +62,7 @@ class Child:
     def run(self, words: list[str], last_end: str) -> int:
         """Its exit code, or minus the signal that has ended it."""
         env = os.environ | {LAST_END: last_end}
-        options = dict(env=env, start_new_session=True, preexec_fn=end_with_parent)
+        options = dict(env=env, start_new_session=True, preexec_fn=kill_with_parent)
         self.process = subprocess.Popen([sys.executable, *words], **options)
         if self.told_to_stop:  # while it was started
             self.process.send_signal(signal.SIGTERM)
@@ -86,7 +85,7 @@ def supervise(cfg: Config) -> int:
         if code < 0:
             last_end = f"signal {signal_name(-code)}"
         # It may have ended before it had a handler.
-        if child.told_to_stop and -code in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if child.told_to_stop and -code in STOPS:
             return INTERRUPTED
         code = 128 - code if code < 0 else code
         if not last_end or child.told_to_stop:

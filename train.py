@@ -23,10 +23,9 @@ def quit_early(number, frame):
 
 if __name__ == "__main__":  # before the imports, which take seconds
     sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))  # PYTHONSAFEPATH leaves it out
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, quit_early)
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
-        signal.signal(signal.SIGHUP, quit_early)
+    import signals
+
+    signals.handle_stops(quit_early)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # there is nothing to save yet
 
 import cli

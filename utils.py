@@ -25,10 +25,10 @@ from jax.sharding import PartitionSpec as P
 
 import errors
 from checks import AUTOMATIC, resolve
-from cli import discard
 from config import SLICE, Config
 from errors import UserError
 from files import make_private_folder
+from signals import discard
 
 for package in ("absl", "asyncio"):  # they log tracebacks of errors that they also raise
     logging.getLogger(package).setLevel(logging.CRITICAL)

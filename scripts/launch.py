@@ -30,9 +30,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import errors
-from cli import leave_terminal, quit_on_error
+from cli import quit_on_error
 from config import Flag
 from errors import DISTRIBUTED, INTERRUPTED, TEMPORARY, USAGE, Problem, UserError
+from signals import handle_stops, ignore_stops, leave_terminal
 
 # In seconds:
 POLL = 1  # between looks at the workers
@@ -375,8 +376,7 @@ class Tpu:
                 return self.train_with_restarts(archive)
             finally:
                 if self.is_ours and not self.keep:
-                    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                        signal.signal(number, signal.SIG_IGN)
+                    ignore_stops()
                     self.delete()
 
 
@@ -559,9 +559,7 @@ def interrupt(number, frame):
 
 def main():
     args = parse(sys.argv[1:])
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(number, interrupt)
+    handle_stops(interrupt)
     sys.exit(args.launch())
 
 

@@ -200,7 +200,7 @@ def test_a_run_ends_with_its_parent(base):
 def test_a_system_without_prctl_can_have_a_parent_process(monkeypatch):
     """As macOS."""
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
-    done = subprocess.run(["true"], preexec_fn=restart.end_with_parent)
+    done = subprocess.run(["true"], preexec_fn=restart.kill_with_parent)
     assert done.returncode == 0
 
 

@@ -1,0 +1,51 @@
+"""Signals that ask a process to stop, and output that nothing reads any more.
+
+Nothing slow is imported here, because train.py needs it before all else.
+"""
+
+import os
+import select
+import signal
+import stat
+from contextlib import suppress
+
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Ctrl-C, the end that a scheduler or service asks for, and the end of the terminal."""
+
+
+def handle_stops(handler):
+    """Have handler(number, frame) called at each of STOPS."""
+    for number in STOPS:
+        if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+            continue  # as under nohup
+        signal.signal(number, handler)
+
+
+def ignore_stops():
+    """Ignore STOPS from here on, also while Python ends: it then restores the default handlers in
+    place of functions, but leaves SIG_IGN."""
+    for number in STOPS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def discard(stream: int):
+    """Write nowhere what is written to a file descriptor from here on."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+
+
+def leave_terminal():
+    """For a handler of SIGHUP: discard what would go to the terminal, which is gone, or to a pipe,
+    whose reader, such as tee, has ended too.  To write there would be an error."""
+    for stream in (1, 2):
+        with suppress(OSError):  # it may be closed
+            if not stat.S_ISREG(os.fstat(stream).st_mode):
+                discard(stream)
+
+
+def leave_if_unread(e: Exception):
+    """End the process, without a message, if e says that the reader of stdout has closed it, as
+    head does once it has its lines.  The exit code is that of a process killed by SIGPIPE."""
+    stdout = select.poll()
+    stdout.register(1, 0)
+    if isinstance(e, BrokenPipeError) and stdout.poll(0):
+        os._exit(128 + signal.SIGPIPE)
