@@ -36,7 +36,7 @@ class Parent:
         self.store = SavedCheckpoints(self.path)
         # Process 0 decides: a parent that still trains may save before another process looks.
         found = utils.run_on_lead(self.store.find_step, step)
-        found = json.loads(utils.exchange(json.dumps(found))[0])
+        found = utils.exchange(found)[0]
         if found is None:
             raise UserError(CHECKPOINT, f"{self.path} has no checkpoint", "train it first")
         self.step = found

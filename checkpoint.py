@@ -2,7 +2,6 @@
 failure.  verify.py restores them.  What a state holds, and which settings must not change between
 starts, is decided in runstate.py."""
 
-import json
 import os
 import re
 import sys
@@ -275,7 +274,7 @@ class Checkpoints(SavedCheckpoints):
         is_time = self.failure is None or time.monotonic() >= self.failure.retry_at
         # As process 0 knows it, so that all go on from the same checkpoint.
         ours = [is_time, self.newest_complete, self.failed[-1:]]
-        is_time, complete, failed = json.loads(utils.exchange(json.dumps(ours))[0])
+        is_time, complete, failed = utils.exchange(ours)[0]
         if not is_time:
             return False
         self.newest_complete = complete

@@ -197,8 +197,7 @@ def differences(facts: dict[str, str]) -> dict[str, str]:
     text = json.dumps(facts, sort_keys=True)
     if len(set(exchange(hashlib.sha256(text.encode()).hexdigest()))) == 1:
         return {}
-    found = [json.loads(answer) for answer in exchange(text)]
-    differ = {}
+    found, differ = exchange(facts), {}
     for name in sorted(set().union(*found)):
         ids = {}
         for n, answer in enumerate(found):

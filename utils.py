@@ -93,20 +93,21 @@ def shared_store():
     return distributed.global_state.client
 
 
-def exchange(text: str) -> list[str]:
-    """The texts of all processes, in the order of their ids; every process calls this at the same
-    point.
+def exchange(value) -> list:
+    """The values of all processes, in the order of their ids, as JSON keeps them; every process
+    calls this at the same point.
 
     They go through the key-value store and not over the mesh, which can be used only once all
     processes are known to have the same one.
     """
+    text = json.dumps(value)
     if len(process_ids()) == 1:
-        return [text]
+        return [json.loads(text)]
     name = f"trifold/exchange/{next(EXCHANGES)}"
     shared_store().key_value_set(f"{name}/{process_id()}", text)
     shared_store().wait_at_barrier(name, 24 * 3600 * 1000)  # ms; a Watchdog gives up sooner
     answers = shared_store().key_value_dir_get(name)
-    found = {int(key.rsplit("/", 1)[1]): value for key, value in answers}
+    found = {int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in answers}
     return [found[n] for n in process_ids()]
 
 
@@ -120,21 +121,20 @@ def is_storage_error(error: BaseException) -> bool:
 
 def together(f, *args):
     """f(*args), called in every process.  An error in one of them is raised in all."""
-    result = error = None
-    answer = ""
+    result = error = answer = None
     try:
         result = f(*args)
     except UserError as e:
-        error, answer = e, json.dumps([e.code, e.problems[0].what])
+        error, answer = e, (e.code, e.problems[0].what)
     except Exception as e:  # raised again below
         code = errors.STORAGE if is_storage_error(e) else 1
-        error, answer = e, json.dumps([code, f"{type(e).__name__}: {e}"])
+        error, answer = e, (code, f"{type(e).__name__}: {e}")
     answers = exchange(answer)
     if error is not None:
         raise error
     for n, answer in enumerate(answers):
         if answer:
-            code, what = json.loads(answer)
+            code, what = answer
             raise UserError(code, f"process {n} stopped: {what}", "see the output of that process")
     return result
 
@@ -146,7 +146,7 @@ def run_on_lead(f, *args):
 
 def all_agree(ok: bool) -> bool:
     """Whether ok is true in every process."""
-    return all(exchange("yes" if ok else ""))
+    return all(exchange(bool(ok)))
 
 
 def wait_for(tree):

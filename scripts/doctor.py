@@ -245,7 +245,7 @@ def clocks(cfg: Config, found: dict):
         # All processes return from this at about the same moment, which lies in each one's span.
         utils.exchange("")
         span = begin, time.time()
-    spans = np.array([json.loads(x) for x in utils.exchange(json.dumps(span))])
+    spans = np.array(utils.exchange(span))
     ours, first = spans[[utils.process_id(), 0]]
     ahead, error = ours.mean() - first.mean(), (np.ptp(ours) + np.ptp(first)) / 2
     what = f"{1000 * ahead:+.1f} ms from process 0, give or take {1000 * error:.1f}"
@@ -343,7 +343,7 @@ def scrub(text: str) -> str:
 
 def main(args: Args, cfg: Config):
     utils.run_on_lead(check_output, "report", args.report)
-    answers = [json.loads(x) for x in utils.exchange(scrub(json.dumps(run_checks(args, cfg))))]
+    answers = utils.exchange(json.loads(scrub(json.dumps(run_checks(args, cfg)))))
     table = merge(answers)
     red, plain = ("\033[31m", "\033[0m") if sys.stdout.isatty() else ("", "")
     for status, what, fix, _, check in table:
