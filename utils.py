@@ -1,6 +1,7 @@
 """Exchange between processes, the mesh, compiling, and peak speeds.
 
-How processes start, stop and fail is in processes.py; files and folders are in files.py.
+How processes meet is in connect.py, how they stop and fail in processes.py; files and folders are
+in files.py.
 """
 
 import errno

@@ -69,6 +69,7 @@ import rundir
 import runstate
 import utils
 from boards import has_wandb_key
+from connect import name_ids
 from dataset import Dataset, check_tokenizers, parts_of
 from errors import USAGE, UserError
 from mixture import read_sets
@@ -321,7 +322,7 @@ def merge(answers: list[dict]) -> list[Row]:
     table = []
     for found in sorted(groups.values(), key=lambda found: STATUSES.index(found[0][2].status)):
         (_, n, row), ids = min(found), {n for _, n, _ in found}
-        where = f" ({processes.name_ids(ids)}; shown: {n} on {answers[n]['host']})"
+        where = f" ({name_ids(ids)}; shown: {n} on {answers[n]['host']})"
         table.append(row._replace(what=row.what + where * (len(answers) > 1)))
     return table
 

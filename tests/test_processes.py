@@ -19,6 +19,7 @@ from runs import finish, loss_curve, new_run, rows, start, start_two, wait_for_s
 
 import cli
 import config
+import connect
 import errors
 import processes
 import train
@@ -160,7 +161,7 @@ def test_data_that_vanish_under_a_run_end_it_with_a_checkpoint(base, corpus, tmp
     ("192.0.2.1:1234", (socket.AF_INET, ("0.0.0.0", 1234))),  # of documents, no host's
 ])  # fmt: skip
 def test_process_0_listens_at_its_name_or_where_it_can_be_reached(coordinator, address):
-    assert processes.listening_address(coordinator) == address
+    assert connect.listening_address(coordinator) == address
 
 
 # ---- several processes
