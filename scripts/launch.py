@@ -214,6 +214,12 @@ class Tpu:
     is_ours = False
     """Whether this command has made the pod, and deletes it at the end."""
 
+    @property
+    def nodes(self) -> list[str]:
+        """The names of the slices."""
+        several = [f"{self.name}-{n}" for n in range(self.slices)]
+        return several if self.slices > 1 else [self.name]
+
     def problems(self) -> list[Problem]:
         name = re.fullmatch(r"[a-z][a-z0-9-]{0,56}", self.name)
         zone = re.fullmatch(r"[a-z]+-[a-z]+\d+-[a-z]", self.zone)
@@ -320,10 +326,10 @@ class Tpu:
         lock += [os.path.relpath("trifold.lock", folder)]
         words = [f"--command={remote(folder, [*lock, *command])}"]
         words += ["--ssh-flag=-oServerAliveInterval=15"]
-        commands = {}
-        for node, n in workers:
-            ssh = self.gcloud("tpu-vm", "ssh", node, f"--worker={n}", *words)
-            commands[f"{node}, worker {n}"] = ssh
+        commands = {
+            f"{node}, worker {n}": self.gcloud("tpu-vm", "ssh", node, f"--worker={n}", *words)
+            for node, n in workers
+        }
         return run_on_all(commands, self.dry_run)
 
     def train(self, archive: str) -> tuple[int, int]:
@@ -359,8 +365,6 @@ class Tpu:
             time.sleep(wait)
 
     def launch(self) -> int:
-        slices = [f"{self.name}-{n}" for n in range(self.slices)]
-        self.nodes = slices if self.slices > 1 else [self.name]
         with tempfile.TemporaryDirectory() as folder:
             archive = write_archive(f"{folder}/trifold.tgz")
             try:
@@ -488,9 +492,10 @@ class Ssh:
             ssh=(self.ssh_words, "a program and its options, such as 'ssh -p 2222'"),
         )
 
-    def launch(self) -> int:
+    def read_hosts(self) -> list[str]:
+        """The words of the file of hosts, without comments.  Raises UserError USAGE."""
         try:
-            hosts, commands = re.sub("#.*", "", self.hosts.read_text("utf-8-sig")).split(), {}
+            hosts = re.sub("#.*", "", self.hosts.read_text("utf-8-sig")).split()
         except (OSError, ValueError) as e:
             what = f"{self.hosts} cannot be read: {e}"
             raise UserError(USAGE, what, "name a file of hosts, one a line") from None
@@ -499,6 +504,10 @@ class Ssh:
             what = f"{self.hosts} has {wrong or 'no host'}"
             fix = "write HOST or USER@HOST, one a line; a port goes into --ssh 'ssh -p PORT'"
             raise UserError(USAGE, what, fix)
+        return hosts
+
+    def launch(self) -> int:
+        hosts, commands = self.read_hosts(), {}
         names = [host.rpartition("@")[2] for host in hosts]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             what = f"{self.hosts} names hosts more than once: {', '.join(twice)}"

@@ -178,7 +178,6 @@ def test_without_git_a_pod_is_not_asked_for(tmp_path):
 @pytest.mark.parametrize("answer", ["READY", "READY\t0", "CREATING\t", "CREATING\t4"])
 def test_a_node_without_workers_is_asked_again(answer, monkeypatch):
     pod = Tpu("pod", "v5p-16", "us-east5-a")
-    pod.nodes = ["pod"]
     monkeypatch.setattr(pod, "call", lambda group, *_: answer if group == "tpu-vm" else "ACTIVE")
     with pytest.raises(CloudError, match="was CREATING|was READY"):
         pod.make_ready()
