@@ -314,7 +314,7 @@ class Watchdog:
         name = f"{time.strftime('%Y%m%dT%H%M%S')}-process{process_id()}.txt"
         where = self.run / "crash" / name
         what = f"no update, save or evaluation batch for {waited:.0f} s{self.who_is_late()}"
-        fix = f"look at the stacks, in {where}, then run the same command again to resume"
+        fix = f"look at the stacks, in {where}, then {AGAIN}"
         write_error(f"{Problem(what, fix)}\n")
         try:
             where.parent.mkdir(parents=True, exist_ok=True)
@@ -356,6 +356,8 @@ def hide_late_errors(unraisable):
         sys.__unraisablehook__(unraisable)
 
 
+AGAIN = "run the same command again to resume"
+
 # What the messages of errors contain after another process of the run is lost: of a collective, and
 # of others too.
 LOST_IN_COLLECTIVE = r"Gloo|[Cc]onnection closed by peer"
@@ -366,31 +368,36 @@ def run_main(main, cfg: Config):
     """Join the other processes and return main(cfg); exit with the codes of errors.py, or with 1
     for a bug."""
     sys.unraisablehook = hide_late_errors
-    again = "run the same command again to resume"
     try:
         start_processes(cfg)
         return main(cfg)
     except UserError as e:
         exit_with(e)
     except KeyboardInterrupt:  # before Stop has replaced the signal's handler
-        exit_with(UserError(errors.INTERRUPTED, "interrupted", again))
+        exit_with(UserError(errors.INTERRUPTED, "interrupted", AGAIN))
     except Exception as e:  # every error ends the process here: a normal exit could hang
-        reason = f"{type(e).__name__}: {str(e).splitlines()[0][:200] if str(e) else ''}"
-        if jax.distributed.is_initialized() and re.search(LOST_PEER, str(e)):
-            fix = f"look at that process's log, then {again}, in every process"
-            exit_with(UserError(errors.DISTRIBUTED, f"a peer process was lost: {reason}", fix))
-        if isinstance(e, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(e):
-            rows = "fewer rows at a time (in training, train.microbatches or train.grad_accum)"
-            fix = f"use more devices, {rows}, or train.remat=layer; scripts/plan.py says what fits"
-            exit_with(UserError(errors.USAGE, f"a device's memory is too small: {reason}", fix))
         leave_if_unread(e)
-        if is_storage_error(e):
-            fix = f"free some space, or fix the storage or the permissions, then {again}"
-            exit_with(UserError(errors.STORAGE, f"storage failed: {reason}", fix))
-        traceback.print_exc()
-        exit_with(None)
+        if (error := explain(e)) is None:
+            traceback.print_exc()
+        exit_with(error)
     finally:
         ignore_stops()  # nothing is left to save, and a signal must not change the exit code
+
+
+def explain(e: Exception) -> UserError | None:
+    """What to tell the user in place of an error of Python, JAX or storage; None for a bug."""
+    reason = f"{type(e).__name__}: {str(e).splitlines()[0][:200] if str(e) else ''}"
+    if jax.distributed.is_initialized() and re.search(LOST_PEER, str(e)):
+        fix = f"look at that process's log, then {AGAIN}, in every process"
+        return UserError(errors.DISTRIBUTED, f"a peer process was lost: {reason}", fix)
+    if isinstance(e, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(e):
+        rows = "fewer rows at a time (in training, train.microbatches or train.grad_accum)"
+        fix = f"use more devices, {rows}, or train.remat=layer; scripts/plan.py says what fits"
+        return UserError(errors.USAGE, f"a device's memory is too small: {reason}", fix)
+    if is_storage_error(e):
+        fix = f"free some space, or fix the storage or the permissions, then {AGAIN}"
+        return UserError(errors.STORAGE, f"storage failed: {reason}", fix)
+    return None
 
 
 def leave_last(seconds: float):

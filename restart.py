@@ -69,6 +69,14 @@ class Child:
         return self.process.wait()
 
 
+def temporary_reason(code: int) -> str:
+    """Why training has ended with this code, or minus a signal; "" if that will not pass."""
+    if code < 0:
+        names = {number.value: number.name for number in signal.Signals}
+        return f"signal {names.get(-code, -code)}"  # a real-time one has no name
+    return f"exit code {code}, {TEMPORARY[code]}" if code in TEMPORARY else ""
+
+
 def supervise(cfg: Config) -> int:
     """Train with this process's command line, again and again, and return the exit code.
 
@@ -81,9 +89,7 @@ def supervise(cfg: Config) -> int:
         code = child.run(words, last_end)
         if "--fresh" in words and run_id(cfg) not in (None, old_run):  # the old run is moved
             words.remove("--fresh")
-        last_end = f"exit code {code}, {TEMPORARY[code]}" if code in TEMPORARY else ""
-        if code < 0:
-            last_end = f"signal {signal_name(-code)}"
+        last_end = temporary_reason(code)
         # It may have ended before it had a handler.
         if child.told_to_stop and -code in STOPS:
             return INTERRUPTED
@@ -102,10 +108,6 @@ def supervise(cfg: Config) -> int:
             time.sleep(0.1)
             if child.told_to_stop:
                 return INTERRUPTED
-
-
-def signal_name(number: int) -> str:
-    return next((x.name for x in signal.Signals if x == number), str(number))  # a real-time one
 
 
 def say(text: str):

@@ -181,7 +181,8 @@ def test_a_run_whose_output_nothing_reads_saves_and_ends(base, number):
 
 
 def test_a_signal_without_a_name_has_its_number():
-    assert restart.signal_name(9) == "SIGKILL" and restart.signal_name(40) == "40"
+    assert restart.temporary_reason(-9) == "signal SIGKILL"
+    assert restart.temporary_reason(-40) == "signal 40"
 
 
 def test_a_run_ends_with_its_parent(base):
