@@ -125,16 +125,9 @@ def cpu_choices(cfg: Config) -> dict:
 BIG = 2**31 - 1
 
 MAY_BE_MINUS_1 = {"mesh.dp", "mesh.pp", "mesh.tp", "train.eval_batches", "data.end_id"}
+MAY_BE_MINUS_1 |= {"run.process_id"}  # without run.coordinator
 
 LIMITS = {
-    (0, BIG): (
-        "run.restarts run.hang_timeout data.end_id data.epochs_max optim.warmup_steps "
-        "checkpoint.every checkpoint.patience log.norms_every "
-        "model.mup_base_width model.mup_base_depth model.mup_base_head model.q_rank model.kv_rank "
-        "model.d_rope model.d_value model.attn_width model.window model.max_positions "
-        "model.n_experts model.n_shared model.d_expert "
-        "train.microbatches train.eval_every train.sample_every train.unroll"
-    ),
     (1, BIG): (
         "run.start_timeout mesh.dp mesh.pp mesh.tp mesh.virtual_stages log.every "
         "model.vocab_size model.d_model model.n_heads model.n_kv_heads model.d_head model.d_ff "
@@ -143,10 +136,6 @@ LIMITS = {
         "train.sample_tokens train.loss_chunk"
     ),
     (1, math.inf): "model.n_layers",  # pattern_problems has its limit
-    (0.0, 1e6): (
-        "model.logit_softcap model.attn_softcap model.yarn_mscale model.yarn_mscale_all_dim "
-        "model.score_scale train.spike_sigma data.cache_gb checkpoint.minutes"
-    ),
     (1.0, 1e6): "model.rope_factor",
     (1e-6, 1e6): "model.rope_low model.rope_high",
     (0, 2**32 - 1): "run.seed",
@@ -167,17 +156,21 @@ LIMITS = {
 }
 """{(lowest, highest): the settings that may have these values, and all between}"""
 RANGES = {name: limits for limits, names in LIMITS.items() for name in names.split()}
+OTHER_RANGES = {int: (0, BIG), float: (0.0, 1e6)}
+"""The limits of all other numbers, by type."""
 
 
 def range_problems(cfg: Config):
-    for name, (low, high) in RANGES.items():
+    for name, usual in settings(Config()).items():
         x, auto = field_value(cfg, name), name in MAY_BE_MINUS_1
-        if isinstance(x, str):  # a mesh.dp of slices x ranks, both at least 1
+        limits = RANGES.get(name, OTHER_RANGES.get(type(usual)))
+        if limits is None or isinstance(x, str):  # a mesh.dp of slices x ranks, both at least 1
             continue
+        low, high = limits
         if not (low <= x <= high or (x == -1 and auto)):  # "not", so that NaN is a problem too
-            limits = f"between {low} and {high}" if high < BIG or x > BIG else f"at least {low}"
+            good = f"between {low} and {high}" if high < BIG or x > BIG else f"at least {low}"
             fix = f"set --{name} to a value in this range{', or to -1' if auto else ''}"
-            yield Problem(f"{name}={x} must be {limits}", fix)
+            yield Problem(f"{name}={x} must be {good}", fix)
 
 
 # ---- layer patterns and divisors

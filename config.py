@@ -6,7 +6,7 @@ config files in cli.py.
 
 import math
 import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial, reduce
 from typing import Annotated, Literal
 
@@ -370,7 +370,7 @@ class Config:
     Later checkpoints and rows are moved to rolled_back/ in the run directory."""
 
 
-SECTIONS = [f.name for f in fields(Config) if f.name not in ("fresh", "eval_only", "rollback")]
+SECTIONS = [f.name for f in fields(Config) if is_dataclass(f.default)]
 
 
 # ---- presets

@@ -86,6 +86,7 @@ MOE = ["--model.pattern", "moe", "--model.n_experts", "4", "--model.d_expert", "
      ["must be at most 10000"]),
     (["--mesh.dp", "-1", "--mesh.pp", "-1"], ["2 axes are -1"]),
     (["--run.process_id", "1"], ["must go together"]),
+    (["--run.process_id=-2"], ["run.process_id=-2 must be at least 0"]),
     (["--checkpoint.keep", "1", "--train.steps", "0"],
      ["train.steps=0", "checkpoint.keep=1"]),
     (["--model.n_layers", "2147483647"], ["model.n_layers=2147483647 must be at most 10000"]),
