@@ -94,7 +94,7 @@ def value_flags(section: str, field: str, value) -> list[str]:
     name = f"{section}.{field}"
     default = getattr(getattr(Config(), section), field, None)
     is_text = isinstance(value, str)
-    if isinstance(value, list) and name in ("run.accept", "data.stages", "eval.tasks"):
+    if isinstance(value, list) and default == ():  # of words; tuples of numbers are never empty
         if not all(isinstance(x, str) and not x.startswith("-") for x in value):
             raise ValueError(f"{name}={json.dumps(value)} is not a list of words")
         return [f"--{name}", *value]

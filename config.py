@@ -63,22 +63,8 @@ class Run:
     The start, compiling, and waiting for a save may take 12 times as long."""
 
 
-def read_ranks(words: list[str]) -> int | str:
-    """A value of mesh.dp: a number of ranks, or SLICESxRANKS.  Raises ValueError."""
-    if re.fullmatch(r"-?\d{1,18}|[1-9]\d{0,8}x[1-9]\d{0,8}", words[0]):
-        return words[0] if "x" in words[0] else int(words[0])
-    raise ValueError(f"{words[0]!r} is not a number such as 8, or slices and their ranks as in 2x4")
-
-
 SLICE = "slice"
 """The first axis of a mesh with several slices; see Mesh.shape."""
-RANKS = tyro.constructors.PrimitiveConstructorSpec(
-    nargs=1,
-    metavar="INT|SLICESxINT",
-    instance_from_str=read_ranks,
-    is_instance=lambda x: isinstance(x, int | str),
-    str_from_instance=lambda x: [str(x)],
-)
 
 
 @dataclass(frozen=True)
@@ -86,7 +72,7 @@ class Mesh:
     """How dp * pp * tp devices share the work.  One of the three may be -1: it takes the devices
     that the other two leave."""
 
-    dp: Annotated[int | str, RANKS] = -1
+    dp: Annotated[int | str, tyro.conf.arg(metavar="INT|SLICESxINT")] = -1
     """Data parallelism: each of the dp ranks trains on part of the batch.
     Weights, gradients and optimizer state are sharded over dp too, as mesh.fsdp says.
     2x4: 8 ranks in 2 slices, each of which stores all weights.
@@ -119,6 +105,11 @@ class Mesh:
     Its token buffers are then dp times as large, and without kernels its expert matmuls too."""
     slow_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type in which gradients cross the network between slices, if mesh.dp has several."""
+
+    def __post_init__(self):
+        if isinstance(self.dp, str) and not re.fullmatch(r"[1-9]\d{0,8}x[1-9]\d{0,8}", self.dp):
+            what = f"mesh.dp={self.dp!r} is not a number such as 8"
+            raise ValueError(f"{what}, or slices and their ranks as in 2x4")
 
     @property
     def slices(self) -> int:
