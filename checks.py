@@ -9,7 +9,7 @@ import re
 from dataclasses import replace
 
 from architecture import Model, all_kinds, layer_kinds, n_blocks
-from config import Config, field_value, settings
+from config import Config, settings
 from errors import USAGE, Problem, UserError, or_list
 from mixture import read_ramp, read_sets, read_skip, read_stages, read_tasks
 
@@ -161,9 +161,8 @@ OTHER_RANGES = {int: (0, BIG), float: (0.0, 1e6)}
 
 
 def range_problems(cfg: Config):
-    for name, usual in settings(Config()).items():
-        x, auto = field_value(cfg, name), name in MAY_BE_MINUS_1
-        limits = RANGES.get(name, OTHER_RANGES.get(type(usual)))
+    for name, x in settings(cfg).items():
+        auto, limits = name in MAY_BE_MINUS_1, RANGES.get(name, OTHER_RANGES.get(type(x)))
         if limits is None or isinstance(x, str):  # a mesh.dp of slices x ranks, both at least 1
             continue
         low, high = limits
@@ -232,23 +231,22 @@ def sizes_to_divide(cfg: Config) -> dict[str, dict[str, int]]:
     if has_layer(m, "moe"):
         tp |= {"model.d_expert": m.d_expert}
         dp |= {"model.n_experts": m.n_experts} if cfg.mesh.experts == "alltoall" else {}
-    pp = layers | {"train.microbatches": t.microbatches}
-    return {"mesh.dp": dp, "mesh.pp": pp, "mesh.tp": tp}
+    return dict(dp=dp, pp=layers | {"train.microbatches": t.microbatches}, tp=tp)
 
 
 def divisor_problems(cfg: Config):
     """Sizes that do not divide: at most one problem per mesh axis, then heads, RoPE and batch."""
     m = cfg.model
     for axis, sizes in sizes_to_divide(cfg).items():
-        n = cfg.mesh.shape[axis.removeprefix("mesh.")]
+        n, given = cfg.mesh.shape[axis], getattr(cfg.mesh, axis)
         sizes = {name: x for name, x in sizes.items() if x > 0}
         wrong = [f"{name}={x}" for name, x in sizes.items() if n > 1 and x % n]
         if wrong:
-            size = n if n == field_value(cfg, axis) else f"{field_value(cfg, axis)}: {n}"
-            what = f"{axis}={size} must divide {' and '.join(wrong)}"
+            size = n if n == given else f"{given}: {n}"
+            what = f"mesh.{axis}={size} must divide {' and '.join(wrong)}"
             slices = f"{cfg.mesh.slices}x" if size != n else ""
             sizes = [f"{slices}{x}" for x in divisors(math.gcd(*sizes.values()))]
-            yield Problem(what, f"set --{axis} to {or_list(sizes)}")
+            yield Problem(what, f"set --mesh.{axis} to {or_list(sizes)}")
     if m.attention == "gqa" and min(m.n_heads, m.n_kv_heads) > 0 and m.n_heads % m.n_kv_heads:
         what = f"model.n_kv_heads={m.n_kv_heads} must divide model.n_heads={m.n_heads}"
         yield Problem(what, f"set --model.n_kv_heads to {or_list(divisors(m.n_heads))}")
@@ -358,7 +356,7 @@ ONLY_MOE = "train.balance_loss", "train.bias_rate", "train.capacity_factor", "me
 
 def no_effect_problems(cfg: Config):
     """Settings that were changed from their defaults, but have no effect."""
-    m, o, default = cfg.model, cfg.optim, Config()
+    m, o, given, usual = cfg.model, cfg.optim, settings(cfg), settings(Config())
     unused = {f"model.{n}": why for n, why in unused_fields(m).items() if n not in MAY_BE_UNUSED}
     if not has_layer(m, "moe"):
         unused |= dict.fromkeys(ONLY_MOE, "no layer is moe")
@@ -366,9 +364,9 @@ def no_effect_problems(cfg: Config):
         unused["train.bias_rate"] = "model.router_bias=False"
     unused |= {f"optim.{n}": f"optim.name={o.name}" for n in UNUSED_BY.get(o.name, "").split()}
     for name, why in unused.items():
-        if (x := field_value(cfg, name)) != (usual := field_value(default, name)):
-            fix = f"leave --{name} out, or set it to {usual} if a preset or file has set it"
-            yield Problem(f"{name}={x} has no effect: {why}", fix)
+        if given[name] != usual[name]:
+            fix = f"leave --{name} out, or set it to {usual[name]} if a preset or file has set it"
+            yield Problem(f"{name}={given[name]} has no effect: {why}", fix)
 
 
 def model_problems(cfg: Config):
@@ -446,7 +444,7 @@ def other_problems(cfg: Config):
         what = "--fresh starts a run over, but --eval_only evaluates the run that is there"
         yield Problem(what, "give one of the two")
     for name in ("data.cache", "run.compile_cache"):
-        if "://" in (folder := field_value(cfg, name)):
+        if "://" in (folder := settings(cfg)[name]):
             what = f"{name}={folder!r} must be a local folder"
             yield Problem(what, f"leave --{name} out, or name a folder on this host's disk")
     if (n_auto := cfg.mesh.sizes.count(-1)) > 1:
@@ -474,7 +472,7 @@ def text_problems(cfg: Config):
     r, t = cfg.run, cfg.train
     paths = [("run.dir", r.dir)] + ([("run.start_from", r.start_from)] if r.start_from else [])
     try:
-        sets = {name: read_sets(field_value(cfg, name)) for name in ("data.train", "data.val")}
+        sets = {f"data.{name}": read_sets(getattr(cfg.data, name)) for name in ("train", "val")}
         paths += [(name, part.path) for name, parts in sets.items() for part in parts.values()]
         read_stages(cfg.data.stages, sets["data.train"])
         if any(part.weight != 1 for part in sets["data.val"].values()):

@@ -7,7 +7,7 @@ config files in cli.py.
 import math
 import re
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import partial, reduce
+from functools import partial
 from typing import Annotated, Literal
 
 import tyro
@@ -532,8 +532,3 @@ END = "<|endoftext|>"  # the token that our tokenizers put after each document
 def settings(cfg: Config) -> dict:
     """{"section.field": value} of all sections."""
     return {f"{s}.{name}": x for s in SECTIONS for name, x in vars(getattr(cfg, s)).items()}
-
-
-def field_value(cfg: Config, name: str):
-    """The value of "section.field"."""
-    return reduce(getattr, name.split("."), cfg)

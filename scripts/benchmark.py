@@ -285,8 +285,8 @@ PEERS = dict(
 
 def make_peers(names, window_BL, cfg: Config) -> tuple[list[Contestant], dict[str, str]]:
     """The peers of these names, and the reason for each that is left out."""
-    values = {name: config.field_value(cfg, name) for name in PLAIN}
-    missing = [f"{name}={x}" for name, x in values.items() if x != PLAIN[name]]
+    given = config.settings(cfg)
+    missing = [f"{name}={given[name]}" for name, x in PLAIN.items() if given[name] != x]
     missing += [f"train.remat={x}" for x in [cfg.train.remat] if x not in ("none", *PLAIN_REMAT)]
     missing += ["several processes"] if jax.process_count() > 1 else []
     if missing:
