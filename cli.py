@@ -89,12 +89,10 @@ def dict_without_duplicates(pairs) -> dict:
     return dict(pairs)
 
 
-def value_flags(section: str, field: str, value) -> list[str]:
-    """The words of a command line that set a field to a value from a file.  Raises ValueError."""
-    name = f"{section}.{field}"
-    default = getattr(getattr(Config(), section), field, None)
-    is_text = isinstance(value, str)
-    if isinstance(value, list) and default == ():  # of words; tuples of numbers are never empty
+def value_flags(name: str, value) -> list[str]:
+    """The words of a command line that give a setting a value from a file.  Raises ValueError."""
+    default, is_text = settings(Config()).get(name), isinstance(value, str)
+    if isinstance(value, list) and default == ():  # of words; one of numbers has a default
         if not all(isinstance(x, str) and not x.startswith("-") for x in value):
             raise ValueError(f"{name}={json.dumps(value)} is not a list of words")
         return [f"--{name}", *value]
@@ -138,9 +136,10 @@ def file_flags(path: str) -> list[str]:
         flags = []
         for section in SECTIONS:
             for field, value in record.get(section, {}).items():
-                if f"{section}.{field}" == "run.compile_cache" and value:  # its content is run
-                    raise ValueError("run.compile_cache may only be given on the command line")
-                flags += value_flags(section, field, value)
+                name = f"{section}.{field}"
+                if name == "run.compile_cache" and value:  # its content is run
+                    raise ValueError(f"{name} may only be given on the command line")
+                flags += value_flags(name, value)
         return flags
     except FileNotFoundError:
         if path.endswith("/config.json"):  # as of a script's --run
