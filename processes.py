@@ -162,8 +162,8 @@ class Stop:
                 shared_store().key_value_set(key, "")
             found = shared_store().key_value_dir_get(f"trifold/asked/{self.polls}/")
             asked = {key.split("/")[-2] for key, _ in found}
-        self.must_stop = self.must_stop or "stop" in asked
-        self.must_save = self.must_save or "save" in asked
+        self.must_stop |= "stop" in asked
+        self.must_save |= "save" in asked
 
     def agree_to_stop(self, error: BaseException | None = None, is_update: bool = False) -> bool:
         """Poll, and return whether to stop now, the same in every process.
