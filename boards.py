@@ -4,6 +4,7 @@ import json
 import netrc
 import os
 import tempfile
+from contextlib import contextmanager
 from dataclasses import asdict
 from numbers import Real
 
@@ -29,6 +30,28 @@ def row_fields(row: dict) -> dict:
     return {f"{row['kind']}/{name}": value for name, value in fields.items()}
 
 
+def open_boards(run: epath.Path, cfg: Config, step: int) -> list:
+    """The boards that the run uses.  Each has send, upload and close, whose failures are only
+    warnings.  step: the update the run resumes from.  Raises as start_wandb."""
+    boards = []
+    if session := start_wandb(run, cfg):
+        boards.append(Wandb(session))
+        if cfg.rollback >= 0:
+            boards[0].send(dict(kind="rollback", step=step, to=step))
+    if cfg.log.tensorboard:
+        boards.append(TensorBoard(run, step))
+    return boards
+
+
+@contextmanager
+def only_warn(what: str):
+    """Turn an error of the block into a warning, because metrics.jsonl has all rows."""
+    try:
+        yield
+    except Exception as e:  # these packages and storage raise many types
+        warn(f"{what} ({type(e).__name__}: {str(e)[:200]})")
+
+
 class TensorBoard:
     """The numbers of the rows as scalars for TensorBoard, in tensorboard/ of the run directory.
 
@@ -45,20 +68,46 @@ class TensorBoard:
         self.writer = SummaryWriter(os.fspath(self.local), **options)
 
     def send(self, row: dict):
-        try:
+        with only_warn("tensorboard lost a row"):
             for name, x in row_fields(row).items():
                 if isinstance(x, Real):
                     self.writer.add_scalar(name, x, row["step"])
-        except Exception as e:  # metrics.jsonl has the row, and the run goes on
-            warn(f"tensorboard lost a row ({type(e).__name__}: {str(e)[:200]})")
 
     def upload(self):
         """Bring the file up to date."""
-        self.writer.flush()
-        upload_folder(self.local, self.folder)
+        with only_warn("tensorboard was not written"):
+            self.writer.flush()
+            upload_folder(self.local, self.folder)
+
+    def close(self):
+        """Nothing is left to do after `upload`."""
 
 
 # ---- Weights & Biases
+
+
+class Wandb:
+    """The rows at Weights & Biases, their fields named kind/field, and lists as histograms."""
+
+    def __init__(self, session):
+        """session: see start_wandb."""
+        self.session = session
+
+    def send(self, row: dict):
+        with only_warn("wandb lost a row"):
+            import wandb
+
+            fields = row_fields(row)
+            lists = {name: x for name, x in fields.items() if isinstance(x, list)}
+            histograms = {name: wandb.Histogram(x) for name, x in lists.items()}
+            self.session.log(fields | histograms | dict(step=row["step"]))
+
+    def upload(self):
+        """A process of wandb's own sends the rows."""
+
+    def close(self):
+        with only_warn("wandb did not finish"):
+            self.session.finish()
 
 
 def start_wandb(run: epath.Path, cfg: Config):
@@ -113,25 +162,3 @@ def init_wandb(run: epath.Path, cfg: Config, mode: str):
     )
     session.define_metric("*", step_metric="step")
     return session
-
-
-def send_to_wandb(session, row: dict):
-    """Send a row, its fields named kind/field, and lists as histograms.  A failure is only a
-    warning."""
-    try:
-        import wandb
-
-        fields = row_fields(row)
-        lists = {name: x for name, x in fields.items() if isinstance(x, list)}
-        histograms = {name: wandb.Histogram(x) for name, x in lists.items()}
-        session.log(fields | histograms | dict(step=row["step"]))
-    except Exception as e:  # wandb raises many types, and none of them may stop the run
-        warn(f"wandb lost a row ({type(e).__name__}: {str(e)[:200]})")
-
-
-def finish_wandb(session):
-    """End the session.  A failure is only a warning, because metrics.jsonl has all rows."""
-    try:
-        session.finish()
-    except Exception as e:  # as in send_to_wandb
-        warn(f"wandb did not finish ({type(e).__name__}: {str(e)[:200]})")

@@ -111,7 +111,8 @@ class Parent:
         parent["start_with"] = self.start_with
         theirs = read_record(self.path).get("parent", {})
         is_untrained = (theirs.get("step"), theirs.get("start_with")) == (self.step, "state")
-        rows = map(json.loads, read_lines(self.path / "metrics.jsonl", self.step))
+        rows = []
+        read_lines(self.path / "metrics.jsonl", self.step, rows.append)
         tokens = [row.get("tokens", 0) for row in rows if row.get("kind") == "train"]
         parent["tokens"] = max(tokens, default=theirs["tokens"] if is_untrained else 0)
         text = json.dumps(read_record(run) | dict(parent=parent), indent=1)

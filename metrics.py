@@ -11,24 +11,15 @@ import numpy as np
 from etils import epath
 
 import errors
-from boards import TensorBoard, finish_wandb, send_to_wandb, start_wandb
+import utils
+from boards import open_boards
 from config import Config
 from errors import UserError
 from mixture import read_sets
 from panels import PANELS, write_png
 from rowfile import RowFile
 from rundir import read_history, read_record
-from utils import (
-    finite_or_none,
-    format_duration,
-    is_lead,
-    is_storage_error,
-    peak_flops,
-    run_on_lead,
-    say,
-    wait_for,
-    warn,
-)
+from utils import finite_or_none, run_on_lead, say, warn
 
 # ---- the log of a run
 
@@ -37,82 +28,28 @@ from utils import (
 SCALARS = dict(loss="loss {:.4f}", grad_norm="grad norm {:.3f}", lr="lr {:.2e}")
 
 
-class MetricsLog:
-    """metrics.jsonl, the console, the pictures, Weights & Biases and TensorBoard, all from the same
-    rows.
+class PastRows:
+    """What the rows of metrics.jsonl say: those that a resume finds, and those written since."""
 
-    Rows are written one update late: while the host waits for the numbers of one update, the
-    device has the next one to do.
-    """
-
-    MAX_SKIPS = 10
-
-    def __init__(
-        self, run: epath.Path, cfg: Config, step: int, flops_per_token: float, tokens_by_source,
-        fingerprints: dict,
-    ):  # fmt: skip
-        """step: the update the run resumes from.  flops_per_token: forward and backward.
-        tokens_by_source: as Dataset.tokens_by_source.  fingerprints: {(kind, set): fingerprint} of
-        what this start evaluates."""
-        self.tokens_by_source, self.fingerprints = tokens_by_source, fingerprints
-        self.cfg, self.run, self.steps_before = cfg, run, step
-        self.flops_per_token, self.peak = flops_per_token, peak_flops(cfg)
-        parent = (run_on_lead(read_record, run) or {}).get("parent", {})  # the lead writes rows
-        # The rows of a branch that went on with its parent's state begin after the parent's step.
-        begin = parent["step"] if parent.get("start_with") == "state" else 0
-        is_branch_start = begin > 0 and step == begin
-        self.tokens_before = parent["tokens"] if is_branch_start else self.tokens_until(step)
-        """Tokens of all updates before this start: by the parent's record or the last row, else by
-        tokens_until(step), which counts with this start's batch sizes."""
-        self.start = self.clock = time.perf_counter()
-        self.pending = None  # (step, metrics) of the newest update, not written yet
+    def __init__(self, cfg: Config, fingerprints: dict, tokens: tuple[int, int]):
+        """fingerprints: as MetricsLog.  tokens: before the first row."""
+        self.cfg, self.fingerprints = cfg, fingerprints
+        self.tokens = tokens
+        """(update, tokens until then) of the newest update."""
+        self.losses = {}  # {step: loss}
+        self.eval_losses = {name: {} for name in read_sets(cfg.data.val)}  # of each set
+        self.scores = {}  # {step: its row of kind "tasks"}
         self.skips = 0  # updates in a row, up to the newest, that were not finite
         self.spikes = 0  # updates that were skipped because of train.spike_sigma
-        self.train_losses = {}  # {step: loss}, for the curve
-        self.eval_losses = {name: {} for name in read_sets(cfg.data.val)}  # of each set
-        self.best_losses = next(iter(self.eval_losses.values()))
-        """Of the set that decides which checkpoints are best."""
-        self.scores = {}  # {step: its row of kind "tasks"}
         self.panels = {name: panel(cfg) for name, panel in PANELS.items()}
         self.alarms = {}  # all so far, {what: text}
         self.others = set()  # (kind, set) of rows about other data than this start evaluates
-        patience = cfg.checkpoint.patience
-        # track fills the fields above from the rows that are there.
-        self.metrics_file = RowFile(run / "metrics.jsonl", step, patience, self.track)
-        self.samples_file = RowFile(run / "samples.jsonl", step, patience)
-        self.sampled_steps = {row["step"] for row in self.samples_file.rows}
-        self.warn_of_lost_rows(begin)
-        for name in sorted(" ".join(pair).strip() for pair in self.others):
-            what = f"{self.metrics_file.path} has rows of kind {name} about other data"
-            warn(f"{what}: they do not count for pictures and best checkpoints")
-        self.wandb = run_on_lead(start_wandb, run, cfg)
-        self.tensorboard = run_on_lead(TensorBoard, run, step) if cfg.log.tensorboard else None
-        if step < cfg.train.steps:
-            say(f"updates {step + 1} to {cfg.train.steps}")
-
-    def warn_of_lost_rows(self, begin: int):
-        """begin: the number of updates after which the run's own begin."""
-        starts = [line.get("step") for line in run_on_lead(read_history, self.run) or []]
-        firsts = [start + 1 for start in starts if isinstance(start, int)]
-        step = self.steps_before
-        # The run may have started at 0, and become a branch before it saved anything.
-        first = max(begin + 1, min([*self.train_losses, *firsts], default=step + 1))
-        lost = sorted(set(range(first, step + 1)) - self.train_losses.keys())
-        if lost:
-            path = self.metrics_file.path
-            what = f"{path} has lost {len(lost)} of the rows up to update {step}"
-            warn(f"{what}, from that of update {lost[0]} on: they cannot be made again")
-
-    def tokens_until(self, step: int) -> int:
-        return sum(self.tokens_by_source(step).values())
 
     def track(self, row: dict):
-        """Record the values of a row that the pictures and the count of skipped updates need."""
         if row["kind"] == "train":
-            loss, norm, tokens = row["loss"], row["grad_norm"], row["tokens"]
-            if row["step"] == self.steps_before:
-                self.tokens_before = tokens
-            self.train_losses[row["step"]] = loss
+            step, loss, norm = row["step"], row["loss"], row["grad_norm"]
+            self.tokens = step, row["tokens"]
+            self.losses[step] = loss
             self.skips = self.skips + 1 if None in (loss, norm) else 0
             self.spikes += row.get("spike", 0) > 0
         elif self.is_of_other_data(row):
@@ -131,14 +68,77 @@ class MetricsLog:
         here = self.fingerprints.get((row["kind"], row.get("set", "")))
         return here is not None and row.get("data", here) != here
 
+    def best_losses(self) -> dict:
+        """{step: loss} of the set that decides which checkpoints are best."""
+        return next(iter(self.eval_losses.values()))
+
+    def is_evaluated(self, step: int) -> bool:
+        """Whether all that is evaluated after update `step` is there."""
+        found = [self.eval_losses[name] for name in read_sets(self.cfg.data.val)]
+        found += [self.scores] if self.cfg.eval.tasks else []
+        return all(step in rows for rows in found)
+
+    def is_finished(self) -> bool:
+        return self.is_evaluated(self.cfg.train.steps)
+
+    def draw(self, run: epath.Path):
+        draw_loss(run / "loss.png", self.losses, self.eval_losses, self.scores)
+        for panel in self.panels.values():
+            panel.draw(run)
+
+
+class MetricsLog:
+    """metrics.jsonl, the console, the pictures, Weights & Biases and TensorBoard, all from the same
+    rows.
+
+    Rows are written one update late: while the host waits for the numbers of one update, the
+    device has the next one to do.
+    """
+
+    def __init__(
+        self, run: epath.Path, cfg: Config, step: int, flops_per_token: float, tokens_by_source,
+        fingerprints: dict,
+    ):  # fmt: skip
+        """step: the update the run resumes from.  flops_per_token: forward and backward.
+        tokens_by_source: as Dataset.tokens_by_source.  fingerprints: {(kind, set): fingerprint} of
+        what this start evaluates."""
+        self.cfg, self.run, self.steps_before = cfg, run, step
+        self.tokens_by_source = tokens_by_source
+        self.flops_per_token, self.peak = flops_per_token, utils.peak_flops(cfg)
+        self.start = self.clock = time.perf_counter()
+        self.pending = None  # (step, metrics) of the newest update, not written yet
+        parent = (run_on_lead(read_record, run) or {}).get("parent", {})  # the lead writes rows
+        # The rows of a branch that went on with its parent's state begin after the parent's step.
+        with_state = parent.get("start_with") == "state"
+        begin = (parent["step"], parent["tokens"]) if with_state else (0, 0)
+        self.past, self.sampled_steps = PastRows(cfg, fingerprints, begin), set()
+        patience = cfg.checkpoint.patience
+        self.metrics_file = RowFile(run / "metrics.jsonl", step, patience, self.past.track)
+        self.samples_file = RowFile(run / "samples.jsonl", step, patience, self.track_sample)
+        self.warn_of_lost_rows(begin[0])
+        for name in sorted(" ".join(pair).strip() for pair in self.past.others):
+            what = f"{self.metrics_file.path} has rows of kind {name} about other data"
+            warn(f"{what}: they do not count for pictures and best checkpoints")
+        self.boards = run_on_lead(open_boards, run, cfg, step) or []
+        if step < cfg.train.steps:
+            say(f"updates {step + 1} to {cfg.train.steps}")
+
+    def warn_of_lost_rows(self, begin: int):
+        """begin: the number of updates after which the run's own begin."""
+        starts = [line.get("step") for line in run_on_lead(read_history, self.run) or []]
+        firsts = [start + 1 for start in starts if isinstance(start, int)]
+        step, there = self.steps_before, self.past.losses.keys()
+        # The run may have started at 0, and become a branch before it saved anything.
+        first = max(begin + 1, min([*there, *firsts], default=step + 1))
+        if lost := sorted(set(range(first, step + 1)) - there):
+            what = f"{self.metrics_file.path} has lost {len(lost)} of the rows up to update {step}"
+            warn(f"{what}, from that of update {lost[0]} on: they cannot be made again")
+
     def write(self, row: dict):
-        if is_lead():
-            self.metrics_file.add(row)
-            if self.wandb:
-                send_to_wandb(self.wandb, row)
-            if self.tensorboard:
-                self.tensorboard.send(row)
-        self.track(row)
+        self.metrics_file.add(row)
+        for board in self.boards:
+            board.send(row)
+        self.past.track(row)
 
     def add_update(self, step: int, metrics: dict):
         """Note the metrics of update `step` (device arrays), and write those of the one before."""
@@ -150,23 +150,23 @@ class MetricsLog:
         if self.pending is None:
             return
         (step, metrics), self.pending = self.pending, None
-        wait_for(metrics)
-        panels = {
-            name: {key: np.asarray(x, np.float64) for key, x in arrays.items()}
-            for name, arrays in metrics.items()
-            if isinstance(arrays, dict)
+        utils.wait_for(metrics)
+        arrays = {
+            name: {key: np.asarray(x, np.float64) for key, x in part.items()}
+            for name, part in metrics.items()
+            if isinstance(part, dict)
         }
-        scalars = {name: float(metrics[name]) for name in SCALARS | metrics if name not in panels}
+        scalars = {name: float(metrics[name]) for name in SCALARS | metrics if name not in arrays}
         speed = self.measure_speed(step)
         self.write_update(step, scalars, speed)
         is_first_or_last = step in (self.steps_before + 1, self.cfg.train.steps)
-        for name, arrays in panels.items():
-            if is_first_or_last or step % self.panels[name].every == 0:
-                self.write_panel(step, name, arrays)
+        for name, x in arrays.items():
+            if is_first_or_last or step % self.past.panels[name].every == 0:
+                self.write_panel(step, name, x)
         if is_first_or_last or step % self.cfg.log.every == 0:
-            summaries = [self.panels[name].summary(arrays) for name, arrays in panels.items()]
+            summaries = [self.past.panels[name].summary(x) for name, x in arrays.items()]
             self.print_update(step, scalars, speed, summaries)
-        self.check_skips(step, scalars)
+        check_skips(step, scalars, self.past)
 
     def measure_speed(self, step: int) -> dict:
         """The speed of update `step`, which has just ended; begins to time the next one."""
@@ -178,8 +178,13 @@ class MetricsLog:
         mfu = None if self.peak is None else rate * self.flops_per_token / self.peak
         return dict(step_time=seconds, tokens_per_sec=rate, mfu=mfu)
 
+    def tokens_until(self, step: int) -> int:
+        """What `step` updates train on, with this start's batch sizes."""
+        return sum(self.tokens_by_source(step).values())
+
     def write_update(self, step: int, scalars: dict, speed: dict):
-        tokens = self.tokens_before + self.tokens_until(step) - self.tokens_until(self.steps_before)
+        before, tokens = self.past.tokens
+        tokens += self.tokens_until(step) - self.tokens_until(before)
         fields = {name: finite_or_none(x) for name, x in scalars.items()} | dict(tokens=tokens)
         if "" not in (sources := self.tokens_by_source(step)):  # a mixture
             fields["tokens_by_source"] = sources
@@ -187,9 +192,9 @@ class MetricsLog:
 
     def write_panel(self, step: int, name: str, arrays: dict):
         """Write a panel's row, and warn of its new alarms."""
-        before = self.alarms
-        self.write(dict(kind=name, step=step) | self.panels[name].row(arrays))
-        for key, text in self.alarms.items():
+        before = self.past.alarms
+        self.write(dict(kind=name, step=step) | self.past.panels[name].row(arrays))
+        for key, text in self.past.alarms.items():
             if key not in before:
                 warn(f"update {step}: {text}")
 
@@ -203,24 +208,9 @@ class MetricsLog:
             f"{speed['tokens_per_sec']:,.0f} tokens/s",
             "mfu -" if mfu is None else f"mfu {mfu:.1%}",
             *summaries,
-            f"eta {format_duration((steps - step) * seconds_per_step)}",
+            f"eta {utils.format_duration((steps - step) * seconds_per_step)}",
         ]
         say("  ".join(parts))
-
-    def check_skips(self, step: int, scalars: dict):
-        """Warn of a skipped update.  Raises UserError DIVERGED after MAX_SKIPS in a row that were
-        not finite."""
-        loss, norm = scalars["loss"], scalars["grad_norm"]
-        if scalars.get("spike"):
-            why = f"its gradient norm {norm:.3f} is a spike (train.spike_sigma)"
-            warn(f"update {step} skipped: {why}; {self.spikes} so far")
-        if self.skips > 0:
-            warn(f"update {step} skipped: loss {loss}, gradient norm {norm}; {self.skips} in a row")
-        if self.skips >= self.MAX_SKIPS:
-            o, first = self.cfg.optim, step - self.skips + 1
-            what = f"diverged: {self.skips} updates in a row, {first} to {step}, were not finite"
-            fix = f"lower optim.lr={o.lr} or optim.clip_norm={o.clip_norm}, or check their data"
-            raise UserError(errors.DIVERGED, what, fix)
 
     def run_untimed(self, f, *args):
         """f(*args), once all earlier rows are written; no update's step_time includes it."""
@@ -238,51 +228,35 @@ class MetricsLog:
             return
         self.write(dict(kind=kind, step=step) | result)
         (print_eval if kind == "eval" else print_scores)(step, result)
-        if is_lead():
+        if utils.is_lead():
             # Frees the figures of the last evaluation, each with 2 MB of pixels.  They refer to
             # themselves, and with the thresholds of cli.start the collector seldom runs.
             gc.collect(1)
             try:
-                curves = self.train_losses, self.eval_losses, self.scores
-                draw_loss(self.run / "loss.png", *curves)
-                for panel in self.panels.values():
-                    panel.draw(self.run)
+                self.past.draw(self.run)
             except Exception as e:  # the next evaluation draws them again
-                if not is_storage_error(e):
+                if not utils.is_storage_error(e):
                     raise
                 warn(f"no pictures ({type(e).__name__}: {str(e)[:200]})")
 
     def add_sample(self, row: dict):
-        self.sampled_steps.add(row["step"])
-        if is_lead():
-            self.samples_file.add(row)
+        self.track_sample(row)
+        self.samples_file.add(row)
         say(f"sample after update {row['step']}: {row['text']!r}")
+
+    def track_sample(self, row: dict):
+        self.sampled_steps.add(row["step"])
 
     def upload(self):
         """Write the pending update, then bring the files on an object store up to date."""
         self.flush()
-        if is_lead():
-            self.metrics_file.upload()
-            self.samples_file.upload()
-            if self.tensorboard:
-                self.metrics_file.attempt(self.tensorboard.upload)
+        for x in (self.metrics_file, self.samples_file, *self.boards):
+            x.upload()
 
     def close(self):
         self.upload()
-        if is_lead():
-            self.metrics_file.close()
-            self.samples_file.close()
-        if self.wandb:
-            finish_wandb(self.wandb)
-
-    def is_evaluated(self, step: int) -> bool:
-        """Whether all that is evaluated after update `step` is written."""
-        found = [self.eval_losses[name] for name in read_sets(self.cfg.data.val)]
-        found += [self.scores] if self.cfg.eval.tasks else []
-        return all(step in rows for rows in found)
-
-    def is_finished(self) -> bool:
-        return self.is_evaluated(self.cfg.train.steps)
+        for x in (self.metrics_file, self.samples_file, *self.boards):
+            x.close()
 
 
 # ---- the console
@@ -306,11 +280,30 @@ def print_scores(step: int, scores: dict):
 
 def print_end(log: MetricsLog, step: int):
     """Print the last line of a run that ends after update `step`."""
-    if log.is_finished():
+    if log.past.is_finished():
         say(f"finished: {log.run}")
     else:
         again = "run the same command again to go on"
         say(f"interrupted: checkpoint of update {step} committed; {again}")
+
+
+MAX_SKIPS = 10
+
+
+def check_skips(step: int, scalars: dict, past: PastRows):
+    """Warn of a skipped update.  Raises UserError DIVERGED after MAX_SKIPS in a row that were not
+    finite."""
+    loss, norm = scalars["loss"], scalars["grad_norm"]
+    if scalars.get("spike"):
+        why = f"its gradient norm {norm:.3f} is a spike (train.spike_sigma)"
+        warn(f"update {step} skipped: {why}; {past.spikes} so far")
+    if past.skips > 0:
+        warn(f"update {step} skipped: loss {loss}, gradient norm {norm}; {past.skips} in a row")
+    if past.skips >= MAX_SKIPS:
+        o, first = past.cfg.optim, step - past.skips + 1
+        what = f"diverged: {past.skips} updates in a row, {first} to {step}, were not finite"
+        fix = f"lower optim.lr={o.lr} or optim.clip_norm={o.clip_norm}, or check their data"
+        raise UserError(errors.DIVERGED, what, fix)
 
 
 # ---- pictures

@@ -11,7 +11,8 @@ from utils import is_lead, is_storage_error, warn
 
 
 class RowFile:
-    """A .jsonl file that holds each row exactly once, also across kills and resumes.
+    """A .jsonl file that holds each row exactly once, also across kills and resumes.  Process 0
+    writes it.
 
     Rows after `step`, the update the run resumes from, are dropped, because the run makes them
     again.  Object stores cannot append: there a local copy grows, and `upload` sends it.
@@ -21,14 +22,16 @@ class RowFile:
         """patience: seconds for which writing may fail; the rows wait in memory meanwhile.
         track: see read_lines."""
         lines = read_lines(path, step, track)
-        self.path, self.rows = path, [json.loads(line) for line in lines]
-        self.local_path, self.patience = local_folder(path.parent) / path.name, patience
+        self.path, self.patience = path, patience
+        self.local_path = local_folder(path.parent) / path.name
         if is_lead() and (lines or path.exists()):
             write_whole(self.local_path, "".join(lines))
         self.size, self.unwritten = sum(len(line.encode()) for line in lines), b""
         self.failing_since = None
 
     def add(self, row: dict):
+        if not is_lead():
+            return
         self.unwritten += f"{json.dumps(row, allow_nan=False)}\n".encode()
         if is_remote(self.path):
             self.append()

@@ -59,7 +59,6 @@ import model
 import optim
 import processes
 import utils
-from boards import send_to_wandb
 from branch import Parent
 from config import Config
 from dataset import Dataset, check_tokenizers
@@ -292,13 +291,13 @@ def save(store, step: int, state: State, last: bool, stop):
 def evaluate_if_due(params, step: int, vals, tasks, log: MetricsLog, stop, cfg: Config) -> bool:
     """Score the validation sets and the tasks that the log does not have for this step, if an
     evaluation is due; returns whether it was."""
-    if not is_due(step, cfg.train.eval_every, cfg) or log.is_evaluated(step):
+    if not is_due(step, cfg.train.eval_every, cfg) or log.past.is_evaluated(step):
         return False
     for val in vals:
-        if step not in log.eval_losses[val.name]:
+        if step not in log.past.eval_losses[val.name]:
             result = log.run_untimed(evaluate, params, val, step, cfg, stop)
             log.add_evaluation(step, result)
-    if tasks and step not in log.scores:
+    if tasks and step not in log.past.scores:
         result = log.run_untimed(score_tasks, params, tasks, cfg, stop)
         log.add_evaluation(step, result, "tasks")
     return True
@@ -346,9 +345,7 @@ def train_loop(run, store, state: State, train: Dataset, vals, tasks, stop, cfg:
     flops = model.flops_per_token(cfg)
     log = MetricsLog(run, cfg, start, flops, train.tokens_by_source, fingerprints)
     if cfg.checkpoint.best:
-        store.keep_best(log.best_losses)
-    if cfg.rollback >= 0 and log.wandb:
-        send_to_wandb(log.wandb, dict(kind="rollback", step=start, to=start))
+        store.keep_best(log.past.best_losses())
     # Before the first checkpoint, because compiling may fail, or show that memory is too small.
     programs = log.run_untimed(compile_steps, start, train, cfg)
     if store.newest is None:
@@ -405,11 +402,11 @@ def main(cfg: Config, held=None) -> State | None:
                 return evaluate_once(state, vals, tasks, stop, cfg)
             print_sizes(train, vals, tasks, cfg)
             state, log = train_loop(run, store, state, train, vals, tasks, stop, cfg)
-            if log.is_finished():
+            if log.past.is_finished():
                 stop.ignore_signals()
             utils.together(stop.raise_error)
             print_end(log, int(state.step))
-            if not log.is_finished():
+            if not log.past.is_finished():
                 sys.exit(INTERRUPTED)
     return state
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -46,8 +47,9 @@ def test_rows_after_the_checkpoint_and_incomplete_lines_are_dropped(tmp_path, ca
     kept = line(1) + line(2) + line(2, "eval")
     no_rows = [b"not json\n", b"\xff\n", b"\xef\xbb\xbf" + line(1).encode()]
     path.write_bytes(b"".join([kept.encode(), *no_rows, line(3).encode(), line(4).encode()[:-9]]))
-    file = rowfile.RowFile(path, 2)
-    assert [(row["kind"], row["step"]) for row in file.rows] == [
+    rows = []
+    file = rowfile.RowFile(path, 2, track=rows.append)
+    assert [(row["kind"], row["step"]) for row in rows] == [
         ("train", 1), ("train", 2), ("eval", 2)
     ]  # fmt: skip
     warnings = capsys.readouterr().err
@@ -336,7 +338,7 @@ def test_a_panel_is_one_entry_in_a_table(tmp_path, monkeypatch, capsys):
     class Session:
         log, finish = sent.append, lambda: None
 
-    monkeypatch.setattr(metrics, "start_wandb", lambda run, cfg: Session)
+    monkeypatch.setattr(boards, "start_wandb", lambda run, cfg: Session)
     cfg = on_mesh(config.tiny(), (1, 1, 1), log=dict(every=10))
     for first in (0, 1):  # a run and its resume
         log = open_log(tmp_path, cfg, first)
@@ -373,7 +375,7 @@ def test_wandb_gets_a_histogram_of_norms_and_tensorboard_no_wandb():
     sent, sizes = [], {name: [1.0, None] for name in panels.SIZES}
     row = dict(kind="norms", step=1, layer=["layer 1", "layer 2"], **sizes)
     assert boards.row_fields(row)["norms/weight_histogram"] == [1.0]
-    boards.send_to_wandb(SimpleNamespace(log=sent.append), row)
+    boards.Wandb(SimpleNamespace(log=sent.append)).send(row)
     assert sum(sent[0]["norms/weight_histogram"].histogram) == 1
     assert sent[0]["norms/weight/layer 1"] == 1 and sent[0]["step"] == 1
 
@@ -399,6 +401,18 @@ def test_tensorboard_has_the_numbers_of_the_rows_also_after_a_resume(tmp_path):
     assert found == expected
     assert found["train/lr", 2] == 4 and found["val/web", 2] == 2 and ("train/lr", 3) not in found
     assert ("train/loss", 1) not in found and found["norms/weight/layer_1", 1] == 1
+
+
+def test_tensorboard_does_not_hide_that_storage_fails(tmp_path, monkeypatch):
+    log = open_log(tmp_path, on_mesh(config.tiny(), log=dict(wandb="off", tensorboard=True)), 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(log.metrics_file, "append", Mock(side_effect=OSError("disk full")))
+        log.metrics_file.patience = 60
+        log.write(dict(kind="eval", step=0, loss=1.0))
+        log.upload()
+    assert log.metrics_file.failing_since is not None
+    log.close()
+    assert len(read_rows(tmp_path)) == 1
 
 
 @pytest.mark.usefixtures("time_limit")
