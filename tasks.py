@@ -107,35 +107,41 @@ class Tasks:
     and a space.  Raises UserError DATA with the first problem of each file.
     """
 
+    FIX = "docs/evaluating.md has the form"
+
     def __init__(self, cfg: Config, tokenizer):
         self.cfg, self.tokenizer, self.rows = cfg, tokenizer, []
         self.questions = {}
         """{NAME/FILE: [(numbers of the choices' rows, right choice)]}"""
-        fix, problems, digest = "docs/evaluating.md has the form", [], hashlib.sha256()
+        problems, digest = [], hashlib.sha256()
         for name, pattern in read_tasks(cfg.eval.tasks).items():
-            n_before, (fs, path) = len(self.rows), fsspec.url_to_fs(absolute_path(pattern))
-            for file in filter(fs.isfile, sorted(fs.glob(path))):
-                task, number = f"{name}/{file.rpartition('/')[2].removesuffix('.jsonl')}", 0
-                if task in self.questions:
-                    what = f"{file}: {name} has another file of this name"
-                    problems.append(Problem(what, "rename it, or give it a NAME of its own"))
-                    continue
-                try:
-                    for number, line in enumerate(fs.cat_file(file).splitlines(), 1):  # noqa: B007
-                        digest.update(line)
-                        if line.strip():
-                            self.add(task, *read_question(line))
-                except ValueError as e:
-                    problems.append(Problem(f"{file}, line {number}: {e}", fix))
-                else:
-                    if task not in self.questions:
-                        problems.append(Problem(f"{file} has no questions", fix))
-            if n_before == len(self.rows) and not problems:
-                problems.append(Problem(f"eval.tasks: {name}={pattern} has no questions", fix))
+            fs, path = fsspec.url_to_fs(absolute_path(pattern))
+            files = [*filter(fs.isfile, sorted(fs.glob(path)))]
+            if not files:
+                what = f"eval.tasks: {name}={pattern} has no questions"
+                problems.append(Problem(what, self.FIX))
+            for file in files:
+                lines = fs.cat_file(file).splitlines()
+                digest.update(b"".join(lines))
+                problems += self.add_file(name, file, lines)
         if problems:
             raise UserError(DATA, problems=problems)
         self.fingerprint = digest.hexdigest()
         self.n_batches = -(-len(self.rows) // cfg.train.batch_size)
+
+    def add_file(self, name: str, file: str, lines: list[bytes]) -> list[Problem]:
+        """Append the questions of a file.  Returns its first problem, if it has one."""
+        task, number = f"{name}/{file.rpartition('/')[2].removesuffix('.jsonl')}", 0
+        if task in self.questions:
+            what = f"{file}: {name} has another file of this name"
+            return [Problem(what, "rename it, or give it a NAME of its own")]
+        try:
+            for number, line in enumerate(lines, 1):  # noqa: B007
+                if line.strip():
+                    self.add(task, *read_question(line))
+        except ValueError as e:
+            return [Problem(f"{file}, line {number}: {e}", self.FIX)]
+        return [] if task in self.questions else [Problem(f"{file} has no questions", self.FIX)]
 
     def __str__(self):
         n_cut = sum(len(ids) > self.cfg.train.seq_len + 1 for ids, _ in self.rows)
