@@ -4,10 +4,8 @@ starts, is decided in runstate.py."""
 
 import os
 import re
-import sys
 import time
 from contextlib import suppress
-from typing import NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
@@ -17,17 +15,10 @@ from orbax.checkpoint import checkpoint_managers
 
 import errors
 import utils
-from errors import UserError
+from errors import UserError, write_error
 from files import free_name, is_remote, move_folder, paths_in
 from processes import LOST_IN_COLLECTIVE, PeerFailed, SaveBarrier
-from verify import (
-    UNREACHABLE,
-    Damaged,
-    SavedCheckpoints,
-    digests_of,
-    find_pipes,
-    meta_checksum,
-)
+from verify import UNREACHABLE, Damaged, SavedCheckpoints, digests_of, meta_checksum
 
 # Without orbax's notes on the shapes of shards: nothing here reads them, and to write them each
 # process waits up to 600 s for a folder that process 0 makes.  Of a shard that several devices hold
@@ -37,28 +28,54 @@ HANDLER = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=2*
 ocp.type_handlers.register_type_handler(jax.Array, HANDLER, override=True)
 
 
-class Failure(NamedTuple):
-    """Why the last save has failed, and what follows."""
+class Retries:
+    """The saves that have failed since one was complete: why, when to try again, and when the run
+    ends instead."""
 
-    error: UserError
-    retry_at: float
-    """When it may be tried again, by time.monotonic."""
-    is_final: bool
-    """It is not tried again: the run ends with the error."""
+    def __init__(self, patience: float):
+        """patience: seconds for which saving may fail."""
+        self.patience = patience
+        self.failed = []
+        """(step, time) of each of them."""
+        self.error = None
+        """The UserError of the last save, until all processes know of it (Checkpoints.recover)."""
+        self.is_final = False
+        """Whether the run ends with the error."""
+        self.retry_at = 0.0
+        """When it may be tried again, by time.monotonic."""
+
+    def add(self, step: int, error: UserError, is_final: bool) -> str:
+        """Note that saving `step` has failed.  Returns in words when it is tried again."""
+        now = time.monotonic()
+        self.failed.append((step, now))
+        left = self.failed[0][1] + self.patience - now
+        wait = max(0, min(60, 5 * 2 ** (len(self.failed) - 1), left))
+        self.error, self.is_final, self.retry_at = error, is_final or left <= 0, now + wait
+        return f"the next try is in {wait:.0f} s, the last in {left:.0f} s"
+
+    def is_time(self) -> bool:
+        return self.error is None or time.monotonic() >= self.retry_at
+
+    def raise_if_final(self):
+        if self.error is not None and self.is_final:
+            raise self.error
 
 
-class LowestLosses(NamedTuple):
+class LowestLosses:
     """An orbax PreservationPolicy: keep the two checkpoints of lowest loss.
 
     Not orbax's BestN, which knows only a loss that was known when the checkpoint was saved.
     """
 
-    store: "Checkpoints"
+    def __init__(self):
+        self.losses = {}
+        """{step: validation loss or None}; it grows while the run trains."""
+        self.unknown = set()
+        """Steps of older checkpoints without a known loss: they stay, as they may be the best."""
 
     def should_preserve(self, checkpoints, *, context) -> list[bool]:
-        losses = self.store.losses
-        known = [x.step for x in checkpoints if losses.get(x.step) is not None]
-        kept = {*sorted(known, key=losses.get)[:2], *self.store.unknown}
+        known = [x.step for x in checkpoints if self.losses.get(x.step) is not None]
+        kept = {*sorted(known, key=self.losses.get)[:2], *self.unknown}
         return [x.step in kept for x in checkpoints]
 
 
@@ -70,22 +87,12 @@ class Checkpoints(SavedCheckpoints):
     """The longest that a save may take, in seconds; then the run ends with STORAGE."""
 
     def __init__(self, run: epath.Path, keep=2, settings=None, accept=(), patience=0):
-        """keep: how many checkpoints to keep.  settings: also saved as `must`.  patience: seconds
-        for which saving may fail.  For the others see SavedCheckpoints.
+        """keep: how many checkpoints to keep.  settings: also saved as `must`.  patience: as
+        Retries.  For the others see SavedCheckpoints.
 
         Raises UserError USAGE for a path that orbax would take for a pattern: it would not find the
         arrays there."""
-        self.keep, self.patience = keep, patience
-        self.losses = {}
-        """{step: validation loss or None}, to keep those of lowest loss too."""
-        self.unknown = set()
-        """Steps of older checkpoints without a known loss: they stay, as they may be the best."""
-        self.newest_complete = None
-        """The newest step that is known to be complete."""
-        self.failure = None
-        """The Failure of saving `newest`, until `recover`."""
-        self.failed = []
-        """(step, time) of each save that has failed since one was complete."""
+        self.keep, self.best, self.retries = keep, LowestLosses(), Retries(patience)
         self.saved_at = time.monotonic()
         """When the last save was started, or this object made."""
         self.several, self.n_saves = jax.process_count() > 1, 0
@@ -100,50 +107,40 @@ class Checkpoints(SavedCheckpoints):
 
     def open_manager(self):
         self.barrier = SaveBarrier() if self.several else None
-        utils.run_on_lead(self.move_pipes)
-        kept = [checkpoint_managers.LatestN(self.keep), LowestLosses(self)]
-        options = ocp.CheckpointManagerOptions(
+        super().open_manager()
+
+    def options(self) -> ocp.CheckpointManagerOptions:
+        kept = [checkpoint_managers.LatestN(self.keep), self.best]
+        return ocp.CheckpointManagerOptions(
             preservation_policy=checkpoint_managers.AnyPreservationPolicy(kept),
             create=True,
             # No limit of orbax's, which measures a save by the system's clock, and that may jump;
             # `is_writing` applies SLOWEST.
             async_options=ocp.AsyncOptions(timeout_secs=10**7, barrier_sync_fn=self.barrier),
         )
-        self.manager = ocp.CheckpointManager(self.path, options=options)
-
-    def move_pipes(self):
-        for folder in find_pipes(self.path):
-            moved_to = free_name(self.run / "damaged" / folder.name)
-            move_folder(folder, moved_to)
-            what = f"checkpoint {folder.name}: _CHECKPOINT_METADATA is no file"
-            utils.warn(f"{what}; moved to {moved_to}")
-
-    def restore(self, abstract: dict, step: int = -1):
-        """As SavedCheckpoints; damaged checkpoints are moved to damaged/."""
-        tree = super().restore(abstract, step)
-        self.newest_complete = self.newest
-        return tree
 
     def keep_best(self, losses: dict[int, float | None]):
         """Keep the two checkpoints of lowest loss too.  losses: {step: loss}, which grows while the
         run trains.  Checkpoints older than the newest `keep` that have no loss stay too: it may be
         lost, and they may be here only because they were among the best."""
         older = sorted(self.manager.all_steps())[: -self.keep]
-        self.losses, self.unknown = losses, set(older) - losses.keys()
+        self.best.losses, self.best.unknown = losses, set(older) - losses.keys()
 
-    def move_to_damaged(self, step: int) -> epath.Path:
-        """Move checkpoint `step` to damaged/ and return its new path.  If it stayed, orbax would
-        refuse to save that step again, or an earlier one."""
-        moved_to = free_name(self.run / "damaged" / str(step))
+    def move_to_damaged(self, step: int, why: str):
+        """If it stayed, orbax would refuse to save that step again, or an earlier one."""
         self.manager.close()
-        utils.run_on_lead(move_folder, self.path / str(step), moved_to)
+        utils.run_on_lead(self.set_aside, str(step), why)
         self.open_manager()
-        return moved_to
+
+    def set_aside(self, name: str, why: str):
+        moved_to = free_name(self.run / "damaged" / name)
+        move_folder(self.path / name, moved_to)
+        utils.warn(f"checkpoint {name} {why}; moved to {moved_to}")
 
     def is_writing(self) -> bool:
         """Whether the last save is still being written.  Raises UserError STORAGE once that has
         taken SLOWEST seconds."""
-        found = self.failure is None and self.manager.is_saving_in_progress()
+        found = self.retries.error is None and self.manager.is_saving_in_progress()
         if found and (waited := time.monotonic() - self.saved_at) > self.SLOWEST:
             what = f"checkpoint {self.newest} is still being written to {self.path}"
             fix = "look at the storage, then run the same command again to resume"
@@ -152,15 +149,14 @@ class Checkpoints(SavedCheckpoints):
 
     def is_due_by_clock(self, every: int, minutes: float) -> bool:
         """Whether the clock asks for a save; not while the last one is being written.  After a
-        failed save, from `retry_at` on; otherwise `minutes` after the last one began, or if minutes
-        and every are 0, at once.  Raises what `is_writing` and `note_failure` raise."""
+        failed save, once it is time to try again; otherwise `minutes` after the last one began, or
+        if minutes and every are 0, at once.  Raises what `is_writing` and `note_failure` raise."""
         if self.is_writing():
             return False
         self.finish()
-        now = time.monotonic()
-        if self.failure is not None:
-            return now >= self.failure.retry_at
-        return now >= self.saved_at + 60 * minutes if minutes else every == 0
+        if self.retries.error is not None:
+            return self.retries.is_time()
+        return time.monotonic() >= self.saved_at + 60 * minutes if minutes else every == 0
 
     def save(self, step: int, state: dict, last: bool = False) -> bool:
         """Start to save the state after `step` updates; return once it is copied off the devices.
@@ -190,7 +186,7 @@ class Checkpoints(SavedCheckpoints):
             self.write(step, state, leaf_digests)
         if last:
             self.finish()
-        return utils.all_agree(self.failure is None)
+        return utils.all_agree(self.retries.error is None)
 
     def write(self, step: int, state: dict, leaf_digests: dict[str, list[int]]):
         """Start to write checkpoint `step`: the items of `state`, and meta with their digests.
@@ -218,14 +214,14 @@ class Checkpoints(SavedCheckpoints):
             # The other processes wait for this one at orbax's collectives, on the main thread, so
             # it cannot go on with training.
             self.note_failure(step, e, is_final=self.several)
-            self.raise_if_final()
+            self.retries.raise_if_final()
         if is_first:
             self.finish()
             self.recover()
 
     def finish(self):
         """Wait until the last save is complete.  If it has failed, warn; `recover` is to follow."""
-        if self.newest == self.newest_complete or self.failure is not None:
+        if self.newest == self.newest_complete or self.retries.error is not None:
             return
         try:
             self.manager.wait_until_finished()
@@ -235,7 +231,7 @@ class Checkpoints(SavedCheckpoints):
         else:
             self.newest_complete = self.newest
             self.remove_parts()  # again: a failed save may have gone on in the background
-            self.failed = []
+            self.retries.failed = []
 
     def note_failure(self, step: int, error: Exception, is_final: bool = False):
         """Note that saving `step` has failed, and when to try again, if not is_final.  Raises the
@@ -247,18 +243,14 @@ class Checkpoints(SavedCheckpoints):
         reason = re.sub(r"\s+", " ", str(error).replace(f"{self.path}/", ""))[:400]
         what = f"checkpoint {step} could not be written to {self.path}: {reason}"
         fix = "make room or fix the storage, and run the same command again to resume"
-        now = time.monotonic()
-        self.failed.append((step, now))
-        left = self.failed[0][1] + self.patience - now
-        wait = max(0, min(60, 5 * 2 ** (len(self.failed) - 1), left))
-        is_final = is_final or left <= 0 or self.newest_complete is None
-        self.failure = Failure(UserError(errors.STORAGE, what, fix), now + wait, is_final)
+        is_final = is_final or self.newest_complete is None
+        next_try = self.retries.add(step, UserError(errors.STORAGE, what, fix), is_final)
         if not self.several:  # with several, the others may still write there
             self.remove_parts()
-        if utils.is_lead() and not is_final:
-            utils.warn(f"{what}; the next try is in {wait:.0f} s, the last in {left:.0f} s")
+        if utils.is_lead() and not self.retries.is_final:
+            utils.warn(f"{what}; {next_try}")
         elif not utils.is_lead() and not isinstance(error, PeerFailed):
-            print(f"warning: {what}", file=sys.stderr, flush=True)
+            write_error(f"warning: {what}\n")
 
     def recover(self) -> bool:
         """Whether to save now, asked by all processes together after `finish`.
@@ -266,14 +258,14 @@ class Checkpoints(SavedCheckpoints):
         If the last save failed in any process: False until process 0 says that it is time for the
         next try.  Then what that save left is removed, and orbax's manager opened anew, because the
         old one counts it as saved.  Raises UserError STORAGE in all processes if saves have failed
-        for self.patience seconds, or if the run's first save has failed.
+        for as long as `patience`, or if the run's first save has failed.
         """
-        if utils.all_agree(self.failure is None):
+        retries = self.retries
+        if utils.all_agree(retries.error is None):
             return True
-        utils.run_on_lead(self.raise_if_final)
-        is_time = self.failure is None or time.monotonic() >= self.failure.retry_at
+        utils.run_on_lead(retries.raise_if_final)
         # As process 0 knows it, so that all go on from the same checkpoint.
-        ours = [is_time, self.newest_complete, self.failed[-1:]]
+        ours = [retries.is_time(), self.newest_complete, retries.failed[-1:]]
         is_time, complete, failed = utils.exchange(ours)[0]
         if not is_time:
             return False
@@ -292,9 +284,9 @@ class Checkpoints(SavedCheckpoints):
                 self.check_failed(failed_step)
         except Exception as e:  # note_failure raises what storage cannot have caused
             self.note_failure(self.newest, e, is_final=self.several)
-            self.raise_if_final()
+            self.retries.raise_if_final()
             return False
-        self.newest, self.failure = self.newest_complete, None
+        self.newest, self.retries.error = self.newest_complete, None
         return True
 
     def check_failed(self, step: int):
@@ -306,14 +298,9 @@ class Checkpoints(SavedCheckpoints):
         except Damaged:
             is_whole = False
         if utils.all_agree(is_whole):
-            self.newest_complete, self.failed = step, []
+            self.newest_complete, self.retries.failed = step, []
         else:
-            self.move_to_damaged(step)
-
-    def raise_if_final(self):
-        """Raise the failure of the last save if it is final."""
-        if self.failure is not None and self.failure.is_final:
-            raise self.failure.error
+            self.move_to_damaged(step, "is not whole")
 
     def check_written(self, step: int):
         """Raises Damaged if meta or an array of a checkpoint is missing.
@@ -347,7 +334,7 @@ class Checkpoints(SavedCheckpoints):
 
     def remove_parts(self):
         """Remove what failed saves have left, which may be why the disk is full."""
-        for step, _ in self.failed if utils.is_lead() and not is_remote(self.path) else []:
+        for step, _ in self.retries.failed if utils.is_lead() and not is_remote(self.path) else []:
             with suppress(OSError):  # it is tried again after the next save
                 for folder in paths_in(self.path, f"{step}.orbax-checkpoint-tmp*"):
                     folder.rmtree()
@@ -355,6 +342,6 @@ class Checkpoints(SavedCheckpoints):
     def close(self):
         """Return once every checkpoint is complete.  Raises UserError STORAGE if one is not."""
         self.finish()
-        if self.failure is not None:
-            raise self.failure.error
+        if self.retries.error is not None:
+            raise self.retries.error
         self.manager.close()

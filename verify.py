@@ -6,7 +6,6 @@ import os
 import re
 import stat
 import zlib
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -57,24 +56,11 @@ def find_fault(folder: Path) -> str:
     return ""
 
 
-def mismatches(there: dict, here: dict) -> dict[str, tuple]:
-    """{name: (value there, value here)} of what differs, "nothing" where one of them has none."""
-    pairs = {n: (there.get(n, "nothing"), here.get(n, "nothing")) for n in here | there}
-    return {n: (a, b) for n, (a, b) in pairs.items() if a != b}
-
-
 def digests_of(tree) -> tuple[dict[str, list[int]], bool]:
     """({"params/embed_VD": its digest} of each array, whether all of their numbers are finite)."""
     table = utils.leaf_table(tree)
     values, finite = digest_leaves(list(table.values()))
     return dict(zip(table, np.asarray(values).tolist(), strict=True)), bool(finite)
-
-
-def find_pipes(path: epath.Path) -> list[epath.Path]:
-    """The checkpoints in a folder whose metadata are a pipe or device.  Orbax reads the metadata of
-    all checkpoints when it is opened, and would wait for ever."""
-    found = [] if is_remote(path) else paths_in(path, "*/_CHECKPOINT_METADATA")
-    return [path.parent for path in found if not stat.S_ISREG(os.lstat(path).st_mode)]
 
 
 OPTIONAL = {
@@ -83,6 +69,22 @@ OPTIONAL = {
     "recent_norms/": "the last gradient norms (train.spike_sigma)",
 }
 """Arrays that some settings add; an error counts them instead of naming each."""
+
+
+def differing_arrays(there: dict, here: dict) -> tuple[dict[str, tuple], dict[str, int]]:
+    """({name: (array there, array here)} of what differs, {why: n} of OPTIONAL arrays that only one
+    side has).  there: `leaves` of a meta; here: a leaf_table."""
+    saved = {n: f"{dtype}{shape}" for n, (shape, dtype, _) in there.items()}
+    wanted = {n: f"{x.dtype}{list(x.shape)}" for n, x in here.items()}
+    pairs = {n: (saved.get(n, "nothing"), wanted.get(n, "nothing")) for n in wanted | saved}
+    differ, optional = {n: (a, b) for n, (a, b) in pairs.items() if a != b}, {}
+    # Where weights differ too, the reason is another model, and not one of these settings.
+    if not any(n.startswith("params/") for n in differ):
+        for prefix, why in OPTIONAL.items():
+            found = [n for n, x in differ.items() if n.startswith(prefix) and "nothing" in x]
+            optional |= {why: len(found)} if found else {}
+            differ = {n: x for n, x in differ.items() if n not in found}
+    return differ, optional
 
 
 class SavedCheckpoints:
@@ -106,26 +108,34 @@ class SavedCheckpoints:
         self.settings, self.accept = settings or {}, accept
         self.newest = None
         """The step of the last checkpoint that this object restored, saved or started to save."""
+        self.newest_complete = None
+        """The newest step that is known to be complete."""
         self.open_manager()
 
     def open_manager(self):
-        utils.run_on_lead(self.refuse_pipes)
-        options = ocp.CheckpointManagerOptions(read_only=True)
-        self.manager = ocp.CheckpointManager(self.path, options=options)
+        utils.run_on_lead(self.set_pipes_aside)
+        self.manager = ocp.CheckpointManager(self.path, options=self.options())
 
-    def refuse_pipes(self):
-        for folder in find_pipes(self.path):
-            self.raise_damaged(folder.name)
+    def options(self) -> ocp.CheckpointManagerOptions:
+        return ocp.CheckpointManagerOptions(read_only=True)
 
-    def raise_damaged(self, name: str):
-        """Raise UserError CHECKPOINT for a damaged checkpoint."""
+    def set_pipes_aside(self):
+        """Set checkpoints aside whose metadata are a pipe or device.  Orbax reads the metadata of
+        all checkpoints when it is opened, and would wait for ever."""
+        files = [] if is_remote(self.path) else paths_in(self.path, "*/_CHECKPOINT_METADATA")
+        for file in files:
+            if not stat.S_ISREG(os.lstat(file).st_mode):
+                self.set_aside(file.parent.name, f"has no file {file.name}, but a pipe or device")
+
+    def move_to_damaged(self, step: int, why: str):
+        """Get a checkpoint out of the way that is damaged; why: as a verb."""
+        self.set_aside(str(step), why)
+
+    def set_aside(self, name: str, why: str):
+        """Raise UserError CHECKPOINT: what is only read is not changed.  Checkpoints moves it."""
         what = f"checkpoint {self.path / name} is damaged"
         fix = "resume its run: it continues from the checkpoint before this one"
         raise UserError(errors.CHECKPOINT, what, fix)
-
-    def move_to_damaged(self, step: int) -> epath.Path:
-        """Raise UserError CHECKPOINT: what is only read is not changed.  Checkpoints moves it."""
-        self.raise_damaged(str(step))
 
     def restore(self, abstract: dict, step: int = -1):
         """Return the newest checkpoint that passes verification, or None if the run has no rows in
@@ -142,12 +152,11 @@ class SavedCheckpoints:
         while (n := self.find_step(step)) is not None:
             try:
                 tree = self.load(n, abstract)
-                self.newest = n
+                self.newest = self.newest_complete = n
                 return tree
             except Damaged as e:
                 bad.append(f"{n} ({e})")
-                moved_to = self.move_to_damaged(n)
-                utils.warn(f"checkpoint {n} failed verification ({e}); moved to {moved_to}")
+                self.move_to_damaged(n, f"failed verification ({e})")
         if bad:
             what = f"no usable checkpoint among {len(bad)} in {self.path}: {', '.join(bad)}"
             fix = "restore one from a copy, or start over with --fresh; they are in damaged/"
@@ -218,27 +227,23 @@ class SavedCheckpoints:
 
     def check_same_run(self, step: int, meta: dict, abstract: dict):
         """Raise UserError CHECKPOINT if format, settings, shapes or dtypes in meta differ from this
-        run's.  A setting that was saved as null is not compared: imported weights have no data."""
-        compared = [n for n in self.settings if n.removesuffix(" fingerprint") not in self.accept]
-        there = {n: meta["must"].get(n, "nothing") for n in compared}
-        there = {n: x for n, x in there.items() if x is not None} | dict(format=meta["format"])
-        here = self.settings | dict(format=self.FORMAT)
-        settings = mismatches(there, {n: here[n] for n in there})
+        run's."""
         leaves = {n: x for n, x in meta["leaves"].items() if n.split("/")[0] in abstract}
-        saved = {n: f"{dtype}{shape}" for n, (shape, dtype, _) in leaves.items()}
-        wanted = {n: f"{x.dtype}{list(x.shape)}" for n, x in utils.leaf_table(abstract).items()}
-        arrays, optional = mismatches(saved, wanted), {}
-        # Where weights differ too, the reason is another model, and not one of these settings.
-        if not any(n.startswith("params/") for n in arrays):
-            for prefix, why in OPTIONAL.items():
-                found = [n for n, x in arrays.items() if n.startswith(prefix) and "nothing" in x]
-                optional |= dict.fromkeys(found, why)
-        pairs = {n: x for n, x in (settings | arrays).items() if n not in optional}
+        arrays, optional = differing_arrays(leaves, utils.leaf_table(abstract))
+        pairs = self.differing_settings(meta) | arrays
         differ = [f"{n}: {a} there, {b} here" for n, (a, b) in pairs.items()]
-        differ += [f"{n} arrays are of {why}" for why, n in Counter(optional.values()).items()]
+        differ += [f"{n} arrays are of {why}" for why, n in optional.items()]
         if differ:
             what = f"checkpoint {self.path / str(step)} is of another run: "
             fix = "give the values in its run's config.json, or another --run.name, or --fresh, or "
             fix += "--run.accept with the names of settings that change no weight's shape"
             fix += "; or start another run from it with --run.start_from" if optional else ""
             raise UserError(errors.CHECKPOINT, what + first_ten(differ, "; "), fix)
+
+    def differing_settings(self, meta: dict) -> dict[str, tuple]:
+        """{name: (value there, value here)} of the settings and the format.  A setting that was
+        saved as null is not compared: imported weights have no data."""
+        compared = [n for n in self.settings if n.removesuffix(" fingerprint") not in self.accept]
+        pairs = {n: (meta["must"].get(n, "nothing"), self.settings[n]) for n in compared}
+        pairs["format"] = meta["format"], self.FORMAT
+        return {n: (a, b) for n, (a, b) in pairs.items() if a not in (None, b)}

@@ -318,9 +318,9 @@ def test_a_peer_that_is_lost_in_a_save_is_no_storage_error(tmp_path):
     for kind in (jax.errors.JaxRuntimeError, ValueError):
         with pytest.raises(kind, match="Gloo"):
             store.note_failure(1, kind("UNKNOWN: Gloo AllGather failed: Connection reset by peer"))
-    assert store.failure is None
+    assert store.retries.error is None
     store.note_failure(1, RuntimeError("disk full"), is_final=True)
-    assert store.failure.error.code == STORAGE
+    assert store.retries.error.code == STORAGE
 
 
 def test_best_checkpoints_stay_when_their_losses_are_lost(tmp_path):

@@ -381,7 +381,7 @@ def test_a_save_of_which_a_part_is_missing_has_failed(tmp_path, capsys, monkeypa
     monkeypatch.setattr(store.manager, "wait_until_finished", wait_and_lose)
     assert not store.save(2, state, last=True)
     assert "not all that was written is there" in capsys.readouterr().err
-    store.failure = store.failure._replace(retry_at=0)
+    store.retries.retry_at = 0
     assert store.save(2, state, last=True) and saved(tmp_path) == {1, 2}
     assert (tmp_path / "damaged" / "2").exists()
 
@@ -398,9 +398,9 @@ def test_storage_that_still_fails_when_it_is_tried_again_is_waited_for(tmp_path,
     assert not store.save(2, state) and not store.save(2, state)
     with monkeypatch.context() as still:
         still.setattr(store, "open_manager", fail)
-        store.failure = store.failure._replace(retry_at=0)
-        assert not store.save(3, state) and store.failure.retry_at > 0
-    store.failure = store.failure._replace(retry_at=0)
+        store.retries.retry_at = 0
+        assert not store.save(3, state) and store.retries.retry_at > 0
+    store.retries.retry_at = 0
     assert store.is_due_by_clock(every=10, minutes=0)
     assert store.save(4, state, last=True) and saved(tmp_path) == {1, 4}
 
@@ -419,7 +419,7 @@ def test_a_save_that_is_there_although_it_failed_counts(tmp_path, monkeypatch):
 
     monkeypatch.setattr(store.manager, "wait_until_finished", wait_and_fail)
     assert not store.save(2, state, last=True)
-    store.failure = store.failure._replace(retry_at=0)
+    store.retries.retry_at = 0
     assert store.save(2, state, last=True)
     assert store.newest_complete == 2 and saved(tmp_path) == {1, 2}
 
