@@ -13,9 +13,9 @@ import model
 import utils
 from config import Config
 from errors import CHECKPOINT, USAGE, Problem, UserError
-from files import absolute_path, run_path, write_whole
+from files import absolute_path, run_path
 from rowfile import read_lines
-from rundir import read_record
+from rundir import read_record, write_config
 from shards import check_tokenizer
 from verify import Damaged, SavedCheckpoints
 from weights import init_weights
@@ -115,8 +115,7 @@ class Parent:
         read_lines(self.path / "metrics.jsonl", self.step, rows.append)
         tokens = [row.get("tokens", 0) for row in rows if row.get("kind") == "train"]
         parent["tokens"] = max(tokens, default=theirs["tokens"] if is_untrained else 0)
-        text = json.dumps(read_record(run) | dict(parent=parent), indent=1)
-        write_whole(run / "config.json", text + "\n")
+        write_config(run, read_record(run) | dict(parent=parent))
 
 
 def read_name(text: str) -> tuple[epath.Path, int]:
@@ -129,7 +128,7 @@ def forget_parent(run: epath.Path):
     """Remove the parent from a run's config.json: that of a start which has left no checkpoint."""
     record = read_record(run)
     if record.pop("parent", None):
-        write_whole(run / "config.json", json.dumps(record, indent=1) + "\n")
+        write_config(run, record)
 
 
 def refuse_other_parent(run: epath.Path, cfg: Config):

@@ -32,8 +32,8 @@ from shards import check_tokenizer, tokenizer_text
 from utils import process_ids, run_on_lead, say, warn
 
 
-def run_record(cfg: Config, fingerprint: str, old: dict) -> str:
-    """The text of config.json: the resolved configuration, versions, git commit and command line.
+def run_record(cfg: Config, fingerprint: str = "", old: dict | None = None) -> dict:
+    """What config.json holds: the resolved configuration, versions, git commit and command line.
 
     fingerprint: that of the training data.  old: the run's record so far, whose run_id (the run's
     at Weights & Biases) and parent are kept.
@@ -42,6 +42,14 @@ def run_record(cfg: Config, fingerprint: str, old: dict) -> str:
     with suppress(metadata.PackageNotFoundError):
         versions |= dict(libtpu=metadata.version("libtpu"))
     versions |= dict(python=platform.python_version(), device=jax.devices()[0].device_kind)
+    facts = dict(git_commit=git_commit(), argv=sys.argv, versions=versions)
+    facts |= dict(data_fingerprint=fingerprint, run_id=uuid.uuid4().hex[:12])
+    kept = {name: old[name] for name in ("run_id", "parent") if old and old.get(name)}
+    return json.loads(to_json(cfg, **facts | kept))
+
+
+def git_commit() -> str:
+    """The commit of this code, which may end with -dirty; empty where it is not a checkout."""
     # With git from 2.38 on also where another user owns the checkout, as in a container; its code
     # is what runs here.
     command = ["git", "-c", "safe.directory=*", "describe", "--always", "--dirty", "--abbrev=40"]
@@ -49,13 +57,9 @@ def run_record(cfg: Config, fingerprint: str, old: dict) -> str:
     folder = os.path.dirname(os.path.abspath(__file__))
     try:
         git = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=10)
-        commit = git.stdout.strip()  # empty where the folder is not a checkout
+        return git.stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
-        commit = ""
-    facts = dict(git_commit=commit, argv=sys.argv, versions=versions, data_fingerprint=fingerprint)
-    facts |= dict(run_id=old.get("run_id") or uuid.uuid4().hex[:12])
-    facts |= dict(parent=old["parent"]) if "parent" in old else {}
-    return to_json(cfg, **facts)
+        return ""
 
 
 @contextmanager
@@ -107,7 +111,7 @@ def prepare_run(path: epath.Path, cfg: Config, source, lock) -> FileLock | Lease
         if cfg.rollback >= 0:
             roll_back(path, cfg, source)
         if not record.exists():
-            write_record(path, run_record(cfg, source.fingerprint, {}), source)
+            write_record(path, run_record(cfg, source.fingerprint), source)
         return lock
     except (UserError, OSError) as e:
         if lock is not None:
@@ -127,19 +131,18 @@ def roll_back(path: epath.Path, cfg: Config, source):
     last = history[-1] if history else {}
     if (last.get("argv"), last.get("rollback")) == (sys.argv, cfg.rollback):
         return say("this command has rolled the run back already, so the run goes on")
-    folder, saved = path / "checkpoints", saved_steps(path)
+    saved = saved_steps(path)
     to = max((step for step in saved if step <= cfg.rollback), default=None)
     if to is None:
         what = f"{path} has no checkpoint of at most {cfg.rollback} updates"
         fix = f"its checkpoints are {', '.join(map(str, saved)) or 'none'}"
         raise UserError(errors.CHECKPOINT, what, fix)
-    old, new = read_record(path), json.loads(run_record(cfg, source.fingerprint, {}))
+    old, new = read_record(path), run_record(cfg, source.fingerprint)
     check_changes(changes(old, new, to)["changes the training"], cfg)
     check_past(old, cfg, to)
     # The checkpoint may be from before a --run.accept.
-    here, there = record_facts(new), saved_settings(folder / str(to))
-    found = {n: [x, here[n]] for n, x in there.items() if n in here}
-    differ = {n: pair for n, pair in found.items() if pair[0] not in (None, pair[1])}
+    here, there = record_facts(new), saved_settings(path / "checkpoints" / str(to))
+    differ = {n: [x, here[n]] for n, x in there.items() if x not in (None, here.get(n, x))}
     check_changes(differ, cfg, when=f"in checkpoint {to}")
     where = free_name(path / "rolled_back" / str(to))
     where.mkdir(parents=True, exist_ok=True)
@@ -147,8 +150,8 @@ def roll_back(path: epath.Path, cfg: Config, source):
         if (path / name).exists():
             write_whole(where / name, (path / name).read_bytes())
     # The newest first: a rollback that is interrupted can be repeated.
-    for step in sorted((step for step in saved if step > to), reverse=True):
-        move_folder(folder / str(step), where / "checkpoints" / str(step))
+    for step in reversed(saved[saved.index(to) + 1 :]):
+        move_folder(path / "checkpoints" / str(step), where / "checkpoints" / str(step))
     say(f"rolled back to update {to}; what came after it is in {where}")
 
 
@@ -172,7 +175,11 @@ def check_is_run(path: epath.Path):
         raise UserError(errors.USAGE, what, "choose another --run.name or --run.dir")
 
 
-def write_record(path: epath.Path, record: str, source):
+def write_config(path: epath.Path, record: dict):
+    write_whole(path / "config.json", json.dumps(record, indent=1) + "\n")
+
+
+def write_record(path: epath.Path, record: dict, source):
     """Write config.json, which is to hold `record`, and tokenizer.json: for a new run, and whenever
     training starts, because only then is it certain that the run uses these settings.  Raises
     UserError DATA for another tokenizer than the run's."""
@@ -180,7 +187,7 @@ def write_record(path: epath.Path, record: str, source):
     if saved_steps(path):  # otherwise an earlier start has failed, and has left no weights
         check_tokenizer(tokenizer, source.tokenizer)
     text = source.tokenizer and tokenizer_text(source.tokenizer)
-    write_whole(path / "config.json", record)
+    write_config(path, record)
     if text:  # so that the run can be sampled without its data
         write_whole(tokenizer, text)
 
@@ -323,7 +330,7 @@ def record_start(path: epath.Path, cfg: Config, source, step: int):
     write_record."""
     old, history = read_record(path), read_history(path)
     record = run_record(cfg, source.fingerprint, old)
-    found = changes(old, json.loads(record), step)
+    found = changes(old, record, step)
     # Not compared: a run without a checkpoint, or one without history and updates, which is new or
     # made by convert_hf.py or average.py.
     if saved_steps(path) and (history or step):

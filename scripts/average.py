@@ -51,6 +51,7 @@ if __name__ == "__main__":  # before jax is imported, see train.py
 import jax
 
 import processes
+import rundir
 import runstate
 import utils
 from checkpoint import Checkpoints
@@ -96,7 +97,7 @@ def write_record(run, out, steps: list[int]):
     out.mkdir(parents=True)
     if (run / "tokenizer.json").exists():
         files.write_whole(out / "tokenizer.json", (run / "tokenizer.json").read_bytes())
-    files.write_whole(out / "config.json", json.dumps(record, indent=1) + "\n")
+    rundir.write_config(out, record)
 
 
 if __name__ == "__main__":

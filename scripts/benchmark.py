@@ -434,7 +434,7 @@ def measure(args: Args, cfg: Config, others: dict[str, tuple[Config, Mesh]]) -> 
         left_out=left_out,
         matmul_flops=matmul_rate,
         peak_bytes_in_use=stats.get("peak_bytes_in_use"),
-        run=json.loads(rundir.run_record(cfg, "", {})),
+        run=rundir.run_record(cfg),
     )
 
 

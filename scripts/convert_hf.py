@@ -262,7 +262,7 @@ def import_hf(hf_dir, run_dir):
         write_checkpoint(found, tensors, run, cfg)
         if tokenizer:
             files.write_whole(run / "tokenizer.json", tokenizer)
-        files.write_whole(run / "config.json", rundir.run_record(cfg, "", {}))
+        rundir.write_config(run, rundir.run_record(cfg))
     except BaseException:  # also Ctrl-C; or the next import would refuse the directory
         with suppress(Exception):  # a bucket has errors of its own; the first error is told
             (run / "checkpoints").rmtree(missing_ok=True)

@@ -104,7 +104,7 @@ RELEASES = dict(python=("3.11.", "3.12.", "3.13."), jax=("0.10.", "0.11.", "0.12
 
 def versions(cfg: Config, found: dict):
     """take Python 3.11 to 3.13, and pip install --require-hashes -r requirements.txt"""
-    has = json.loads(rundir.run_record(cfg, "", {}))["versions"]
+    has = rundir.run_record(cfg)["versions"]
     has |= dict(optax=metadata.version("optax"))
     found["facts"] |= has
     # The package of the module orbax.checkpoint is named orbax-checkpoint.
@@ -353,7 +353,7 @@ def main(args: Args, cfg: Config):
             utils.say(f"{'':15} fix: {fix}")
     if args.report and utils.is_lead():
         shown = {name: x for name, x in os.environ.items() if re.fullmatch(REPORTED, name)}
-        facts = json.loads(rundir.run_record(cfg, "", {}))
+        facts = rundir.run_record(cfg)
         facts |= dict(table=table, processes=answers, environment=shown)
         files.write_whole(files.absolute_path(args.report), scrub(json.dumps(facts, indent=1)))
     processes.leave_last(5)

@@ -36,11 +36,11 @@ def test_an_unwritable_run_directory_is_a_storage_error(cfg, tmp_path):
 
 
 def test_the_commit_is_known_where_another_user_owns_the_checkout(cfg, monkeypatch):
-    ours = json.loads(rundir.run_record(cfg, "", {}))["git_commit"]
+    ours = rundir.run_record(cfg)["git_commit"]
     if not ours:
         pytest.skip("these files are no git checkout")
     monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
-    assert json.loads(rundir.run_record(cfg, "", {}))["git_commit"] == ours
+    assert rundir.run_record(cfg)["git_commit"] == ours
 
 
 @pytest.mark.slow

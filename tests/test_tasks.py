@@ -278,8 +278,8 @@ def test_an_imported_run_has_questions_and_no_data(scored, folder):
     shutil.copytree(run_dir, other, ignore=shutil.ignore_patterns("metrics.jsonl"))
     flags = ["--run", other, "--eval.tasks", f"core={folder}/*.jsonl"]
     assert "perplexity" in run("scripts/evaluate.py", *flags).stdout  # it may be an average
-    record = rundir.run_record(replace(cfg, data=replace(cfg.data, val="none/val")), "", {})
-    (other / "config.json").write_text(record)
+    record = rundir.run_record(replace(cfg, data=replace(cfg.data, val="none/val")))
+    rundir.write_config(other, record)
     done = run("scripts/evaluate.py", *flags)
     assert done.returncode == 0 and done.stderr.count("evaluating in float32") == 1, done.stderr
     want = rows(run_dir, "tasks")[20]
