@@ -63,9 +63,11 @@ class TensorBoard:
 
         self.folder = run / "tensorboard"
         self.local = local_folder(self.folder)
-        # The suffix, because the names have no time below a second.
-        options = dict(purge_step=step + 1, filename_suffix=f".{step}")
-        self.writer = SummaryWriter(os.fspath(self.local), **options)
+        self.writer = SummaryWriter(
+            os.fspath(self.local),
+            purge_step=step + 1,
+            filename_suffix=f".{step}",  # because the names have no time below a second
+        )
 
     def send(self, row: dict):
         with only_warn("tensorboard lost a row"):

@@ -32,10 +32,9 @@ class PastRows:
     """What the rows of metrics.jsonl say: those that a resume finds, and those written since."""
 
     def __init__(self, cfg: Config, fingerprints: dict, tokens: tuple[int, int]):
-        """fingerprints: as MetricsLog.  tokens: before the first row."""
+        """fingerprints: as MetricsLog.  tokens: as the field, before the first row."""
         self.cfg, self.fingerprints = cfg, fingerprints
-        self.tokens = tokens
-        """(update, tokens until then) of the newest update."""
+        self.tokens = tokens  # (newest update, tokens until then)
         self.losses = {}  # {step: loss}
         self.eval_losses = {name: {} for name in read_sets(cfg.data.val)}  # of each set
         self.scores = {}  # {step: its row of kind "tasks"}

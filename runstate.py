@@ -71,9 +71,10 @@ def state_specs(cfg: Config) -> State:
             return moment
         return spec if moment.shape == weight.shape else P()
 
-    trees = state.opt, state.params, specs
-    others = dict(transform_non_params=lambda _: P(), is_leaf=is_absent)
-    opt = optax.tree.map_params(optim.optimizer(cfg), moment_spec, *trees, **others)
+    opt = optax.tree.map_params(
+        optim.optimizer(cfg), moment_spec, state.opt, state.params, specs,
+        transform_non_params=lambda _: P(), is_leaf=is_absent,
+    )  # fmt: skip
     ema = specs if cfg.optim.ema else None
     return State(P(), specs, opt, ema, P() if cfg.train.spike_sigma else None)
 

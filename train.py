@@ -21,18 +21,16 @@ def quit_early(number, frame):
     os._exit(75)  # errors.INTERRUPTED, which is not imported yet
 
 
-if __name__ == "__main__":  # before the imports, which take seconds
+# Before jax is imported, which takes seconds, so that a signal, a bad command line or a live run is
+# answered at once, and because XLA reads its flags only once.
+if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))  # PYTHONSAFEPATH leaves it out
     import signals
 
     signals.handle_stops(quit_early)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # there is nothing to save yet
+    import cli
 
-import cli
-
-# Before jax is imported, so that a bad command line or a live run is reported at once, and because
-# XLA reads its flags only once.
-if __name__ == "__main__":
     CFG = cli.start()
     import lock  # takes 0.3 s
     import restart
@@ -58,6 +56,7 @@ from tqdm import tqdm
 import model
 import optim
 import processes
+import runstate
 import utils
 from branch import Parent
 from config import Config
@@ -69,21 +68,11 @@ from gradient import Rows, add_gradient, prepare_parts, reduce_total, zero_total
 from layers import BATCH
 from metrics import MetricsLog, print_end, print_eval, print_scores
 from mixture import read_sets
-from model import token_spec
 from norms import layer_norms, logit_sizes
-from processes import NOTICE
 from profiling import DATA_WAIT, Profile
 from rundir import open_run, record_start
-from runstate import (
-    State,
-    checkpoint_items,
-    restore_or_init,
-    state_shapes,
-    state_specs,
-    with_shardings,
-)
+from runstate import State
 from tasks import Tasks, open_tasks
-from utils import with_slices
 from weights import random_key
 
 # ---- the train step and the eval step
@@ -94,12 +83,12 @@ def step_shapes(cfg: Config) -> tuple:
     t = cfg.train
     rows = t.batch_size // (t.grad_accum * t.microbatches)
     tokens_AMBL = jax.ShapeDtypeStruct((t.grad_accum, t.microbatches, rows, t.seq_len), jnp.int32)
-    return state_shapes(cfg), tokens_AMBL, tokens_AMBL
+    return runstate.state_shapes(cfg), tokens_AMBL, tokens_AMBL
 
 
 def step_specs(cfg: Config) -> tuple:
     """PartitionSpecs of the arrays that train_step takes."""
-    return state_specs(cfg), token_spec(), token_spec()
+    return runstate.state_specs(cfg), model.token_spec(), model.token_spec()
 
 
 def loss_and_grads(params, tokens_AMBL, targets_AMBL, key, cfg: Config):
@@ -109,14 +98,12 @@ def loss_and_grads(params, tokens_AMBL, targets_AMBL, key, cfg: Config):
 
     The only shard_map of training, besides that of an optimizer of whole matrices (muon.py).
     """
-    specs = model.param_specs(cfg)
+    specs, row_spec = model.param_specs(cfg), model.token_spec()
     stats_specs = dict(layers=P("pp"), prefix=P())
 
-    @jax.shard_map(
-        in_specs=(specs, token_spec(), token_spec(), P()), out_specs=(P(), specs, stats_specs)
-    )
+    @jax.shard_map(in_specs=(specs, row_spec, row_spec, P()), out_specs=(P(), specs, stats_specs))
     def per_device(params, tokens_AMBL, targets_AMBL, key):
-        n_tokens = lax.psum((targets_AMBL >= 0).sum(dtype=jnp.float32), with_slices(*BATCH))
+        n_tokens = lax.psum((targets_AMBL >= 0).sum(dtype=jnp.float32), utils.with_slices(*BATCH))
         n_tokens = jnp.maximum(n_tokens, 1)  # masks may leave none
         # A stage works on all microbatches of its dp rank.
         tokens_AMBL = lax.all_gather(tokens_AMBL, "pp", axis=1, tiled=True)
@@ -170,14 +157,14 @@ def train_step(state: State, tokens_AMBL, targets_AMBL, cfg: Config):
         norms = {name: layer_norms(tree, cfg) for name, tree in trees.items()}
         norms["logit"] = logit_sizes(stats, cfg)
         metrics["norms"] = lax.with_sharding_constraint(norms, P())
-    return lax.with_sharding_constraint(new, state_specs(cfg)), metrics
+    return lax.with_sharding_constraint(new, runstate.state_specs(cfg)), metrics
 
 
 @partial(jax.jit, static_argnames="cfg")
 def eval_step(params, tokens_AMBL, targets_AMBL, cfg: Config):
     """(sum of the losses in nats, counted tokens, nll_AMBL, is_top_AMBL: whether no token is more
     likely than the target).  A target that is not counted has nll 0 and is_top True."""
-    specs, row_spec = model.param_specs(cfg), token_spec()
+    specs, row_spec = model.param_specs(cfg), model.token_spec()
 
     @jax.shard_map(in_specs=(specs, row_spec, row_spec), out_specs=(P(), P(), row_spec, row_spec))
     def per_device(params, tokens_AMBL, targets_AMBL):
@@ -187,7 +174,7 @@ def eval_step(params, tokens_AMBL, targets_AMBL, cfg: Config):
         nll_AMBL, is_top_AMBL = lax.map(score, (tokens_AMBL, targets_AMBL))
         nll_AMBL = jnp.where(targets_AMBL >= 0, nll_AMBL, 0)
         sums = nll_AMBL.sum(), (targets_AMBL >= 0).sum()
-        total, n = lax.psum(sums, with_slices(*BATCH))
+        total, n = lax.psum(sums, utils.with_slices(*BATCH))
         return total, n, nll_AMBL, is_top_AMBL | (targets_AMBL < 0)
 
     return per_device(params, tokens_AMBL, targets_AMBL)
@@ -214,10 +201,9 @@ def evaluate(params, data: Dataset, step: int, cfg: Config, stop=None) -> dict |
         total, tokens = total + float(nll), tokens + int(n)
     loss = total / tokens if tokens else math.nan
     bits = loss / math.log(2) / (data.source.bytes_per_token or math.nan)
-    facts = dict(set=data.name) if data.name else {}
-    facts |= dict(data=data.source.fingerprint)
     loss, bits = utils.finite_or_none(loss), utils.finite_or_none(bits)
-    return facts | dict(loss=loss, bits_per_byte=bits, tokens=tokens)
+    result = dict(data=data.source.fingerprint, loss=loss, bits_per_byte=bits, tokens=tokens)
+    return (dict(set=data.name) if data.name else {}) | result
 
 
 def score_rows(params, tokens_AMBL, targets_AMBL, cfg: Config) -> tuple[np.ndarray, np.ndarray]:
@@ -253,9 +239,10 @@ def next_evaluation(step: int, cfg: Config) -> int:
 def sample_row(params, step: int, cfg: Config, data: Dataset) -> dict:
     """A row of samples.jsonl: a new document, drawn with the same random numbers every time."""
     end_id = cfg.data.end_id if cfg.data.end_id >= 0 else data.source.end_id
-    ids = dict(vocab_size=data.source.vocab_size, stop_id=end_id)
-    draw = dict(temperature=0.8, seed=cfg.run.seed)
-    *_, rows = generate(params, [[max(0, end_id)]], cfg.train.sample_tokens, cfg, **ids, **draw)
+    *_, rows = generate(
+        params, [[max(0, end_id)]], cfg.train.sample_tokens, cfg,
+        vocab_size=data.source.vocab_size, stop_id=end_id, temperature=0.8, seed=cfg.run.seed,
+    )  # fmt: skip
     return dict(step=step, text=data.source.decode(rows[0][1:]))
 
 
@@ -263,7 +250,7 @@ def compile_step(cfg: Config, times: bytes = b""):
     """train_step compiled for the ambient mesh; prints the memory that it needs."""
     begin = time.monotonic()
     utils.say("compiling the update with the times of a trace" if times else "compiling the update")
-    shapes = with_shardings(step_shapes(cfg), step_specs(cfg))
+    shapes = runstate.with_shardings(step_shapes(cfg), step_specs(cfg))
     program = utils.compile_program(train_step, *shapes, cfg, times=times)
     took, use = utils.format_duration(time.monotonic() - begin), program.memory_analysis()
     size = f": {use.peak_memory_in_bytes / 2**30:,.2f} GiB on a device" if use else ""
@@ -280,7 +267,7 @@ def compile_steps(start: int, train: Dataset, cfg: Config, times: bytes = b"") -
 
 def save(store, step: int, state: State, last: bool, stop):
     """Save the state; for the last time, return only when it is complete."""
-    items = checkpoint_items(state)
+    items = runstate.checkpoint_items(state)
     while not (saved := store.save(step, items, last)) and last:
         time.sleep(1)
         stop.poll()  # so that the Watchdog sees that the run goes on
@@ -311,14 +298,14 @@ def sample_if_due(params, step: int, train: Dataset, log: MetricsLog, cfg: Confi
 
 def read_upcoming(step: int, train: Dataset, vals, cfg: Config) -> BaseException | None:
     """Begin to read the next batches and the next evaluation.  Returns the error of a batch that
-    cannot be read; an evaluation's counts only if that is at most NOTICE updates away."""
+    cannot be read; an evaluation's counts only if that is at most processes.NOTICE updates away."""
     with jax.profiler.TraceAnnotation(DATA_WAIT):
         due = next_evaluation(step, cfg)
         error = train.error(range(step, cfg.train.steps))
         for val in vals:
             indices = val.eval_indices(due)
             val.read_ahead(indices)
-            if due - step <= NOTICE:
+            if due - step <= processes.NOTICE:
                 error = error or val.error(indices)
     return error
 
@@ -350,7 +337,7 @@ def train_loop(run, store, state: State, train: Dataset, vals, tasks, stop, cfg:
     programs = log.run_untimed(compile_steps, start, train, cfg)
     if store.newest is None:
         with utils.say_time("first checkpoint"):
-            log.run_untimed(store.save, start, checkpoint_items(state))
+            log.run_untimed(store.save, start, runstate.checkpoint_items(state))
     first = min(max(start, cfg.train.profile[0] - 1), cfg.train.steps - 1)
     profile = Profile(run, programs.get(len(train.order.batch_rows(first))), cfg, start)
     for step in range(start, cfg.train.steps + 1):
@@ -397,7 +384,7 @@ def main(cfg: Config, held=None) -> State | None:
         if cfg.fresh and cfg.run.start_from:
             Parent(cfg, train.source.tokenizer)
         with open_run(cfg, train.source, held) as run:
-            store, state = restore_or_init(run, train, cfg)
+            store, state = runstate.restore_or_init(run, train, cfg)
             if cfg.eval_only:
                 return evaluate_once(state, vals, tasks, stop, cfg)
             print_sizes(train, vals, tasks, cfg)

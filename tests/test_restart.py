@@ -39,6 +39,7 @@ import config
 import files
 import processes
 import restart
+import runstate
 import train
 from errors import DATA, INTERRUPTED, STORAGE, UserError
 
@@ -248,7 +249,7 @@ def test_the_clock_asks_for_one_save_at_a_time(monkeypatch):
         is_due_by_clock=lambda every, minutes: not saves,
         save=lambda step, *_: saves.append(step) or True,
     )
-    monkeypatch.setattr(train, "checkpoint_items", lambda state: state)
+    monkeypatch.setattr(runstate, "checkpoint_items", lambda state: state)
     for step in range(1, 8):
         assert not stop.agree_to_stop(is_update=True)
         train.save_if_due(store, step, None, False, False, log, stop, cfg)
