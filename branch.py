@@ -1,6 +1,5 @@
 """Starting a run from a checkpoint of another, its parent, which is only read."""
 
-import json
 import re
 from dataclasses import asdict
 from functools import partial
