@@ -72,6 +72,8 @@ from norms import layer_norms, logit_sizes
 from profiling import DATA_WAIT, Profile
 from rundir import open_run, record_start
 from runstate import State
+from scripts.chips import chip_of
+from scripts.cost_model import choose_remat
 from tasks import Tasks, open_tasks
 from weights import random_key
 
@@ -89,6 +91,11 @@ def step_shapes(cfg: Config) -> tuple:
 def step_specs(cfg: Config) -> tuple:
     """PartitionSpecs of the arrays that train_step takes."""
     return runstate.state_specs(cfg), model.token_spec(), model.token_spec()
+
+
+def step_jaxpr(cfg: Config):
+    """The jaxpr of train_step on the ambient mesh."""
+    return jax.make_jaxpr(partial(train_step, cfg=cfg))(*step_shapes(cfg)).jaxpr
 
 
 def loss_and_grads(params, tokens_AMBL, targets_AMBL, key, cfg: Config):
@@ -401,10 +408,8 @@ def main(cfg: Config, held=None) -> State | None:
 def plan_remat(cfg: Config, device_kind: str) -> str:
     """What train.remat=auto is on accelerators of this kind: what scripts/plan.py chooses, or layer
     if it does not know them."""
-    from scripts import chips, cost_model  # imported here because cost_model imports this module
-
-    chip = chips.chip_of(device_kind)
-    return cost_model.choose_remat(cfg, chip) if chip else "layer"
+    chip = chip_of(device_kind)
+    return choose_remat(step_jaxpr, cfg, chip) if chip else "layer"
 
 
 def open_data(cfg: Config) -> tuple[Dataset, list[Dataset], Tasks | None]:

@@ -7,10 +7,10 @@ The figures of XLA's compiler are in compiled_cost.py; plan.py turns these costs
 import math
 import sys
 from collections import Counter
-from contextlib import ExitStack, nullcontext, redirect_stdout
+from collections.abc import Callable
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field, replace
-from functools import partial
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
 
@@ -26,7 +26,6 @@ import gradient
 import model
 import pipeline
 import runstate
-import train
 import utils
 from config import Config
 from scripts.chips import Chip
@@ -34,6 +33,7 @@ from scripts.chips import Chip
 # ---- the step as a list of operations
 
 
+@contextmanager
 def assume_hopper(chip: Chip):
     """A context in which JAX uses the kernels of a Hopper GPU if `chip` is one, also where there is
     none.
@@ -44,16 +44,14 @@ def assume_hopper(chip: Chip):
     0.12.0.1.
     """
     if chip.platform == "tpu" or jax.local_devices()[0].device_kind == chip.kind:
-        return nullcontext()
-    contexts = ExitStack()
+        yield
+        return
+    attention = "jax._src.cudnn.fused_attention_stablehlo"
     answers = dict(check_cudnn_version=lambda: 91500, check_compute_capability=lambda _: True)
-    module = "jax._src.cudnn.fused_attention_stablehlo"
-    contexts.enter_context(mock.patch.multiple(module, **answers))
-    hopper = ModuleType("jax")
-    vars(hopper).update(vars(jax), devices=lambda: [SimpleNamespace(core_count=132)])
-    module = "jax.experimental.pallas.ops.gpu.transposed_ragged_dot_mgpu"
-    contexts.enter_context(mock.patch(f"{module}.jax", hopper))
-    return contexts
+    experts = "jax.experimental.pallas.ops.gpu.transposed_ragged_dot_mgpu.jax"
+    hopper = vars(jax) | dict(devices=lambda: [SimpleNamespace(core_count=132)])
+    with mock.patch.multiple(attention, **answers), mock.patch(experts, SimpleNamespace(**hopper)):
+        yield
 
 
 def drop_unused(jaxpr: Jaxpr) -> Jaxpr:
@@ -71,13 +69,13 @@ def absent_mesh(cfg: Config, chip: Chip) -> AbstractMesh:
     return AbstractMesh(tuple(shape.values()), tuple(shape), **axes)
 
 
-def trace_step(cfg: Config, chip: Chip) -> Jaxpr:
-    """The jaxpr of train.train_step on cfg's mesh of such chips, which need not be present."""
+def trace_step(step_jaxpr: Callable, cfg: Config, chip: Chip) -> Jaxpr:
+    """step_jaxpr(cfg) on cfg's mesh of such chips, which need not be present.  step_jaxpr:
+    train.step_jaxpr, which train.py passes on, because it imports this module."""
     mesh = jax.sharding.use_abstract_mesh(absent_mesh(cfg, chip))
     # The model may print warnings while it is traced; stdout is for the plan.
     with mesh, redirect_stdout(sys.stderr), assume_hopper(chip):
-        jaxpr = jax.make_jaxpr(partial(train.train_step, cfg=cfg))(*train.step_shapes(cfg)).jaxpr
-    return drop_unused(jaxpr)
+        return drop_unused(step_jaxpr(cfg))
 
 
 class Op(NamedTuple):
@@ -283,21 +281,20 @@ def peak_flops(chip: Chip) -> float:
 
 # ---- memory
 
-# XLA fuses most operations into those that use their outputs, but stores the outputs of these.
-STORED = {
-    "dot_general", "gather", "scatter", "scatter-add", "sort", "top_k", "cumsum",
-    "dynamic_update_slice", "reduce_sum", "reduce_max", "argmax",
-    *COLLECTIVES, *HAVE_BODIES, *KERNELS,
-}  # fmt: skip
-# It also stores what these operations read, and what two matmuls read, which otherwise would both
+# XLA stores what these operations read, and what two matmuls read, which otherwise would both
 # compute it.
 READ_FROM_MEMORY = {*COLLECTIVES, *HAVE_BODIES, *KERNELS}
+# It fuses most operations into those that use their outputs, but stores the outputs of these.
+STORED = {
+    "dot_general", "gather", "scatter", "scatter-add", "sort", "top_k", "cumsum",
+    "dynamic_update_slice", "reduce_sum", "reduce_max", "argmax", *READ_FROM_MEMORY,
+}  # fmt: skip
 # As a rule these copy nothing.
 VIEWS = {"broadcast_in_dim", "name", "pvary", "reshape", "squeeze", "stop_gradient", "transpose"}
 IN_PLACE = {"dynamic_update_slice", "scatter", "scatter-add"}
 
 
-@dataclass
+@dataclass(eq=False)
 class Array:
     """An array in memory from operation number `start` to operation number `end`."""
 
@@ -325,19 +322,18 @@ def carry_operands(op: Op) -> range:
     return range(end - n, end)
 
 
-def overwritten_inputs(op: Op, avals: list, free: set) -> dict[int, int | None]:
-    """{output: the input that it may be written over}; `free` are the inputs not needed later."""
-    if op.name in IN_PLACE:
-        return {op.outputs[0]: op.inputs[0]}
-    if op.name == "scan":
-        carry = carry_operands(op)
-        inputs = op.inputs[carry.start : carry.stop]
-        return dict(zip(op.outputs[: len(carry)], inputs, strict=True))
-    pairs, candidates = {}, []
+def overwritten_inputs(op: Op, avals: list, free: set) -> dict[int, int]:
+    """{output: the input that it is written over}; `free` are the inputs not needed later."""
+    if op.name in IN_PLACE or op.name == "scan":
+        inputs = [op.inputs[i] for i in carry_operands(op)] if op.name == "scan" else op.inputs
+        return {y: x for y, x in zip(op.outputs, inputs, strict=False) if x in free}
     if op.name == "cond":  # the first operand chooses the branch
         candidates = [x for x in op.inputs[1:] if x in free]
     elif op.name not in STORED:  # most of these work element by element
         candidates = [x for x in op.inputs if x in free]
+    else:
+        return {}
+    pairs = {}
     for output in op.outputs:
         form = avals[output].shape, avals[output].dtype
         same = (x for x in candidates if (avals[x].shape, avals[x].dtype) == form)
@@ -361,17 +357,6 @@ def count_readers(ops: list[Op]) -> Counter:
     return readers
 
 
-def is_stored(op: Op, avals: list, readers: Counter, source_bytes: int) -> bool:
-    """Whether XLA writes an operation's outputs to memory.  source_bytes: the size of the stored
-    arrays that they are computed from."""
-    if op.name in STORED:
-        return True
-    # A small slice is copied, so that the array that it is cut from can be freed.
-    if op.name == "slice" and 8 * sum(n_bytes(avals[x]) for x in op.outputs) <= source_bytes:
-        return True
-    return op.name not in VIEWS and any(readers[x] > 1 for x in op.outputs)
-
-
 def memory_class(op: Op, aval, weight_shapes: set) -> str:
     """The class of an array that an operation stores, see `memory_by_class`."""
     if aval.shape in weight_shapes:
@@ -380,22 +365,6 @@ def memory_class(op: Op, aval, weight_shapes: set) -> str:
         if op.name == "convert_element_type":
             return "weights"
     return "activations" if op.name == "scan" else "workspace"
-
-
-def body_memory(op: Op, weight_shapes: set, free: set) -> Counter:
-    """The most memory by class in use inside an operation, without its inputs and outputs; `free`
-    are the inputs not needed later."""
-    peak = Counter()
-    for body, _ in bodies(op):
-        preallocated, overwritable = range(len(body.outvars)), ()
-        if op.name == "scan":
-            overwritable = carry_operands(op)
-            preallocated = preallocated[len(overwritable) :]
-        elif op.name == "cond":
-            overwritable = [i for i, x in enumerate(op.inputs[1:]) if x in free]
-        new = peak_memory(body, weight_shapes, preallocated, overwritable)
-        peak = max(peak, new, key=Counter.total)
-    return peak
 
 
 def last_reads(ops: list[Op]) -> dict[int, int]:
@@ -409,52 +378,107 @@ def last_reads(ops: list[Op]) -> dict[int, int]:
     return found
 
 
+class Memory:
+    """The arrays that a jaxpr's operations store, collected from one operation after the other.
+
+    Each is in memory from the operation that stores it to the last one that reads it, directly or
+    through values computed from it that are not stored.
+    """
+
+    def __init__(self, flat: FlatJaxpr, weight_shapes: set, writable: set, not_counted: set):
+        """writable: arguments that may be written over; not_counted: results for which the caller
+        has memory."""
+        self.avals, self.weight_shapes = flat.avals, weight_shapes
+        self.writable, self.not_counted = writable, not_counted
+        self.last_read = last_reads(flat.ops) | dict.fromkeys(flat.results, len(flat.ops))
+        self.readers = count_readers(flat.ops)
+        self.arrays = []
+        # {value: the arrays that are read where it is read}; for an argument, none of these.
+        self.sources = dict.fromkeys([None, *flat.arguments], frozenset())
+
+    def arrays_of(self, values) -> frozenset[Array]:
+        return frozenset().union(*(self.sources[x] for x in values))
+
+    def read(self, values, at: int):
+        """Operation number `at` needs these values."""
+        for array in self.arrays_of(values):
+            array.end = at
+
+    def free_inputs(self, op: Op, at: int) -> set:
+        """The inputs of operation number `at` that may be written over, as nothing reads them
+        later."""
+        return {x for x in op.inputs if x in self.writable and self.last_read[x] == at}
+
+    def is_stored(self, op: Op) -> bool:
+        """Whether XLA writes an operation's outputs to memory."""
+        if op.name in STORED:
+            return True
+        if op.name == "slice":
+            whole = sum(array.bytes for array in self.arrays_of(op.inputs))
+            if 8 * n_bytes(self.avals[op.outputs[0]]) <= whole:
+                return True  # it is copied, so that the array that it is cut from can be freed
+        return op.name not in VIEWS and any(self.readers[x] > 1 for x in op.outputs)
+
+    def pass_on(self, op: Op, free: set):
+        """The outputs are not stored: what reads them reads the inputs' arrays."""
+        self.sources |= dict.fromkeys(op.outputs, self.arrays_of(op.inputs))
+        # Another form of an array that may be written over may be written over too.
+        if free and len(op.inputs) == 1:
+            size = n_bytes(self.avals[op.inputs[0]])
+            self.writable |= {x for x in op.outputs if n_bytes(self.avals[x]) == size}
+
+    def store(self, op: Op, at: int, free: set):
+        """The outputs of operation number `at` are stored, over `free` inputs where they can be."""
+        overwritten = overwritten_inputs(op, self.avals, free)
+        for x in op.outputs:
+            if x in overwritten:
+                self.sources[x] = self.sources[overwritten[x]]
+                continue
+            aval = self.avals[x]
+            on_host = aval.memory_space == jax.memory.Space.Host  # train.remat=offload
+            size = 0 if on_host or x in self.not_counted else n_bytes(aval)
+            self.arrays.append(Array(size, memory_class(op, aval, self.weight_shapes), at, at))
+            self.sources[x] = frozenset(self.arrays[-1:])
+        self.writable |= set(op.outputs)
+
+
+def body_memory(op: Op, weight_shapes: set, free: set) -> Counter:
+    """The most memory by class in use inside an operation, without its inputs and outputs; `free`
+    are the inputs not needed later."""
+    overwritable, n_carried = (), 0
+    if op.name == "scan":
+        overwritable = carry_operands(op)
+        n_carried = len(overwritable)
+    elif op.name == "cond":
+        overwritable = [i for i, x in enumerate(op.inputs[1:]) if x in free]
+    args = weight_shapes, range(n_carried, len(op.outputs)), overwritable
+    peaks = [peak_memory(body, *args) for body, _ in bodies(op)]
+    return max(peaks, key=Counter.total, default=Counter())
+
+
 def peak_memory(jaxpr: Jaxpr, weight_shapes: set, preallocated=(), overwritable=()) -> Counter:
     """Bytes by class in use at the operation of `jaxpr` where their sum is largest.
 
     Not counted are the arguments, and the results at the indices `preallocated`, for which the
     caller has memory.  Arguments at the indices `overwritable` may be written over.
-
-    An array is in use from the operation that stores it to the last one that reads it, directly or
-    through values computed from it that are not stored.
     """
-    ops, arguments, results, avals = flatten(jaxpr)
-    last_read = last_reads(ops) | dict.fromkeys(results, len(ops))
-    readers = count_readers(ops)
-    sources = dict.fromkeys([None, *arguments], frozenset())  # value: indices of its arrays
-    arrays, peaks = [], [Counter() for _ in range(len(ops) + 1)]
-    writable = {arguments[i] for i in overwritable}
-    not_counted = {results[i] for i in preallocated}
-
-    for at, op in enumerate(ops):
-        read = frozenset().union(*(sources[x] for x in op.inputs))
-        free = {x for x in op.inputs if x in writable and last_read[x] == at}
-        if not is_stored(op, avals, readers, sum(arrays[i].bytes for i in read)):
-            sources |= dict.fromkeys(op.outputs, read)
-            # Another form of an array that may be written over may be written over too.
-            if free and len(op.inputs) == 1:
-                size = n_bytes(avals[op.inputs[0]])
-                writable |= {x for x in op.outputs if n_bytes(avals[x]) == size}
-            continue
-        for i in read:
-            arrays[i].end = at
-        peaks[at] = body_memory(op, weight_shapes, free)
-        overwritten = overwritten_inputs(op, avals, free)
-        for x in op.outputs:
-            if overwritten.get(x) in free:
-                sources[x] = sources[overwritten[x]]
-                continue
-            sources[x] = frozenset([len(arrays)])
-            on_host = avals[x].memory_space == jax.memory.Space.Host  # train.remat=offload
-            size = 0 if on_host or x in not_counted else n_bytes(avals[x])
-            arrays.append(Array(size, memory_class(op, avals[x], weight_shapes), at, at))
-        writable |= set(op.outputs)
-    for i in frozenset().union(*(sources[x] for x in results)):
-        arrays[i].end = len(ops)
-    for array in arrays:
+    flat = flatten(jaxpr)
+    writable = {flat.arguments[i] for i in overwritable}
+    memory = Memory(flat, weight_shapes, writable, {flat.results[i] for i in preallocated})
+    in_use = [Counter() for _ in range(len(flat.ops) + 1)]  # at each operation, and at the end
+    for at, op in enumerate(flat.ops):
+        free = memory.free_inputs(op, at)
+        if memory.is_stored(op):
+            memory.read(op.inputs, at)
+            in_use[at] = body_memory(op, weight_shapes, free)
+            memory.store(op, at, free)
+        else:
+            memory.pass_on(op, free)
+    memory.read(flat.results, len(flat.ops))
+    for array in memory.arrays:
         for at in range(array.start, array.end + 1):
-            peaks[at][array.memory_class] += array.bytes
-    return max(peaks, key=Counter.total)
+            in_use[at][array.memory_class] += array.bytes
+    return max(in_use, key=Counter.total)
 
 
 def shard_shape(shape: tuple, spec, mesh_shape: dict) -> tuple[int, ...]:
@@ -500,13 +524,16 @@ def prepared_shapes(cfg: Config, chip: Chip) -> set:
 
 
 def memory_by_class(jaxpr: Jaxpr, cfg: Config, chip: Chip) -> dict:
-    """Bytes by class on a device at the moment in the step of `jaxpr` when most is in use.
+    """Bytes by class on a device at the moment in the loss and gradient of `jaxpr` when most is in
+    use.
 
-    weights: the stored ones, and casts of them that are in memory then.  moments: the optimizer's
-    state, and the average of optim.ema.  gradients: arrays with the shape of a device's part of a
-    weight, gathered over dp or not, that are float32 or come from a loop.  activations: other
-    arrays that a loop hands from one iteration to the next, or stacks for the backward pass.
-    workspace: everything else, including gathered weights.
+    weights: the stored ones, which are there all the time, and casts of them, while layers read
+    them.  moments: the optimizer's state, and the average of optim.ema, all the time.  gradients:
+    from the backward pass of a layer to the optimizer, which comes after that moment; arrays with
+    the shape of a device's part of a weight, gathered over dp or not, that are float32 or come from
+    a loop.  activations: from the forward pass of a microbatch to its backward pass; other arrays
+    that a loop hands from one iteration to the next, or stacks.  workspace: inside of a layer, or
+    of a part of it; everything else, including gathered weights.
     """
     table = utils.leaf_table(model.param_table(cfg)).values()
     meshes = cfg.mesh.shape, cfg.mesh.shape | dict(dp=1)
@@ -518,7 +545,7 @@ def memory_by_class(jaxpr: Jaxpr, cfg: Config, chip: Chip) -> dict:
     return {k: found[k] for k in ("weights", "moments", "gradients", "activations", "workspace")}
 
 
-def choose_remat(cfg: Config, chip: Chip) -> str:
+def choose_remat(step_jaxpr: Callable, cfg: Config, chip: Chip) -> str:
     """The automatic train.remat on accelerators: dots for a dense model in one stage on GPUs, if
     the plan of that takes at most four fifths of the memory, else layer.
 
@@ -526,11 +553,12 @@ def choose_remat(cfg: Config, chip: Chip) -> str:
     dots as with layer.  On TPUs, by XLA's count of cycles outside of kernels (plan.py --compile),
     dots takes 0.89 times as long for llama_1b (v5p, dp 4, tp 2), but 1.14 times in two stages,
     where what is kept is copied into a buffer of all microbatches; 1.09 for qwen3_0.6b, 1.18 for
-    jaxformer_1b (v5p, dp 8) and 1.03 for gpt2_124m (v6e, dp 8).
+    jaxformer_1b (v5p, dp 8) and 1.03 for gpt2_124m (v6e, dp 8).  step_jaxpr: see `trace_step`.
     """
     if chip.platform == "tpu" or cfg.mesh.pp > 1 or cfg.model.n_experts:
         return "layer"
     largest = max(checks.batch_sizes(cfg))
     dots = replace(cfg, train=replace(cfg.train, remat="dots", batch_size=largest))
-    need = sum(memory_by_class(trace_step(dots, chip), dots, chip).values())
+    jaxpr = trace_step(step_jaxpr, dots, chip)
+    need = sum(memory_by_class(jaxpr, dots, chip).values())
     return "dots" if need <= 0.8 * chip.memory else "layer"

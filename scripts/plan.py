@@ -69,6 +69,7 @@ import numpy as np
 from tqdm import tqdm
 
 import model
+import train
 import utils
 from scripts import compiled_cost, cost_model
 
@@ -83,7 +84,8 @@ def make_plan(cfg: Config, chip: Chip) -> dict:
     ticks, which take the same time with mesh.skip_bubbles off.
     """
     t, n_devices = cfg.train, math.prod(cfg.mesh.sizes)
-    jaxpr, schedule = cost_model.trace_step(cfg, chip), cost_model.step_schedule(cfg)
+    jaxpr = cost_model.trace_step(train.step_jaxpr, cfg, chip)
+    schedule = cost_model.step_schedule(cfg)
     cost = cost_model.count_cost(jaxpr, cfg, chip)
     memory = cost_model.memory_by_class(jaxpr, cfg, chip)
     idle = (schedule.pp - 1) / schedule.items  # Narayanan et al. 2021, section 2.2
@@ -300,7 +302,8 @@ def main(args: Args, cfg: Config):
     if args.compile:  # first, because the compiler may be missing
         devices = compiled_cost.target_devices(args.topology, chip, slice_size, args.slices)
     if remat == "auto":
-        cfg = replace(cfg, train=replace(cfg.train, remat=cost_model.choose_remat(cfg, chip)))
+        remat = cost_model.choose_remat(train.step_jaxpr, cfg, chip)
+        cfg = replace(cfg, train=replace(cfg.train, remat=remat))
     plan = make_plan(cfg, chip)
     need, name = plan["memory_total"], overflowing_class(plan["memory"], chip)
     if args.compile:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from html import escape
 from typing import NamedTuple
 
+import train
 from config import Config
 from scripts.chips import CHIPS, chip_of
 from scripts.cost_model import Cost, bodies, count_cost, flatten, trace_step, work_shares
@@ -117,7 +118,8 @@ def step_svg(cfg: Config, device_kind: str) -> str:
     if device_kind == "cpu" and cfg.train.attention == "auto":  # the trace is for an accelerator
         cfg = replace(cfg, train=replace(cfg.train, attention="xla"))
     traced_for = chip or CHIPS["h200" if device_kind.startswith("NVIDIA") else "v5p"]
-    _, boxes = boxes_in(trace_step(cfg, traced_for), cfg, traced_for)
+    jaxpr = trace_step(train.step_jaxpr, cfg, traced_for)
+    _, boxes = boxes_in(jaxpr, cfg, traced_for)
 
     def received(box: Box) -> float:
         return max([1, *box.own.received.values(), *map(received, box.inside)])

@@ -11,10 +11,9 @@ import stat
 import subprocess
 import sys
 from dataclasses import fields
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 import tyro
@@ -173,7 +172,7 @@ def test_sizes_in_the_tour_are_those_of_the_demo():
     """A size of several dims in docs/tour.md is that of an array in the demo's update."""
     cfg = config.PRESETS["demo"]()
     cfg = on_mesh(cfg, cfg.mesh.sizes)
-    jaxpr = jax.make_jaxpr(partial(train.train_step, cfg=cfg))(*train.step_shapes(cfg))
+    jaxpr = train.step_jaxpr(cfg)
     traced = set(re.findall(r"[a-z]\d+\[([\d,]+)\]", str(jaxpr)))
     sizes = re.findall(r"\[(\d+(?:,\s\d+)+)\]", (ROOT / "docs" / "tour.md").read_text())
     assert len(sizes) > 6

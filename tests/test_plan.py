@@ -51,8 +51,12 @@ def configure(mesh, cfg=TINY, **fields) -> config.Config:
     return checks.resolve(cfg, cfg.mesh.dp * cfg.mesh.pp * cfg.mesh.tp)
 
 
-def count(cfg) -> cost_model.Cost:
-    return cost_model.count_cost(cost_model.trace_step(cfg, CHIP), cfg, CHIP)
+def trace(cfg, chip=CHIP):
+    return cost_model.trace_step(train.step_jaxpr, cfg, chip)
+
+
+def count(cfg, chip=CHIP) -> cost_model.Cost:
+    return cost_model.count_cost(trace(cfg, chip), cfg, chip)
 
 
 def collectives_by_formula(cfg) -> tuple[dict, dict]:
@@ -306,8 +310,7 @@ def test_kernels_of_attention_multiply_what_local_layers_see_and_values_have_the
         sizes = mla | dict(pattern="dense_local,dense", window=window)
         cfg = replace(TINY, model=replace(TINY.model, **sizes))
         cfg = configure((1, 1, 1), cfg, seq_len=256, remat="none")
-        args = cfg, CHIPS[chip]
-        flops.append(cost_model.count_cost(cost_model.trace_step(*args), *args).flops)
+        flops.append(count(cfg, CHIPS[chip]).flops)
         pairs.append(sum(min(i + 1, window) for i in range(256)))
     width = 32 * 4 + 3 * (32 if chip == "h200" else 24)
     n = cfg.train.batch_size * cfg.model.n_heads * cfg.model.n_layers // 2
@@ -322,8 +325,7 @@ def test_kernels_multiply_only_the_rows_of_their_experts(chip):
     for n_active in (1, 2):
         sizes = dict(d_model=128, d_expert=128, n_active=n_active)
         cfg = configure((1, 1, 1), replace(MOE, model=replace(MOE.model, **sizes)), remat="none")
-        args = cfg, CHIPS[chip]
-        flops.append(cost_model.count_cost(cost_model.trace_step(*args), *args).flops)
+        flops.append(count(cfg, CHIPS[chip]).flops)
     tokens, m = cfg.train.batch_size * cfg.train.seq_len, cfg.model
     want = tokens * m.n_layers * (6 * 3 + 2 * 2) * m.d_model * m.d_expert
     assert flops[1] - flops[0] == pytest.approx(want, rel=1e-6)
@@ -337,8 +339,7 @@ def test_gpus_sum_the_gradients_of_biases_by_products(mesh):
     for has_bias in (False, True):
         fields = dict(attn_bias=has_bias, mlp_bias=has_bias)
         cfg = configure(mesh, replace(TINY, model=replace(TINY.model, **fields)))
-        args = cfg, CHIPS["h200"]
-        flops.append(cost_model.count_cost(cost_model.trace_step(*args), *args).flops)
+        flops.append(count(cfg, CHIPS["h200"]).flops)
     assert flops[1] > flops[0]
 
 
@@ -357,7 +358,7 @@ def test_remat_dots_keeps_what_cudnns_attention_returns():
     flops, wide = {}, replace(TINY, model=replace(TINY.model, d_head=16))
     for remat in ("none", "dots", "layer"):
         cfg = configure((1, 1, 1), wide, seq_len=256, remat=remat)
-        flops[remat] = kernel_flops(cost_model.trace_step(cfg, CHIPS["h200"]), cfg)
+        flops[remat] = kernel_flops(trace(cfg, CHIPS["h200"]), cfg)
     assert flops["dots"] == flops["none"] > 0
     assert flops["layer"] == pytest.approx(9 / 7 * flops["none"])
 
@@ -366,7 +367,7 @@ def test_remat_dots_keeps_what_cudnns_attention_returns():
 
 
 def memory(cfg) -> dict:
-    return cost_model.memory_by_class(cost_model.trace_step(cfg, CHIP), cfg, CHIP)
+    return cost_model.memory_by_class(trace(cfg), cfg, CHIP)
 
 
 MATRIX = jax.ShapeDtypeStruct((32, 32), "float32")  # 4096 bytes
@@ -638,10 +639,11 @@ def test_automatic_remat_keeps_matmuls_where_the_plan_of_the_largest_batch_fits(
         for x in ("dots", "layer")
     )
     assert layer < dots
-    assert cost_model.choose_remat(cfg, chip._replace(memory=1.25 * dots + 1)) == "dots"
-    assert cost_model.choose_remat(cfg, chip._replace(memory=1.25 * dots - 1)) == "layer"
+    choose_remat = partial(cost_model.choose_remat, train.step_jaxpr)
+    assert choose_remat(cfg, chip._replace(memory=1.25 * dots + 1)) == "dots"
+    assert choose_remat(cfg, chip._replace(memory=1.25 * dots - 1)) == "layer"
     for other in (configure((1, 2, 1)), configure((1, 1, 1), MOE)):
-        assert cost_model.choose_remat(other, chip) == "layer"
+        assert choose_remat(other, chip) == "layer"
 
     def choose(kind, **fields) -> str:
         device = SimpleNamespace(platform="gpu", device_kind=kind, process_index=0)
@@ -751,7 +753,7 @@ def test_the_estimate_is_within_a_tenth_of_the_compilers(case):
 def test_the_boxes_of_the_picture_hold_all_work_of_the_plan_once(schedule):
     cfg = configure(dict(dp=2, pp=2, tp=2, schedule=schedule), grad_accum=2, microbatches=4)
     whole, found = count(cfg), cost_model.Cost()
-    _, boxes = step_picture.boxes_in(cost_model.trace_step(cfg, CHIP), cfg, CHIP)
+    _, boxes = step_picture.boxes_in(trace(cfg), cfg, CHIP)
     todo = list(boxes)
     while todo:
         box = todo.pop()
