@@ -28,6 +28,8 @@ class Chip(NamedTuple):
     """Bytes per second that a device receives from other slices or nodes."""
     clock: float
     """Cycles per second."""
+    cache: int = 0
+    """Bytes of a GPU's second-level cache."""
 
     @property
     def platform(self) -> str:
@@ -58,8 +60,10 @@ CHIPS = {
     "v5e": Chip("TPU v5e", 15.75 * GIB, 0.81e12, 0.9e11, 3.1e9, 1.5e9),
     "v5p": Chip("TPU v5p", 95.74 * GIB, 2.77e12, 1.8e11, 6.25e9, 1.75e9),
     "v6e": Chip("TPU v6e", 31.25 * GIB, 1.64e12, 1.8e11, 1.25e10, 1.75e9),
-    "h100": Chip("NVIDIA H100 80GB HBM3", JAX_SHARE * 79.2 * GIB, 3.35e12, 4.5e11, 5e10, 1.98e9),
-    "h200": Chip("NVIDIA H200", JAX_SHARE * 139.8 * GIB, 4.8e12, 4.5e11, 5e10, 1.98e9),
+    "h100": Chip(
+        "NVIDIA H100 80GB HBM3", JAX_SHARE * 79.2 * GIB, 3.35e12, 4.5e11, 5e10, 1.98e9, 50 * 2**20
+    ),
+    "h200": Chip("NVIDIA H200", JAX_SHARE * 139.8 * GIB, 4.8e12, 4.5e11, 5e10, 1.98e9, 60 * 2**20),
 }
 
 # {another name that JAX has for a kind of device: its Chip.kind}.
@@ -72,10 +76,6 @@ def chip_of(device_kind: str) -> Chip | None:
     return next((chip for chip in CHIPS.values() if chip.kind == kind), None)
 
 
-CACHE = {"NVIDIA H100 80GB HBM3": 50 * 2**20, "NVIDIA H200": 60 * 2**20}
-"""Bytes of a GPU's second-level cache."""
-
-
 def gpu_target(chip: Chip) -> str:
     """XLA's description of a Hopper GPU to compile for, from NVIDIA's data sheets and CUDA's device
     properties."""
@@ -86,7 +86,7 @@ gpu_device_info {{
   cuda_compute_capability {{ major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }}
   core_count: 132 fpus_per_core: 128 clock_rate_ghz: {chip.clock / 1e9}
   memory_bandwidth: {chip.hbm:.0f} device_memory_size: {chip.memory / JAX_SHARE:.0f}
-  l2_cache_size: {CACHE[chip.kind]}
+  l2_cache_size: {chip.cache}
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
   shared_memory_per_block: 49152 shared_memory_per_core: 233472
   shared_memory_per_block_optin: 232448 registers_per_core_limit: 65536

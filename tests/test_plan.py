@@ -560,10 +560,11 @@ def test_an_impossible_plan_is_two_lines_and_exit_2(args, why):
     assert fix.startswith("  fix: ")
 
 
-@pytest.mark.parametrize("name, memory", [("h100", 79.2), ("h200", 139.8)])
-def test_xla_compiles_for_all_memory_of_a_gpu_and_a_plan_has_what_jax_takes(name, memory):
-    found = re.search(r"device_memory_size: (\d+)\n", gpu_target(CHIPS[name]))[1]
-    assert int(found) == pytest.approx(memory * GIB)
+@pytest.mark.parametrize("name, memory, cache", [("h100", 79.2, 50), ("h200", 139.8, 60)])
+def test_xla_compiles_for_all_memory_of_a_gpu_and_a_plan_has_what_jax_takes(name, memory, cache):
+    target = gpu_target(CHIPS[name])
+    sizes = [int(n) for n in re.findall(r"(?:device_memory|l2_cache)_size: (\d+)\n", target)]
+    assert sizes == pytest.approx([memory * GIB, cache * 2**20])
     assert CHIPS[name].memory == pytest.approx(0.75 * memory * GIB)
 
 
