@@ -282,14 +282,8 @@ def print_best_plans(args: Args, cfg: Config):
         raise UserError(USAGE, what, "take more chips, or change what rules the plans out")
 
 
-def main(args: Args, cfg: Config):
-    """Print one plan, or those of --search.  Raises UserError USAGE where none fits."""
-    if args.search:
-        return print_best_plans(args, cfg)
-    chip, slice_size = parse_topology(args.topology)
-    n_devices = args.slices * slice_size
-    remat = cfg.train.remat
-    cfg = with_largest_batch(checks.resolve(cfg, n_devices, slices=args.slices))
+def check_devices(args: Args, cfg: Config, n_devices: int):
+    """Raise UserError USAGE where cfg's mesh is not one of all n_devices, in --slices slices."""
     if cfg.mesh.slices != args.slices:
         what = f"mesh.dp={cfg.mesh.dp} has {cfg.mesh.slices} slices, but --slices is {args.slices}"
         fix = f"give --mesh.dp -1 or a multiple of {args.slices}"
@@ -303,6 +297,17 @@ def main(args: Args, cfg: Config):
         product += f" = {math.prod(cfg.mesh.sizes)}"
         fix = f"choose axes whose product is {n_devices} (one axis may be -1)"
         raise UserError(USAGE, f"{product}, but {args.target} has {n_devices} devices", fix)
+
+
+def main(args: Args, cfg: Config):
+    """Print one plan, or those of --search.  Raises UserError USAGE where none fits."""
+    if args.search:
+        return print_best_plans(args, cfg)
+    chip, slice_size = parse_topology(args.topology)
+    n_devices = args.slices * slice_size
+    remat = cfg.train.remat
+    cfg = with_largest_batch(checks.resolve(cfg, n_devices, slices=args.slices))
+    check_devices(args, cfg, n_devices)
     if args.compile:  # first, because the compiler may be missing
         devices = compiled_cost.target_devices(args.topology, chip, slice_size, args.slices)
     if remat == "auto":
