@@ -443,15 +443,12 @@ def main(args: Args, others: dict[str, Config], cfg: Config):
     jax.config.update("jax_enable_compilation_cache", False)  # to measure the seconds of compiling
     cfg = utils.start_mesh(cfg, plan_remat=train.plan_remat)
     utils.run_on_lead(check_output, "json", args.json)
-    on_cpu = platform() == "cpu"
-    others = {
-        name: utils.resolve_here(other, plan_remat=train.plan_remat)
-        for name, other in others.items()
-    }
-    # All meshes are made before anything is compiled, because one may be refused.
-    others = {name: (other, utils.make_mesh(other)) for name, other in others.items()}
-    result, t = measure(args, cfg, others), cfg.train
-    per = "CPU second" if on_cpu else "second and device"
+    resolved = {}
+    for name, other in others.items():  # before anything is compiled, because one may be refused
+        other = utils.resolve_here(other, plan_remat=train.plan_remat)
+        resolved[name] = other, utils.make_mesh(other)
+    result, t = measure(args, cfg, resolved), cfg.train
+    per = "CPU second" if platform() == "cpu" else "second and device"
     size = f"{model.param_count(cfg):,} parameters, {t.batch_size} x {t.seq_len} tokens a step"
     utils.say(f"{cfg.run.name}: {size}, {t.dtype}\n{format_table(result['rows'])}")
     utils.say(f"matmul: {result['matmul_flops'] / 1e12:.3f} TFLOP per {per}")
