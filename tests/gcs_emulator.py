@@ -185,15 +185,15 @@ def check_preconditions(handler):
 # ---- requests that the package implements in part or not at all
 
 
-def byte_range(header: str, size: int) -> tuple[int, int] | None:
-    """(first, last + 1) of `bytes=2-5`, `bytes=2-`, or `bytes=-4`, which means the last four."""
+def byte_range(header: str, size: int) -> range | None:
+    """Which of `size` bytes `bytes=2-5`, `bytes=2-`, or `bytes=-4`, the last four, asks for."""
     found = re.fullmatch(r"\s*bytes=(\d*)-(\d*)\s*", header)
     if not found or found.groups() == ("", ""):
         return None
     first, last = found.groups()
     if not first:
-        return max(0, size - int(last)), size
-    return int(first), min(size, int(last) + 1) if last else size
+        return range(max(0, size - int(last)), size)
+    return range(int(first), min(size, int(last) + 1) if last else size)
 
 
 def download(request, response, storage):
@@ -209,15 +209,14 @@ def download(request, response, storage):
     part = byte_range(request.get_header("range", ""), len(data))
     if part is None:
         response["x-goog-hash"] = f"crc32c={about['crc32c']},md5={about['md5Hash']}"
-        response.write_file(data, about["contentType"])
-        return
-    first, end = part
-    if first >= end:
+    elif not part:
         response.status = HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
         return
-    response.status = HTTPStatus.PARTIAL_CONTENT
-    response["content-range"] = f"bytes {first}-{end - 1}/{len(data)}"
-    response.write_file(data[first:end], about["contentType"])
+    else:
+        response.status = HTTPStatus.PARTIAL_CONTENT
+        response["content-range"] = f"bytes {part[0]}-{part[-1]}/{len(data)}"
+        data = data[part.start : part.stop]
+    response.write_file(data, about["contentType"])
 
 
 def get(request, response, storage):
