@@ -19,11 +19,11 @@ def object_path(name: str) -> str:
 class Bucket:
     """The bucket, read and written by plain HTTP, without the libraries under test.
 
-    env: the environment in which a process uses it instead of Google's.
+    emulator: its process.  env: the environment in which a process uses it instead of Google's.
     """
 
-    def __init__(self, address: str, env: dict):
-        self.host = address.removeprefix("http://")
+    def __init__(self, emulator: subprocess.Popen, address: str, env: dict):
+        self.emulator, self.host = emulator, address.removeprefix("http://")
         self.env = env | {
             "STORAGE_EMULATOR_HOST": address,
             "TENSORSTORE_GCS_HTTP_URL": address,
@@ -77,7 +77,7 @@ def emulate_bucket(env: dict):
     try:
         address = emulator.stdout.readline().strip()
         assert address, "the emulator did not start"
-        yield Bucket(address, env)
+        yield Bucket(emulator, address, env)
     finally:
         emulator.terminate()
         emulator.communicate()

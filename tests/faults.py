@@ -27,18 +27,20 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from buckets import OBJECTS, emulate_bucket, object_path
-from conftest import MESHES, ROOT, on_mesh, prepare
+from conftest import MESHES, ROOT, on_mesh, prepare, run
 from etils import epath
 from failpoint import WATCHED
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
-from runs import final_weights, flags, free_port, losses, new_run, rows, wait_for_step
+from runs import final_weights, flags, free_port, loss_curve, losses, new_run, rows, wait_for_step
+from tqdm import tqdm
 
 import checkpoint
 import cli
@@ -61,6 +63,7 @@ from errors import (
 )
 
 KILLED = -signal.SIGKILL
+DEEP = dict(model=dict(n_layers=8), train=dict(steps=20))  # layers for eight stages
 
 
 class World:
@@ -80,7 +83,6 @@ class World:
             train=replace(tiny.train, batch_size=8, steps=60, eval_every=20, eval_batches=2),
             checkpoint=config.Checkpoint(every=5),
         )
-        self.references = {}
 
     @functools.cached_property
     def tokens(self) -> tuple[bytes, str]:
@@ -98,13 +100,12 @@ class World:
         store.close()
         return states
 
-    def reference(self, n_processes: int) -> tuple[list, dict, dict]:
-        """(losses, evaluations, final weights) of a run without faults."""
-        if n_processes not in self.references:
-            trial = Trial(self, n_processes)
+    @functools.cached_property
+    def deep_losses(self) -> list[float]:
+        """Those of a run with DEEP without faults."""
+        with self.trial(1, True, **DEEP) as trial:
             trial.go_on()
-            self.references[n_processes] = trial.result()
-        return self.references[n_processes]
+            return loss_curve(trial.run)
 
     @contextlib.contextmanager
     def trial(self, n_processes: int = 0, on_disk: bool | None = None, **sections):
@@ -202,6 +203,18 @@ class Trial:
         self.fetch()
         return losses(self.run), rows(self.run, "eval"), final_weights(self.run)
 
+    def wait_for_rows(self):
+        """Return when the run has made an update, or after a minute."""
+        deadline = time.monotonic() + 60
+        while not self.read("metrics.jsonl") and time.monotonic() < deadline:
+            time.sleep(0.1)
+
+    def assert_all_saved(self):
+        """The newest checkpoint has every update, unless a process ended before there was one."""
+        if self.read("metrics.jsonl") and not any("nothing is lost" in err for err in self.err):
+            self.fetch()
+            assert self.saved()[-1] == len(rows(self.run)), self.err
+
     def assert_whole(self, damaged: int = 0):
         """The run goes on from its newest checkpoint, or that before as many damaged ones, to its
         end, and then has every row and every bit of one without faults."""
@@ -209,10 +222,28 @@ class Trial:
         self.go_on()
         assert self.starts()[-1]["step"] >= saved[-1 - damaged]
         *tables, weights = self.result()
-        *expected, expected_weights = self.world.reference(self.n_processes)
+        *expected, expected_weights = reference(self.world, self.n_processes)
         assert tables == expected
-        for name, x in weights.items():
-            np.testing.assert_array_equal(x, expected_weights[name])
+        jax.tree.map(np.testing.assert_array_equal, weights, expected_weights)
+
+
+@functools.cache
+def reference(world: World, n_processes: int) -> tuple[list, dict, dict]:
+    """(losses, evaluations, final weights) of a run without faults."""
+    trial = Trial(world, n_processes)
+    trial.go_on()
+    return trial.result()
+
+
+def restore(run: Path, cfg) -> tuple[int, dict]:
+    """(step, items) of the checkpoint that a start would use."""
+    abstract = runstate.abstract_state(on_mesh(cfg))
+    store = checkpoint.Checkpoints(epath.Path(run))
+    try:
+        found = store.restore(runstate.checkpoint_items(abstract))
+    finally:
+        store.manager.close()
+    return store.newest, found
 
 
 def sample(world: World, things: list) -> list:
@@ -284,9 +315,7 @@ def terminate_at_failpoint(world: World) -> int:
         assert code in (INTERRUPTED, 0), (code, others, trial.err)
         if trial.read("metrics.jsonl"):  # before, one that starts leaves without the others
             assert {*others} <= {code}, (code, others, trial.err)
-            if all("nothing is lost" not in err for err in trial.err):
-                trial.fetch()
-                assert trial.saved()[-1] == len(rows(trial.run)), trial.err
+        trial.assert_all_saved()
         trial.assert_whole()
     return int(code == INTERRUPTED)
 
@@ -309,49 +338,35 @@ def terminate(world: World) -> int:
                 break
             # The end of process 0 may be noticed before the signal.
             allowed = (INTERRUPTED,) if len(codes) == 1 or trains else (INTERRUPTED, DISTRIBUTED)
-            assert INTERRUPTED in codes and all(code in allowed for code in codes), (
-                codes,
-                trial.err,
-            )
+            assert INTERRUPTED in codes and {*codes} <= {*allowed}, (codes, trial.err)
             n += 1
-            if trial.read("metrics.jsonl") and all(
-                "nothing is lost" not in err for err in trial.err
-            ):
-                trial.fetch()
-                assert trial.saved()[-1] == len(rows(trial.run)), trial.err
+            trial.assert_all_saved()
         trial.assert_whole()
     return n
 
 
-def change_mesh(world: World) -> int:
+def change_mesh(world: World):
     """A run is stopped on one mesh and goes on on another."""
     meshes = [mesh for mesh in MESHES if np.prod(mesh) > 1]
     before, after = world.random.sample(meshes, 2)
     axes = dict(zip(("dp", "pp", "tp"), before, strict=True))
-    sections = dict(model=dict(n_layers=8), train=dict(steps=20))
-    with world.trial(1, True, mesh=axes, **sections) as trial:
+    with world.trial(1, True, mesh=axes, **DEEP) as trial:
         (process,) = trial.start()
         wait_for_step(process, trial.run, world.random.randint(2, 15))
         process.send_signal(signal.SIGTERM)
         assert trial.finish()[0] in (INTERRUPTED, 0), trial.err
         trial.cfg = replace(trial.cfg, mesh=config.Mesh(*after))
         trial.go_on()
-        got = [row["loss"] for row in rows(trial.run).values()]
-    if "meshes" not in world.references:
-        with world.trial(1, True, **sections) as trial:
-            trial.go_on()
-            world.references["meshes"] = [row["loss"] for row in rows(trial.run).values()]
-    want = world.references["meshes"]
+        got = loss_curve(trial.run)
     # Rounding errors grow with the updates: test_train.py has the reason.
-    np.testing.assert_allclose(got[:10], want[:10], rtol=1e-5)
-    np.testing.assert_allclose(got, want, rtol=1e-3)
-    return 1
+    np.testing.assert_allclose(got[:10], world.deep_losses[:10], rtol=1e-5)
+    np.testing.assert_allclose(got, world.deep_losses, rtol=1e-3)
 
 
 # ---- processes and clocks
 
 
-def stand_still(world: World) -> int:
+def stand_still(world: World):
     """One of two processes is stopped: for a while, which changes nothing, or for good."""
     with world.trial(2, True, run=dict(hang_timeout=10)) as trial:
         started = trial.start()
@@ -368,20 +383,18 @@ def stand_still(world: World) -> int:
             process.send_signal(signal.SIGCONT)
             assert trial.finish() == [0, 0], trial.err
         trial.assert_whole()
-    return 1
 
 
-def leave_one_out(world: World) -> int:
+def leave_one_out(world: World):
     """One of four processes does not come: the others name it, each after start_timeout."""
     missing = world.random.randrange(4)
     with world.trial(4, True, run=dict(start_timeout=15)) as trial:
         trial.start(only={0, 1, 2, 3} - {missing})
         assert trial.finish() == [DISTRIBUTED] * 3, trial.err
         assert all(f"process {missing}" in err for err in trial.err), trial.err
-    return 1
 
 
-def start_four_at_once(world: World) -> int:
+def start_four_at_once(world: World):
     """Of four processes on one run directory one trains, the others leave with 8."""
     with world.trial(n_processes=1, train=dict(steps=100_000)) as trial:
         all_four = [process for _ in range(4) for process in trial.start()]
@@ -393,7 +406,6 @@ def start_four_at_once(world: World) -> int:
             process.terminate()
         codes = sorted(trial.finish())
         assert codes == [BUSY, BUSY, BUSY, INTERRUPTED], (codes, trial.err)
-    return 1
 
 
 CLOCK = """
@@ -409,7 +421,7 @@ time.time, time.time_ns = jumped, lambda: int(jumped() * 1e9)
 """
 
 
-def change_clock(world: World) -> int:
+def change_clock(world: World):
     """The clock that Python reads jumps by up to three days, forward and back, all the time.
 
     libfaketime would reach C++ too, but not the kernel: what waits until a moment, as XLA's threads
@@ -439,13 +451,12 @@ def change_clock(world: World) -> int:
         finally:
             ended.set()
             thread.join()
-    return 1
 
 
 # ---- storage that fails
 
 
-def fail_requests(world: World) -> int:
+def fail_requests(world: World):
     """A bucket that fails at random: the run is whole all the same."""
     with world.trial(on_disk=False) as trial:
         kinds = ["unavailable", "too_many", "slow", "cut", "lost"]
@@ -455,26 +466,22 @@ def fail_requests(world: World) -> int:
         assert trial.finish() == [0] * trial.n_processes, (chosen, trial.err)
         trial.bucket.set_faults()
         trial.assert_whole()
-    return 1
 
 
-def interrupt_storage(world: World) -> int:
+def interrupt_storage(world: World):
     """A bucket answers nothing but 503 for up to 20 seconds: the run is whole all the same."""
     with world.trial(on_disk=False) as trial:
         trial.start()
-        deadline = time.monotonic() + 60
-        while not trial.read("metrics.jsonl") and time.monotonic() < deadline:
-            time.sleep(0.1)
+        trial.wait_for_rows()
         time.sleep(world.random.uniform(0, 5))
         trial.bucket.set_faults(unavailable=1)
         time.sleep(world.random.uniform(1, 20))
         trial.bucket.set_faults()
         assert trial.finish() == [0] * trial.n_processes, trial.err
         trial.assert_whole()
-    return 1
 
 
-def list_late(world: World) -> int:
+def list_late(world: World):
     """New objects are missing from listings for up to two seconds, which Google rules out: a save
     is whole, or fails with code 5, and what was saved before stays."""
     with world.trial(1, on_disk=False, checkpoint=dict(patience=5)) as trial:
@@ -489,10 +496,9 @@ def list_late(world: World) -> int:
         else:  # it has not begun, because its first checkpoint was not whole
             trial.start()
             assert {*trial.finish()} <= {0, CHECKPOINT}, trial.err
-    return 1
 
 
-def cut_save(world: World) -> int:
+def cut_save(world: World):
     """Of the newest checkpoint in a bucket there are only the first objects, as after a crash at
     any moment of its save: the one before it is used."""
     with world.trial(1, on_disk=False) as trial:
@@ -504,10 +510,9 @@ def cut_save(world: World) -> int:
             trial.bucket.call("DELETE", object_path(about["name"]))
         assert len(trial.saved()) == 1
         trial.assert_whole()
-    return 1
 
 
-def forbid_writes(world: World) -> int:
+def forbid_writes(world: World):
     """From a random moment on a bucket answers 403 to all that writes: code 5, and what was saved
     before stays."""
     with world.trial(on_disk=False, checkpoint=dict(patience=3)) as trial:
@@ -518,21 +523,15 @@ def forbid_writes(world: World) -> int:
         assert {*codes} <= {STORAGE} or {*codes} <= {0}, (codes, trial.err)
         trial.bucket.set_faults()
         trial.assert_whole()
-    return 1
 
 
-def stall_bucket(world: World) -> int:
+def stall_bucket(world: World):
     """A bucket does not answer at all: for a while, which changes nothing, or for good: code 9."""
     for_good = world.random.random() < 0.3
     with world.trial(1, on_disk=False, run=dict(hang_timeout=10 if for_good else 0)) as trial:
-        children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-        names = {int(n): Path(f"/proc/{n}/cmdline").read_bytes() for n in children}
-        (emulator,) = [n for n, name in names.items() if b"gcs_emulator" in name]
         trial.start()
-        deadline = time.monotonic() + 60
-        while not trial.read("metrics.jsonl") and time.monotonic() < deadline:
-            time.sleep(0.1)
-        os.kill(emulator, signal.SIGSTOP)
+        trial.wait_for_rows()
+        trial.bucket.emulator.send_signal(signal.SIGSTOP)
         try:
             if for_good:
                 assert trial.finish() == [HUNG], trial.err
@@ -540,13 +539,12 @@ def stall_bucket(world: World) -> int:
             else:
                 time.sleep(world.random.uniform(1, 20))
         finally:
-            os.kill(emulator, signal.SIGCONT)
+            trial.bucket.emulator.send_signal(signal.SIGCONT)
         assert for_good or trial.finish() == [0], trial.err
         trial.assert_whole()
-    return 1
 
 
-def lose_power(world: World) -> int:
+def lose_power(world: World):
     """Files of the newest checkpoint are empty, as after power was lost before the disk had them:
     the one before it is used."""
     with world.trial(1, True) as trial:
@@ -560,18 +558,15 @@ def lose_power(world: World) -> int:
         for path in sample(world, [path for path in newest.rglob("*") if path.is_file()]):
             os.truncate(path, 0)
         trial.assert_whole(damaged=1)
-    return 1
 
 
-def fill_disk(world: World) -> int:
+def fill_disk(world: World):
     """The disk is full for a while, from a random moment on."""
     folder, runs = world.folder / "disk", world.base.run.dir
     folder.mkdir(exist_ok=True)
     # What is on the small disk is gone with the process, so it is copied out before.
-    script = f'mount -t tmpfs -o size=40m none {folder} && "$@"; code=$?; '
-    script += (
-        f"rm -f {folder}/ballast; mkdir -p {runs}; cp -r {folder}/* {runs} || exit 1; exit $code"
-    )
+    script = f'mount -t tmpfs -o size=40m none {folder} && "$@"; code=$?; rm -f {folder}/ballast; '
+    script += f"mkdir -p {runs}; cp -r {folder}/* {runs} || exit 1; exit $code"
     with world.trial(1, True) as trial:
         trial.cfg = replace(trial.cfg, run=replace(trial.cfg.run, dir=str(folder)))
         (process,) = trial.start(prefix=["unshare", "-rm", "sh", "-c", script, "sh"])
@@ -585,10 +580,9 @@ def fill_disk(world: World) -> int:
         assert trial.finish() == [0], trial.err
         trial.cfg = replace(trial.cfg, run=replace(trial.cfg.run, dir=str(trial.run.parent)))
         trial.assert_whole()
-    return 1
 
 
-def limit_files(world: World) -> int:
+def limit_files(world: World):
     """A process of one or two cannot write a byte into any file for a while."""
     unlimited = resource.RLIM_INFINITY
     with world.trial(on_disk=True) as trial:
@@ -601,13 +595,12 @@ def limit_files(world: World) -> int:
             resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (unlimited, unlimited))
         assert trial.finish() == [0] * trial.n_processes, trial.err
         trial.assert_whole()
-    return 1
 
 
 # ---- numbers that are not finite
 
 
-def poison(world: World) -> int:
+def poison(world: World):
     """One NaN, in the gradient of a random element at a random update: that update is skipped as if
     its loss were NaN, and no checkpoint has it."""
     step = world.random.randrange(12)
@@ -615,9 +608,7 @@ def poison(world: World) -> int:
     want, want_weights = train_with_nan(world, step, leaf, where, in_loss=True)
     table, weights = train_with_nan(world, step, leaf, where, in_loss=False)
     assert table == want, (step, leaf, where)
-    for name, x in weights.items():
-        np.testing.assert_array_equal(x, want_weights[name])
-    return 1
+    jax.tree.map(np.testing.assert_array_equal, weights, want_weights)
 
 
 def train_with_nan(world: World, step: int, leaf: int, where: float, in_loss: bool):
@@ -641,27 +632,23 @@ def train_with_nan(world: World, step: int, leaf: int, where: float, in_loss: bo
             return loss + loss_nan, jax.tree.unflatten(tree, leaves), stats
 
         numbers = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
-        handlers = [signal.getsignal(number) for number in numbers]
-        train.loss_and_grads = with_nan
+        handlers = {number: signal.getsignal(number) for number in numbers}
         jax.clear_caches()
         try:
-            train.main(trial.cfg)
+            with mock.patch.object(train, "loss_and_grads", with_nan):
+                train.main(trial.cfg)
         finally:
-            train.loss_and_grads = loss_and_grads
             jax.clear_caches()
-            for number, handler in zip(numbers, handlers, strict=True):
+            for number, handler in handlers.items():
                 signal.signal(number, handler)
         table = rows(trial.run)
         bad = [n for n, row in table.items() if None in (row["loss"], row["grad_norm"])]
         assert bad == [step + 1], bad
         weights = final_weights(trial.run)
         while trial.saved():
-            on_mesh(trial.cfg, (1, 1, 1))
-            store = checkpoint.Checkpoints(epath.Path(trial.run))
-            found = store.restore(runstate.checkpoint_items(runstate.abstract_state(trial.cfg)))
-            store.manager.close()
-            assert all(np.isfinite(x).all() for x in jax.tree.leaves(found)), store.newest
-            shutil.rmtree(trial.run / "checkpoints" / str(store.newest))
+            newest, found = restore(trial.run, trial.cfg)
+            assert all(np.isfinite(x).all() for x in jax.tree.leaves(found)), newest
+            shutil.rmtree(trial.run / "checkpoints" / str(newest))
         del table[step + 1]
         return {n: (row["loss"], row["grad_norm"], row["lr"]) for n, row in table.items()}, weights
 
@@ -706,18 +693,13 @@ def copy_checkpoints(world: World, name: str) -> Path:
 
 def restored(world: World, run: Path) -> tuple[int, bool]:
     """The step of the checkpoint that is used, and whether it is as it was saved."""
-    cfg = on_mesh(world.base, (1, 1, 1))
-    store = checkpoint.Checkpoints(epath.Path(run))
-    try:
-        found = store.restore(runstate.checkpoint_items(runstate.abstract_state(cfg)))
-    finally:
-        store.manager.close()
-    want = runstate.checkpoint_items(world.saved[store.newest])
+    newest, found = restore(run, world.base)
+    want = runstate.checkpoint_items(world.saved[newest])
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True)
-    return store.newest, all(np.array_equal(got, x) for got, x in pairs)
+    return newest, all(np.array_equal(got, x) for got, x in pairs)
 
 
-def damage_checkpoint(world: World) -> int:
+def damage_checkpoint(world: World):
     """One file of the newest checkpoint is damaged: the state is whole, or that before is used."""
     copy = copy_checkpoints(world, "damaged")
     files = sorted(p for p in (copy / "checkpoints" / "20").rglob("*") if p.is_file())
@@ -725,10 +707,9 @@ def damage_checkpoint(world: World) -> int:
     _, is_whole = restored(world, copy)
     assert is_whole, done
     shutil.rmtree(copy)
-    return 1
 
 
-def move_checkpoint(world: World) -> int:
+def move_checkpoint(world: World):
     """The newest checkpoint is renamed, or replaced by a copy of the one before, or they are
     swapped: one whose step is not its folder's is not used."""
     copy = copy_checkpoints(world, "damaged")
@@ -749,7 +730,6 @@ def move_checkpoint(world: World) -> int:
     else:
         assert restored(world, copy) == (10, True), kind
     shutil.rmtree(copy)
-    return 1
 
 
 @contextlib.contextmanager
@@ -767,7 +747,7 @@ def no_permission(path: Path, owned: Path):
             os.seteuid(0)
 
 
-def seal_file(world: World) -> int:
+def seal_file(world: World):
     """One file of the newest checkpoint or of a data set may not be read: code 5, and it stays."""
     is_data = world.random.random() < 0.5
     copy = world.folder / "sealed"
@@ -793,7 +773,6 @@ def seal_file(world: World) -> int:
         pass
     assert file.exists(), file
     shutil.rmtree(copy)
-    return 1
 
 
 def read_all(world: World, folder: Path) -> tuple[bytes, str]:
@@ -806,7 +785,7 @@ def read_all(world: World, folder: Path) -> tuple[bytes, str]:
     return found, data.source.fingerprint
 
 
-def damage_data(world: World) -> int:
+def damage_data(world: World):
     """One file of a data set is damaged: all tokens are read as they were, or it is refused."""
     copy = Path(shutil.copytree(world.folder / "train", world.folder / "damaged_data"))
     if bare := world.random.random() < 0.3:
@@ -820,7 +799,6 @@ def damage_data(world: World) -> int:
     except UserError as e:
         assert e.code == DATA, (done, e)
     shutil.rmtree(copy)
-    return 1
 
 
 # ---- command lines
@@ -858,7 +836,7 @@ def parse_command_lines(world: World) -> int:
     return 100
 
 
-def start_command_line(world: World) -> int:
+def start_command_line(world: World):
     """A command line that the parser takes is started for real, for one update on the data."""
     with world.trial(1, True, train=dict(steps=1)) as trial:
         while True:
@@ -866,27 +844,20 @@ def start_command_line(world: World) -> int:
             values = [world.random.choice(NUMBERS + WORDS) for _ in chosen]
             words = [f"{n}={x}" for n, x in zip(chosen, values, strict=True) if "\0" not in x]
             words = [*flags(trial.cfg), *words]
-            try:
+            with contextlib.suppress(UserError, SystemExit):
                 small = cli.parse(["--config", "tiny", *words])
-                is_small = train.model.param_count(small) < 1e6 and small.train.batch_size < 1000
-            except (UserError, SystemExit):
-                continue
-            if is_small:
-                break
-        command = [sys.executable, str(ROOT / "train.py"), "--config", "tiny", *words]
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=300, cwd=world.folder
-        )
+                if train.model.param_count(small) < 1e6 and small.train.batch_size < 1000:
+                    break
+        done = run("train.py", "--config", "tiny", *words, cwd=world.folder)
         codes = (0, USAGE, DATA, CHECKPOINT, STORAGE, DIVERGED, DISTRIBUTED)
         assert done.returncode in codes, (words[-6:], done.stderr)
         assert "Traceback" not in done.stderr, (words[-6:], done.stderr)
-    return 1
 
 
 # ---- growth
 
 
-def do_not_grow(world: World) -> int:
+def do_not_grow(world: World):
     """2,500 updates: memory, threads and open files are those of the first 500."""
     sections = dict(train=dict(steps=2500, eval_every=50), checkpoint=dict(every=50))
     with world.trial(1, True, **sections) as trial:
@@ -904,7 +875,6 @@ def do_not_grow(world: World) -> int:
         assert trial.finish() == [0], trial.err
     (memory, threads, n_files), after = seen.values()
     assert after[0] < 1.05 * memory and after[1] <= threads + 4 and after[2] <= n_files + 8, seen
-    return 1
 
 
 # {row: (how often it is chosen with --minutes, cases of --full)}
@@ -939,34 +909,25 @@ ROWS = {
 
 
 class Progress:
-    """The cases and the seconds of each row."""
+    """The cases and the seconds of each chosen row."""
 
     def __init__(self, chosen: list):
         self.counts, self.seconds = dict.fromkeys(chosen, 0), dict.fromkeys(chosen, 0.0)
-        self.began = self.shown = time.monotonic()
 
     def left(self, row) -> int:
         """Cases that the row still has to make with --full."""
         return max(0, ROWS[row][1] - self.counts[row])
 
-    def seconds_left(self) -> float:
-        """As the cases of each row took so far; one that has made none counts as 20 s."""
-        rates = {row: self.seconds[row] / n if n else 20 for row, n in self.counts.items()}
-        return sum(rates[row] * self.left(row) for row in rates)
-
     def run(self, row, world: World):
+        """Call the row, which returns how many cases it made; None is one."""
         self.row, began, output = row, time.monotonic(), io.StringIO()
         try:
             with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output):
-                self.counts[row] += row(world)
+                n = row(world)
         finally:
             self.seconds[row] += time.monotonic() - began
             self.output = output.getvalue()
-
-    def show(self, left: float):
-        if time.monotonic() > self.shown + 60:
-            self.shown = time.monotonic()
-            print(f"{sum(self.counts.values())} cases, {left / 60:.0f} min to go", flush=True)
+        self.counts[row] += 1 if n is None else n
 
     def table(self) -> str:
         return "\n".join(
@@ -975,38 +936,36 @@ class Progress:
         )
 
 
+def make_cases(world: World, progress: Progress, minutes: float, is_full: bool):
+    counts, end = progress.counts, time.monotonic() + 60 * minutes
+    total = sum(map(progress.left, counts)) if is_full else None
+    with tqdm(total=total, unit="case", mininterval=60, maxinterval=60) as bar:
+        while is_full or time.monotonic() < end:
+            if is_full:
+                chosen, weights = [row for row in counts if progress.left(row)], None
+            else:
+                chosen = [row for row, n in counts.items() if not n] or [*counts]  # each row once
+                weights = [ROWS[row][0] for row in chosen]
+            if not chosen:
+                break
+            progress.run(*world.random.choices(chosen, weights), world)
+            bar.update(sum(counts.values()) - bar.n)
+
+
 def main(minutes: float, is_full: bool, number: int, only: list[str]):
     sys.unraisablehook = processes.hide_late_errors
-    chosen = [row for row in ROWS if not only or row.__name__ in only]
-    progress = Progress(chosen)
+    progress = Progress([row for row in ROWS if not only or row.__name__ in only])
     print(f"seed {number}", flush=True)
     with tempfile.TemporaryDirectory(prefix="trifold-faults-") as folder:
         Path(folder).chmod(0o755)  # seal_file reads in it as another user
         world = World(Path(folder), number)
         try:
-            make_cases(world, progress, chosen, minutes, is_full)
+            make_cases(world, progress, minutes, is_full)
         except BaseException:
             print(f"seed {number}, {progress.row.__name__}\n{progress.output[-5000:]}", flush=True)
             raise
         finally:
             print(progress.table(), flush=True)
-
-
-def make_cases(world: World, progress: Progress, chosen: list, minutes: float, is_full: bool):
-    while True:
-        if is_full:
-            chosen = [row for row in chosen if progress.left(row)]
-            weights, left = [1] * len(chosen), progress.seconds_left()
-            rows = chosen
-        else:
-            rows = [row for row in chosen if not progress.counts[row]] or chosen  # each row once
-            weights = [ROWS[row][0] for row in rows]
-            left = 60 * minutes - (time.monotonic() - progress.began)
-        if not chosen or left <= 0:
-            break
-        (row,) = world.random.choices(rows, weights)
-        progress.run(row, world)
-        progress.show(left)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def rows(run: Path, kind="train") -> dict:
     table = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     table = [row for row in table if row["kind"] == kind]
     steps = [row["step"] for row in table]
-    assert len(set(steps)) == len(steps) and steps == sorted(steps)
+    assert steps == sorted(set(steps))
     assert kind != "train" or steps == list(range(1, len(steps) + 1))
     return {row["step"]: row for row in table}
 
@@ -47,7 +47,7 @@ def loss_curve(run: Path) -> list[float]:
 
 def final_weights(run: Path, step: int = -1) -> dict:
     """The weights of a run, of its newest checkpoint or of that of `step`, by name."""
-    cfg = utils.start_mesh(replace(cli.config_of_run(str(run), config.Mesh(1, 1, 1))), rows=1)
+    cfg = utils.start_mesh(cli.config_of_run(str(run), config.Mesh(1, 1, 1)), rows=1)
     params = runstate.load_params(files.absolute_path(str(run)), cfg, step)
     return utils.leaf_table(jax.device_get(params))
 
