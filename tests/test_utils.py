@@ -88,11 +88,11 @@ def test_only_options_that_xla_accepts_are_set(monkeypatch, capsys):
 
 
 def test_xla_still_knows_the_options_for_gpus(monkeypatch):
-    """XLA parses them on a CPU too.  Those with "pipelined" ended before jaxlib 0.12."""
+    """XLA parses them on a CPU too.  Those with "pipelined" ended before jaxlib 0.11."""
     on_mesh(config.tiny())
     options = utils.XLA_OPTIONS["gpu"]
     monkeypatch.setattr(utils, "XLA_OPTIONS", dict(cpu=options))
-    is_new = jax.__version_info__ >= (0, 12)
+    is_new = jax.__version_info__ >= (0, 11)
     known = {name: x for name, x in options.items() if not (is_new and "pipelined" in name)}
     assert known and utils.xla_options(jax.sharding.get_mesh()) == known
 
