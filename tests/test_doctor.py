@@ -145,8 +145,8 @@ def test_versions_are_compared_with_the_tested_ones(monkeypatch):
     for version, status in (("0.9.2", FAIL), ("0.13.0", FAIL), ("0.11.0", WARN)):
         monkeypatch.setattr(jax, "__version__", version)
         found = dict(facts={})
-        (row,) = [x for x in doctor.versions(config.tiny(), found) if x.status != OK]
-        assert row.status == status and f"jax is {version}, and" in row.what
+        rows = doctor.versions(config.tiny(), found)  # more where other packages are newer
+        assert [x.status for x in rows if f"jax is {version}, and" in x.what] == [status]
         assert found["facts"]["jax"] == version
 
 
