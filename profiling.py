@@ -7,6 +7,7 @@ import base64
 import math
 import os
 import re
+from collections.abc import Callable
 from contextlib import contextmanager
 
 import jax
@@ -17,6 +18,7 @@ from jax.experimental.profiler import get_profiled_instructions_proto
 from config import SLICE, Config
 from files import local_folder, paths_in, upload_folder, write_whole
 from metrics import MetricsLog
+from scripts.step_picture import step_svg
 from utils import AXES, exchange, is_lead, run_on_lead, say, warn
 
 UPDATE, DATA_WAIT = "update", "data wait"  # the events with which the host marks a trace
@@ -228,9 +230,9 @@ class Profile:
     updates traces none.  On object stores the trace is written locally, then copied.
     """
 
-    def __init__(self, run: epath.Path, program, cfg: Config, start: int):
-        """program: the compiled update, or None if the run makes no update; start: the number of
-        updates before the first."""
+    def __init__(self, run: epath.Path, program, step_jaxpr: Callable, cfg: Config, start: int):
+        """program: the compiled update, or None if the run makes no update; step_jaxpr: as in
+        step_svg; start: the number of updates before the first."""
         self.run, self.cfg, self.path = run, cfg, run / "profile"
         self.learns = cfg.train.pgle and program is not None and learns_from_traces()
         self.first, n_updates = cfg.train.profile
@@ -243,11 +245,10 @@ class Profile:
         is_needed = program is not None and (cfg.log.hlo or self.first > 0)
         self.hlo = program.as_text() if is_needed else ""
         if self.hlo and cfg.log.hlo and is_lead():
-            from scripts.step_picture import step_svg  # imported here because it imports train
-
             write_whole(run / "step.hlo.txt", self.hlo)
             try:
-                write_whole(run / "step.svg", step_svg(cfg, jax.devices()[0].device_kind))
+                picture = step_svg(step_jaxpr, cfg, jax.devices()[0].device_kind)
+                write_whole(run / "step.svg", picture)
             except Exception as e:  # whatever it is, the run goes on without the picture
                 warn(f"no step.svg ({type(e).__name__}: {str(e)[:200]})")
 

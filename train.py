@@ -346,7 +346,8 @@ def train_loop(run, store, state: State, train: Dataset, vals, tasks, stop, cfg:
         with utils.say_time("first checkpoint"):
             log.run_untimed(store.save, start, runstate.checkpoint_items(state))
     first = min(max(start, cfg.train.profile[0] - 1), cfg.train.steps - 1)
-    profile = Profile(run, programs.get(len(train.order.batch_rows(first))), cfg, start)
+    program = programs.get(len(train.order.batch_rows(first)))
+    profile = Profile(run, program, step_jaxpr, cfg, start)
     for step in range(start, cfg.train.steps + 1):
         evaluated = evaluate_if_due(state.params, step, vals, tasks, log, stop, cfg)
         sample_if_due(state.params, step, train, log, cfg)

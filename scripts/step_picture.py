@@ -2,11 +2,11 @@
 matmuls and collectives, counted as in the plan (cost_model.py).
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from html import escape
 from typing import NamedTuple
 
-import train
 from config import Config
 from scripts.chips import CHIPS, chip_of
 from scripts.cost_model import Cost, bodies, count_cost, flatten, trace_step, work_shares
@@ -112,13 +112,14 @@ def draw(box: Box, chip, most: float, x: int, y: int) -> tuple[list[str], int]:
     return [f'{frame} fill="white" stroke="#888"/>', *texts], y
 
 
-def step_svg(cfg: Config, device_kind: str) -> str:
-    """The text of the SVG file; with times from the data sheet where the device is one of CHIPS."""
+def step_svg(step_jaxpr: Callable, cfg: Config, device_kind: str) -> str:
+    """The text of the SVG file; with times from the data sheet where the device is one of CHIPS.
+    step_jaxpr: as in trace_step."""
     chip = chip_of(device_kind)
     if device_kind == "cpu" and cfg.train.attention == "auto":  # the trace is for an accelerator
         cfg = replace(cfg, train=replace(cfg.train, attention="xla"))
     traced_for = chip or CHIPS["h200" if device_kind.startswith("NVIDIA") else "v5p"]
-    jaxpr = trace_step(train.step_jaxpr, cfg, traced_for)
+    jaxpr = trace_step(step_jaxpr, cfg, traced_for)
     _, boxes = boxes_in(jaxpr, cfg, traced_for)
 
     def received(box: Box) -> float:

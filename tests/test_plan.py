@@ -770,7 +770,7 @@ def test_the_boxes_of_the_picture_hold_all_work_of_the_plan_once(schedule):
 def test_every_loop_of_the_picture_has_a_name_that_is_no_code():
     cfg = replace(MOE, optim=replace(MOE.optim, name="muon"))
     cfg = configure((1, 1, 1), cfg, attention="xla", seq_len=8192, batch_size=1)
-    picture = step_picture.step_svg(cfg, CHIP.kind)
+    picture = step_picture.step_svg(train.step_jaxpr, cfg, CHIP.kind)
     assert not re.findall('bold">([^<]*[_&][^<]*)', picture)
     assert "block of attention" in picture and "step of Muon" in picture
 

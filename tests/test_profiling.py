@@ -237,7 +237,7 @@ class Log:
 
 def profile_updates(cfg, tmp_path, steps) -> Path:
     """Profile updates that do nothing; returns the folder of the trace."""
-    profile, log = profiling.Profile(epath.Path(tmp_path), None, cfg, steps[0] - 1), Log()
+    profile, log = profiling.Profile(epath.Path(tmp_path), None, None, cfg, steps[0] - 1), Log()
     for step in steps:
         with profile.trace_update(step, log):
             pass
