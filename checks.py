@@ -11,7 +11,7 @@ from dataclasses import replace
 from architecture import Model, all_kinds, layer_kinds, n_blocks
 from config import Config, settings
 from errors import USAGE, Problem, UserError, or_list
-from mixture import read_ramp, read_sets, read_skip, read_stages, read_tasks
+from parsers import read_ramp, read_sets, read_skip, read_stages, read_tasks
 
 
 def check(cfg: Config) -> Config:

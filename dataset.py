@@ -17,14 +17,13 @@ import numpy as np
 from etils import epath
 from jax.sharding import NamedSharding
 
-import mixture
 from config import Config
 from errors import DATA, Problem, UserError, first_ten
 from files import absolute_path
-from mixture import read_sets
 from model import token_spec
 from order import Order, scramble
 from pages import Block, DamagedPage, PageReader
+from parsers import Part, read_sets
 from processes import NOTICE
 from shards import (
     COPY_AGAIN,
@@ -234,7 +233,7 @@ def open_source(cfg: Config, split: str, path: str) -> Source:
 class Mixture(Source):
     """Several sources.  Its windows are those of the first, then those of the second, and so on."""
 
-    def __init__(self, cfg: Config, split: str, parts: dict[str, mixture.Part]):
+    def __init__(self, cfg: Config, split: str, parts: dict[str, Part]):
         self.parts = {name: open_source(cfg, split, part.path) for name, part in parts.items()}
         self.cfg, sources, L = cfg, [*self.parts.values()], cfg.train.seq_len
         n_windows = [(source.n_tokens - 1) // L for source in sources]

@@ -15,8 +15,8 @@ import utils
 from boards import open_boards
 from config import Config
 from errors import UserError
-from mixture import read_sets
 from panels import PANELS, write_png
+from parsers import read_sets
 from rowfile import RowFile
 from rundir import read_history, read_record
 from utils import finite_or_none, run_on_lead, say, warn

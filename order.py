@@ -11,7 +11,7 @@ import numpy as np
 
 from config import Config
 from errors import DATA, UserError
-from mixture import read_ramp, read_sets, read_skip, read_stages
+from parsers import read_ramp, read_sets, read_skip, read_stages
 
 # ---- permutations
 

@@ -19,8 +19,8 @@ from jax.sharding import NamedSharding
 from config import END, Config
 from errors import DATA, Problem, UserError
 from files import absolute_path, read_limited
-from mixture import read_tasks
 from model import token_spec
+from parsers import read_tasks
 from shards import n_ids, parse_tokenizer
 
 # ---- text as rows of tokens

@@ -67,8 +67,8 @@ from generate import generate
 from gradient import Rows, add_gradient, prepare_parts, reduce_total, zero_total
 from layers import BATCH
 from metrics import MetricsLog, print_end, print_eval, print_scores
-from mixture import read_sets
 from norms import layer_norms, logit_sizes
+from parsers import read_sets
 from profiling import DATA_WAIT, Profile
 from rundir import open_run, record_start
 from runstate import State

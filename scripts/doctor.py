@@ -72,7 +72,7 @@ from boards import has_wandb_key
 from connect import name_ids
 from dataset import Dataset, check_tokenizers, parts_of
 from errors import USAGE, UserError
-from mixture import read_sets
+from parsers import read_sets
 from scripts.chips import GIB, chip_of
 from scripts.outputs import check_output, nearest_folder
 

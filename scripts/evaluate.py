@@ -21,7 +21,7 @@ import cli
 import config
 import errors
 import files
-from mixture import read_sets
+from parsers import read_sets
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from errors import USAGE, Problem, UserError
 
 # A module imports only modules that stand before it here.
 MODULES = """
-    signals errors architecture config mixture checks files cli lock restart utils shards order
+    signals errors architecture config parsers checks files cli lock restart utils shards order
     rundir connect processes weights layers blockwise attention grouped experts pipeline model
     gradient generate muon optim norms panels pages dataset tasks boards rowfile metrics digests
     verify checkpoint branch runstate profiling train

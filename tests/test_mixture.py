@@ -28,8 +28,8 @@ from runs import (
     wait_for_step,
 )
 
-import mixture
 import order
+import parsers
 import train
 from config import Data, Mesh
 from dataset import Dataset, check_tokenizers
@@ -150,8 +150,8 @@ def test_a_limit_of_epochs_names_the_first_update_beyond_it(sized, skip):
 
 def test_a_path_may_end_in_a_number():
     for path in ("run:20", "x:5000000000", "host:9000", "gs://bucket/v:1.2.3"):
-        assert mixture.read_sets(f"a={path}:0.5,b=y") == dict(a=(path, 0.5), b=("y", 1))
-    assert mixture.read_sets("a=gs://bucket/v:1.2.3")["a"] == ("gs://bucket/v:1.2.3", 1)
+        assert parsers.read_sets(f"a={path}:0.5,b=y") == dict(a=(path, 0.5), b=("y", 1))
+    assert parsers.read_sets("a=gs://bucket/v:1.2.3")["a"] == ("gs://bucket/v:1.2.3", 1)
 
 
 @pytest.mark.parametrize("flags, word", [
@@ -174,8 +174,8 @@ def test_a_path_may_end_in_a_number():
 def test_words_that_cannot_be_are_named(flags, word):
     data = Data(**flags)
     with pytest.raises(ValueError, match=re.escape(word)):
-        mixture.read_stages(data.stages, mixture.read_sets(data.train))
-        mixture.read_skip(data.skip)
+        parsers.read_stages(data.stages, parsers.read_sets(data.train))
+        parsers.read_skip(data.skip)
 
 
 # ---- runs

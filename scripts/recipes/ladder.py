@@ -19,7 +19,7 @@ import cli
 from config import Mesh
 from errors import DATA, USAGE, UserError
 from files import absolute_path
-from mixture import read_sets
+from parsers import read_sets
 from scripts.report import read_metrics
 
 
