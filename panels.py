@@ -152,7 +152,7 @@ class NormsPanel(Panel):
             usual = np.median(self.first[name], axis=0) if self.first[name] else ()
             for layer, a, b in zip(self.names, usual, self.newest[name], strict=False):
                 if b is not None and b > self.GROWTH * a > 0:
-                    what = f"{layer}: {SIZES[name]} have grown from {a:.3g} to {b:.3g}"
+                    what = f"{layer}: {SIZES[name]} grew from {a:.3g} to {b:.3g}"
                     found[f"{name} {layer}"] = f"{what}; see norms.png, and lower --optim.lr"
         return found
 

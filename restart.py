@@ -40,10 +40,12 @@ def newest_checkpoint(cfg: Config, known: int = -1) -> int:
         return known
 
 
-def kill_with_parent():
-    """Called in the new process: on Linux the kernel kills it when its parent is killed."""
+def prepare_child():
+    """Called in the new process: on Linux the kernel kills it when its parent is killed.  SIGUSR1
+    is ignored until there is something to save."""
     prctl = getattr(ctypes.CDLL(None), "prctl", lambda option, value: None)
     prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 class Child:
@@ -62,7 +64,7 @@ class Child:
     def run(self, words: list[str], last_end: str) -> int:
         """Its exit code, or minus the signal that has ended it."""
         env = os.environ | {LAST_END: last_end}
-        options = dict(env=env, start_new_session=True, preexec_fn=kill_with_parent)
+        options = dict(env=env, start_new_session=True, preexec_fn=prepare_child)
         self.process = subprocess.Popen([sys.executable, *words], **options)
         if self.told_to_stop:  # while it was started
             self.process.send_signal(signal.SIGTERM)

@@ -260,7 +260,7 @@ def compile_step(cfg: Config, times: bytes = b""):
     shapes = runstate.with_shardings(step_shapes(cfg), step_specs(cfg))
     program = utils.compile_program(train_step, *shapes, cfg, times=times)
     took, use = utils.format_duration(time.monotonic() - begin), program.memory_analysis()
-    size = f": {use.peak_memory_in_bytes / 2**30:,.2f} GiB on a device" if use else ""
+    size = f": {utils.format_bytes(use.peak_memory_in_bytes)} on a device" if use else ""
     utils.say(f"compiled in {took}{size}")
     return program
 

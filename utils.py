@@ -192,7 +192,7 @@ def start_mesh(cfg: Config, rows: int | None = None, plan_remat=None) -> Config:
     processes = f"{jax.process_count()} process(es) in {time.monotonic() - IMPORTED:.1f} s"
     say(f"mesh: {axes} on {devices}, {processes}", file=sys.stderr)  # stdout is for results
     chosen = [name for name, x in AUTOMATIC.items() if getattr(given, name) == x]
-    if chosen and rows is None and (kind == "cpu" or plan_remat):
+    if chosen and plan_remat:  # the others do not train
         values = ", ".join(f"train.{name} {getattr(cfg.train, name)}" for name in chosen)
         say(f"chosen for {'a CPU' if kind == 'cpu' else kind}: {values}", file=sys.stderr)
     return cfg
@@ -376,6 +376,10 @@ def peak_flops(cfg: Config) -> float | None:
     if peak is None or cfg.train.dtype != "bfloat16":
         return None
     return peak * 1e12 * math.prod(cfg.mesh.sizes)
+
+
+def format_bytes(n: int) -> str:
+    return f"{n / 2**30:,.2f} GiB" if n >= 2**30 else f"{n / 2**20:,.1f} MiB"
 
 
 def format_duration(seconds: float) -> str:

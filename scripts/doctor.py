@@ -224,7 +224,7 @@ def sheet(peak: float) -> str:
 
 
 def matmul(cfg: Config, found: dict):
-    """see that device's clock, heat and errors (nvidia-smi -q), or leave its host out"""
+    """see that device's clock, heat and errors (nvidia-smi -q); --seconds 20 waits longer"""
     here = jax.local_devices()
     D, dtype = (1024, "float32") if here[0].platform == "cpu" else (8192, "bfloat16")
     x_DD = jax.random.normal(jax.random.key(0), (D, D), dtype)

@@ -337,6 +337,6 @@ def test_an_alarm_is_said_once_also_after_a_resume(base, tmp_path, capsys):
     err = capsys.readouterr().err
     assert err.count("layer 2: experts [3] have had less than 10% of an even load") == 1
     assert "update 6: layer 2" in err
-    assert err.count("update 4: layer 1: weights have grown from 1 to 11") == 1
-    assert err.count("layer 2: attention logits have grown from 0.5 to 6") == 1
+    assert err.count("update 4: layer 1: weights grew from 1 to 11") == 1
+    assert err.count("layer 2: attention logits grew from 0.5 to 6") == 1
     assert err.count("warning") == 3

@@ -199,10 +199,16 @@ def test_a_run_ends_with_its_parent(base):
         time.sleep(0.05)
 
 
+def test_a_request_to_save_does_not_end_a_process_that_has_no_handler_yet():
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGUSR1)"
+    options = dict(preexec_fn=restart.prepare_child, timeout=60)
+    assert subprocess.run([sys.executable, "-c", code], **options).returncode == 0
+
+
 def test_a_system_without_prctl_can_have_a_parent_process(monkeypatch):
     """As macOS."""
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
-    done = subprocess.run(["true"], preexec_fn=restart.kill_with_parent)
+    done = subprocess.run(["true"], preexec_fn=restart.prepare_child)
     assert done.returncode == 0
 
 
