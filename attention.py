@@ -125,8 +125,8 @@ def rope_frequencies(width, m):
 
 
 def yarn_ramp(width, m) -> tuple[float, float]:
-    """The indices of the pairs between which YaRN divides frequencies in part.  Outside of the
-    pairs the ramp may end before it starts: transformers keeps the minus sign too."""
+    """The pairs at which YaRN's ramp from unscaled to divided frequencies starts and ends.  Outside
+    of the pairs it may end before it starts: transformers keeps the minus sign too."""
 
     def pair_with(turns):
         log_ratio = np.log(m.rope_original / (turns * 2 * np.pi)) / np.log(m.rope_theta)
@@ -487,7 +487,7 @@ def mla_latents(x_BLD, w, cfg, span: Span):
     rotated part of a key, which all heads share.  Each tp shard makes those of its part of the
     sequence, and all are gathered."""
     h_BLJ = x_BLD
-    eps = 1e-6  # DeepSeek's code does not take it from norm_eps either
+    eps = 1e-6  # of the latents' norms; DeepSeek's code does not take it from norm_eps either
     if cfg.model.q_rank:
         h_BLJ = add_bias(einsum("BLD,DJ->BLJ", x_BLD, w["q_down_DJ"]), w.get("q_down_bias_J"))
         h_BLJ = rms_norm(h_BLJ, w["q_norm_J"], eps)

@@ -42,7 +42,7 @@ class Parent:
         try:
             self.meta = self.store.read_meta(found, {})
         except Damaged as e:
-            self.store.move_to_damaged(found, str(e))  # raises: what is only read is not moved
+            self.store.reject_step(found, str(e))
         if cfg.run.start_with == "state" and found > cfg.train.steps:
             what = f"train.steps={cfg.train.steps}, but {cfg.run.start_from} has made {found}"
             raise UserError(USAGE, what, f"set --train.steps above {found}")

@@ -15,7 +15,7 @@ from orbax.checkpoint import checkpoint_managers
 
 import errors
 import utils
-from errors import UserError, write_error
+from errors import AGAIN, UserError, write_error
 from files import free_name, is_remote, move_folder, paths_in
 from processes import LOST_IN_COLLECTIVE, PeerFailed, SaveBarrier
 from verify import UNREACHABLE, Damaged, SavedCheckpoints, digests_of, meta_checksum
@@ -126,13 +126,14 @@ class Checkpoints(SavedCheckpoints):
         older = sorted(self.manager.all_steps())[: -self.keep]
         self.best.losses, self.best.unknown = losses, set(older) - losses.keys()
 
-    def move_to_damaged(self, step: int, why: str):
-        """If it stayed, orbax would refuse to save that step again, or an earlier one."""
+    def reject_step(self, step: int, why: str):
+        """Move it to damaged/ and open orbax's manager anew: if it stayed, orbax would refuse to
+        save that step again, or an earlier one."""
         self.manager.close()
-        utils.run_on_lead(self.set_aside, str(step), why)
+        utils.run_on_lead(self.reject, str(step), why)
         self.open_manager()
 
-    def set_aside(self, name: str, why: str):
+    def reject(self, name: str, why: str):
         moved_to = free_name(self.run / "damaged" / name)
         move_folder(self.path / name, moved_to)
         utils.warn(f"checkpoint {name} {why}; moved to {moved_to}")
@@ -143,7 +144,7 @@ class Checkpoints(SavedCheckpoints):
         found = self.retries.error is None and self.manager.is_saving_in_progress()
         if found and (waited := time.monotonic() - self.saved_at) > self.SLOWEST:
             what = f"checkpoint {self.newest} is still being written to {self.path}"
-            fix = "look at the storage, then run the same command again to resume"
+            fix = f"look at the storage, then {AGAIN}"
             raise UserError(errors.STORAGE, f"{what} after {waited:.0f} s", fix)
         return found
 
@@ -242,7 +243,7 @@ class Checkpoints(SavedCheckpoints):
             raise error
         reason = re.sub(r"\s+", " ", str(error).replace(f"{self.path}/", ""))[:400]
         what = f"checkpoint {step} could not be written to {self.path}: {reason}"
-        fix = "make room or fix the storage, and run the same command again to resume"
+        fix = f"make room or fix the storage, and {AGAIN}"
         is_final = is_final or self.newest_complete is None
         next_try = self.retries.add(step, UserError(errors.STORAGE, what, fix), is_final)
         if not self.several:  # with several, the others may still write there
@@ -300,7 +301,7 @@ class Checkpoints(SavedCheckpoints):
         if utils.all_agree(is_whole):
             self.newest_complete, self.retries.failed = step, []
         else:
-            self.move_to_damaged(step, "is not whole")
+            self.reject_step(step, "is incomplete")
 
     def check_written(self, step: int):
         """Raises Damaged if meta or an array of a checkpoint is missing.

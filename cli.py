@@ -22,7 +22,7 @@ import tyro
 
 from checks import check
 from config import PRESETS, SECTIONS, Config, Mesh, YesNo, settings
-from errors import INTERRUPTED, STORAGE, USAGE, UserError, or_list
+from errors import INTERRUPTED, STORAGE, USAGE, Problem, UserError, or_list
 from signals import leave_if_unread
 
 # ---- config files
@@ -255,13 +255,20 @@ class RunArgs:
     train: Precision = Precision()
 
 
+def too_low(args, **least: float) -> list[Problem]:
+    """The flags of a script that are below their least values."""
+    pairs = ((name, getattr(args, name)) for name in least)
+    return [
+        Problem(f"{name}={x} must be at least {least[name]}", f"set --{name} {least[name]} or more")
+        for name, x in pairs
+        if x is not None and not x >= least[name]  # also if it is NaN
+    ]
+
+
 def check_at_least(args, **least: float):
-    """Raise UserError USAGE for a flag of a script that is below its least value."""
-    for name, n in least.items():
-        x = getattr(args, name)
-        if x is not None and not x >= n:  # also if it is NaN
-            what = f"{name}={x} must be at least {n}"
-            raise UserError(USAGE, what, f"set --{name} {n} or more")
+    """Raise UserError USAGE for the flags of a script that are below their least values."""
+    if found := too_low(args, **least):
+        raise UserError(USAGE, problems=found)
 
 
 def config_of_run(run: str, mesh: Mesh, *flags: str) -> Config:

@@ -23,7 +23,7 @@ def start_processes(cfg: Config):
     """
     r = cfg.run
     options = dict(initialization_timeout=r.start_timeout)
-    jax.config.update("jax_enable_preemption_service", False)  # processes.Stop does this
+    jax.config.update("jax_enable_preemption_service", False)  # processes.Stop notices preemption
     ctypes.CDLL(None).signal(signal.SIGABRT, aborted)
     if r.coordinator:
         options["coordinator_bind_address"] = meet(r)

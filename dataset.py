@@ -259,7 +259,7 @@ class Mixture(Source):
         return self.gather(numbers, [x.scored for x in self.parts.values()], bool)
 
     def gather(self, numbers: np.ndarray, readers: list, dtype) -> np.ndarray:
-        """What the reader of each window's source gives for it; 1 where a reader gives None."""
+        """Each window as its source's reader returns it; all 1 if that returns None."""
         sources = np.searchsorted(self.ends, numbers, side="right")
         found = np.ones((len(numbers), self.cfg.train.seq_len + 1), dtype)
         for n, read in enumerate(readers):

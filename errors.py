@@ -26,6 +26,9 @@ TEMPORARY = {
 """{exit code: what has happened}.  It may be over when training starts again, so run.restarts and
 scripts/launch.py do that after these codes."""
 
+AGAIN = "run the same command again to resume"
+"""The end of a fix."""
+
 
 class Problem(NamedTuple):
     """One error, printed on two lines: what is wrong, and how to fix it."""

@@ -161,13 +161,13 @@ def next_logits(weights, cache, token_MBS, length_MB, n_new: int, cfg: Config):
 
 
 def padded_length(n: int, cfg: Config) -> int:
-    """The next power of two, so that few programs are compiled, or train.seq_len."""
+    """The next power of two, at most train.seq_len, so that few programs are compiled."""
     return min(cfg.train.seq_len, 1 << (n - 1).bit_length())
 
 
 def place_rows(rows: list[list[int]], S: int, cfg: Config) -> list[jax.Array]:
-    """[token_MBS, length_MB] on the mesh: each row with room for S tokens, and its length.  There
-    are as many rows as the mesh divides; those that are added have one token."""
+    """[token_MBS, length_MB] on the mesh: each row with room for S tokens, and its length.  Rows
+    of one token are added until the mesh divides their number."""
     dp, pp, tp = cfg.mesh.sizes
     B = -(-len(rows) // (pp * dp * tp)) * dp * tp
     token_RS, length_R = np.zeros((pp * B, S), np.int32), np.ones(pp * B, np.int32)

@@ -16,7 +16,7 @@ from etils import epath
 
 import errors
 from config import Config
-from errors import UserError, write_error
+from errors import AGAIN, UserError, write_error
 from files import is_remote, run_path
 
 
@@ -73,7 +73,7 @@ class FileLock:
             seconds = 0 if is_ours else seconds + 1
         what = f"{self.path} is gone: the run directory was moved or removed under this run"
         fix = f"move it back, in place of what is in {self.path.parent} now, "
-        fix += "and run the same command again to resume"
+        fix += f"and {AGAIN}"
         write_error(f"{UserError(errors.BUSY, what, fix)}\n")
         os._exit(errors.BUSY)
 

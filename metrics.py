@@ -32,7 +32,8 @@ class PastRows:
     """What the rows of metrics.jsonl say: those that a resume finds, and those written since."""
 
     def __init__(self, cfg: Config, fingerprints: dict, tokens: tuple[int, int]):
-        """fingerprints: as MetricsLog.  tokens: as the field, before the first row."""
+        """fingerprints: as MetricsLog.  tokens: (update, tokens until then) before the first row:
+        (0, 0), or the parent's where a branch started with its state."""
         self.cfg, self.fingerprints = cfg, fingerprints
         self.tokens = tokens  # (newest update, tokens until then)
         self.losses = {}  # {step: loss}

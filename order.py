@@ -235,8 +235,8 @@ class Order:
         return None
 
     def updates_of(self, source: int, windows: range) -> list[int]:
-        """The updates of the run, counted from 1, that train on one of these windows of a source;
-        none does on those after the last whole one."""
+        """The updates of the run, counted from 1, that train on one of these windows of a source.
+        Windows past the source's last whole one feed no update."""
         n, found = int(self.n_windows[source]), set()
         windows = np.arange(windows.start, min(windows.stop, n))
         for first in range(0, self.cfg.train.steps, UPDATES_AT_ONCE):

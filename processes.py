@@ -27,7 +27,7 @@ import utils
 from cli import call_within
 from config import Config
 from connect import name_ids, start_processes
-from errors import Problem, UserError, write_error
+from errors import AGAIN, Problem, UserError, write_error
 from files import run_path, write_whole
 from restart import LAST_END
 from rundir import record_end
@@ -355,8 +355,6 @@ def hide_late_errors(unraisable):
     if not late and not isinstance(unraisable.object, CoroutineType):
         sys.__unraisablehook__(unraisable)
 
-
-AGAIN = "run the same command again to resume"
 
 # What the messages of errors contain after another process of the run is lost: of a collective, and
 # of others too.

@@ -13,17 +13,17 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Ctrl-C, the end that a scheduler or service asks for, and the end of the terminal."""
 
 
-def handle_stops(handler):
-    """Have handler(number, frame) called at each of STOPS."""
+def handle_stops(handler, stay_ignored=(signal.SIGHUP,)):
+    """Have handler(number, frame) called at each of STOPS, but not at those of stay_ignored that
+    this process was started to ignore, as nohup does with SIGHUP."""
     for number in STOPS:
-        if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-            continue  # as under nohup
-        signal.signal(number, handler)
+        if number not in stay_ignored or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def ignore_stops():
-    """Ignore STOPS from here on, also while Python ends: it then restores the default handlers in
-    place of functions, but leaves SIG_IGN."""
+    """Ignore STOPS from here on.  As Python ends, it replaces handlers that are functions by the
+    defaults, which would kill the process; SIG_IGN stays."""
     for number in STOPS:
         signal.signal(number, signal.SIG_IGN)
 

@@ -95,8 +95,8 @@ def shared_store():
 
 
 def exchange(value) -> list:
-    """The values of all processes, in the order of their ids, as JSON keeps them; every process
-    calls this at the same point.
+    """The values of all processes, in the order of their ids (tuples become lists); every
+    process calls this at the same point.
 
     They go through the key-value store and not over the mesh, which can be used only once all
     processes are known to have the same one.

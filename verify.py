@@ -113,26 +113,27 @@ class SavedCheckpoints:
         self.open_manager()
 
     def open_manager(self):
-        utils.run_on_lead(self.set_pipes_aside)
+        utils.run_on_lead(self.reject_pipes)
         self.manager = ocp.CheckpointManager(self.path, options=self.options())
 
     def options(self) -> ocp.CheckpointManagerOptions:
         return ocp.CheckpointManagerOptions(read_only=True)
 
-    def set_pipes_aside(self):
-        """Set checkpoints aside whose metadata are a pipe or device.  Orbax reads the metadata of
-        all checkpoints when it is opened, and would wait for ever."""
+    def reject_pipes(self):
+        """Reject checkpoints whose metadata are a pipe or device.  Orbax reads the metadata of all
+        checkpoints when it is opened, and would wait for ever."""
         files = [] if is_remote(self.path) else paths_in(self.path, "*/_CHECKPOINT_METADATA")
         for file in files:
             if not stat.S_ISREG(os.lstat(file).st_mode):
-                self.set_aside(file.parent.name, f"has no file {file.name}, but a pipe or device")
+                self.reject(file.parent.name, f"has a {file.name} that is not a regular file")
 
-    def move_to_damaged(self, step: int, why: str):
-        """Get a checkpoint out of the way that is damaged; why: as a verb."""
-        self.set_aside(str(step), why)
+    def reject_step(self, step: int, why: str):
+        """Reject a checkpoint that is damaged.  why: a phrase such as "failed verification"."""
+        self.reject(str(step), why)
 
-    def set_aside(self, name: str, why: str):
-        """Raise UserError CHECKPOINT: what is only read is not changed.  Checkpoints moves it."""
+    def reject(self, name: str, why: str):
+        """Raise UserError CHECKPOINT, because what is only read is not changed.  A run's own
+        Checkpoints moves the checkpoint to damaged/."""
         what = f"checkpoint {self.path / name} is damaged"
         fix = "resume its run: it continues from the checkpoint before this one"
         raise UserError(errors.CHECKPOINT, what, fix)
@@ -144,9 +145,9 @@ class SavedCheckpoints:
         abstract: {item: tree} of the items to restore, which need not be all that were saved.  The
         leaves are ShapeDtypeStructs with the shardings that the restored arrays get.
         step: the checkpoint to restore; -1 tries all, newest first, and gives those that fail
-        verification to `move_to_damaged`.  Raises UserError CHECKPOINT if none is usable, if a run
+        verification to `reject_step`.  Raises UserError CHECKPOINT if none is usable, if a run
         that has trained has none, or if there is no checkpoint `step`; and the UserErrors of
-        `load` and `move_to_damaged`.
+        `load` and `reject_step`.
         """
         bad = []
         while (n := self.find_step(step)) is not None:
@@ -156,7 +157,7 @@ class SavedCheckpoints:
                 return tree
             except Damaged as e:
                 bad.append(f"{n} ({e})")
-                self.move_to_damaged(n, f"failed verification ({e})")
+                self.reject_step(n, f"failed verification ({e})")
         if bad:
             what = f"no usable checkpoint among {len(bad)} in {self.path}: {', '.join(bad)}"
             fix = "restore one from a copy, or start over with --fresh; they are in damaged/"

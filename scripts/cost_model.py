@@ -281,8 +281,8 @@ def peak_flops(chip: Chip) -> float:
 
 # ---- memory
 
-# XLA stores what these operations read, and what two matmuls read, which otherwise would both
-# compute it.
+# XLA stores what these operations read, and values that two matmuls read, because each would
+# compute them again.
 READ_FROM_MEMORY = {*COLLECTIVES, *HAVE_BODIES, *KERNELS}
 # It fuses most operations into those that use their outputs, but stores the outputs of these.
 STORED = {
@@ -393,7 +393,7 @@ class Memory:
         self.last_read = last_reads(flat.ops) | dict.fromkeys(flat.results, len(flat.ops))
         self.readers = count_readers(flat.ops)
         self.arrays = []
-        # {value: the arrays that are read where it is read}; for an argument, none of these.
+        # {value: the stored arrays that reading it reads}; empty for an argument.
         self.sources = dict.fromkeys([None, *flat.arguments], frozenset())
 
     def arrays_of(self, values) -> frozenset[Array]:
@@ -525,15 +525,15 @@ def prepared_shapes(cfg: Config, chip: Chip) -> set:
 
 def memory_by_class(jaxpr: Jaxpr, cfg: Config, chip: Chip) -> dict:
     """Bytes by class on a device at the moment in the loss and gradient of `jaxpr` when most is in
-    use.
+    use.  The optimizer's update comes later, and is not looked at.
 
-    weights: the stored ones, which are there all the time, and casts of them, while layers read
-    them.  moments: the optimizer's state, and the average of optim.ema, all the time.  gradients:
-    from the backward pass of a layer to the optimizer, which comes after that moment; arrays with
-    the shape of a device's part of a weight, gathered over dp or not, that are float32 or come from
-    a loop.  activations: from the forward pass of a microbatch to its backward pass; other arrays
-    that a loop hands from one iteration to the next, or stacks.  workspace: inside of a layer, or
-    of a part of it; everything else, including gathered weights.
+    weights: the stored ones, always in memory, and casts of them, while layers read them.
+    moments: the optimizer's state and the average of optim.ema; always in memory.
+    gradients: arrays with the shape of a device's part of a weight, gathered over dp or not, that
+        are float32 or come from a loop; in memory from the first backward pass on.
+    activations: other arrays that a loop hands from one iteration to the next, or stacks; in memory
+        from a microbatch's forward pass to its backward pass.
+    workspace: everything else, with gathered weights; in memory inside of a layer or a part of it.
     """
     table = utils.leaf_table(model.param_table(cfg)).values()
     meshes = cfg.mesh.shape, cfg.mesh.shape | dict(dp=1)

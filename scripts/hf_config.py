@@ -27,6 +27,7 @@ IGNORED = """
     _sliding_window_pattern _attn_implementation _attn_implementation_autoset _commit_hash
     original_max_position_embeddings
     """.split()  # noqa: SIM905
+
 # ---- from config.json
 
 
@@ -183,7 +184,8 @@ def effective_fields(m: Model) -> dict:
     return rest | dict(layers=shortest_pattern(all_kinds(m)))
 
 
-# What needs more than the family's table follows, read and written side by side.
+# Below, for each part that needs more than the family's table: how it is read, and how it is
+# written.
 
 # ---- sizes
 
@@ -251,7 +253,7 @@ def read_local_layers(keys: Keys, name: str, fields: dict) -> list[bool]:
     n_layers, window = fields["n_layers"], fields.get("window", 0)
     if name.startswith("qwen") and not keys.take("use_sliding_window", False):
         window = 0
-    if name in ("mistral", "mixtral") and keys.all.get("sliding_window") == 0:
+    elif name not in WITH_LAYER_TYPES and keys.all.get("sliding_window") == 0:
         what = "config.json: sliding_window=0 leaves no token to see"
         keys.add_problem(what, "correct config.json: null stands for no window")
     if name not in WITH_LAYER_TYPES:

@@ -33,7 +33,7 @@ import errors
 from cli import quit_on_error
 from config import Flag
 from errors import DISTRIBUTED, INTERRUPTED, TEMPORARY, USAGE, Problem, UserError
-from signals import handle_stops, ignore_stops, leave_terminal
+from signals import STOPS, handle_stops, ignore_stops, leave_terminal
 
 # In seconds:
 POLL = 1  # between looks at the workers
@@ -568,7 +568,8 @@ def interrupt(number, frame):
 
 def main():
     args = parse(sys.argv[1:])
-    handle_stops(interrupt)
+    # A shell script has what it starts with & ignore Ctrl-C, which is meant for others.
+    handle_stops(interrupt, stay_ignored=STOPS)
     sys.exit(args.launch())
 
 

@@ -37,7 +37,7 @@ from etils import epath
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from cli import check_at_least, quit_on_error
+from cli import quit_on_error, too_low
 from config import END, Flag
 from errors import DATA, USAGE, Problem, UserError
 from files import absolute_path, is_remote, paths_in, write_whole
@@ -228,7 +228,7 @@ def choose_threshold(pieces: list[Piece], options: Options, val_fraction: float)
     # Ranks are hashes, uniform below 2**64.
     threshold = round(val_fraction * 2**64)
     low, high = 2**64, -1  # the smallest and the largest rank read so far
-    why = ""  # why the first row that is skipped is
+    why = ""  # the reason for the first skipped row
     for found in chain.from_iterable(readers.read_documents(piece, options) for piece in pieces):
         if isinstance(found, Document):
             low, high = min(low, found.rank), max(high, found.rank)
@@ -463,6 +463,7 @@ def finish(out: epath.Path, tasks: list[Task], facts: list[dict], recipe: dict):
 
 def problems(args: Args) -> Iterator[Problem]:
     """Flags that cannot work."""
+    yield from too_low(args, shard_tokens=1, vocab_size=257, workers=0)
     n_inputs = sum(word.partition("=")[0] == "--input" for word in sys.argv)
     if n_inputs > 1:  # tyro would take the last
         fix = "give it once, with all files, folders and patterns behind it"
@@ -499,18 +500,23 @@ def problems(args: Args) -> Iterator[Problem]:
     if args.field and args.field == args.prompt_field:
         what = f"--field and --prompt_field are both {args.field}"
         yield Problem(what, "give the prompt another field than the text")
-    if args.tokenizer not in MADE and not absolute_path(args.tokenizer).exists():
-        what = f"--tokenizer {args.tokenizer} is none of byte, char and bpe, nor a file"
-        example = "hf download openai-community/gpt2 tokenizer.json --local-dir gpt2"
-        fix = f"choose one of those, or give the path of a tokenizer.json: `{example}` fetches "
-        yield Problem(what, fix + "GPT-2's")
+    try:
+        absolute_path(args.out)  # refuses http:// and the like
+    except UserError as e:
+        yield from e.problems
+    try:
+        if args.tokenizer not in MADE and not absolute_path(args.tokenizer).exists():
+            what = f"--tokenizer {args.tokenizer} is none of byte, char and bpe, nor a file"
+            fix = "choose one of those, or give the path of a tokenizer.json; for GPT-2's: "
+            fix += "`hf download openai-community/gpt2 tokenizer.json --local-dir gpt2`"
+            yield Problem(what, fix)
+    except UserError as e:
+        yield from e.problems
 
 
 def parse() -> Args:
     """The command line.  Raises UserError USAGE for all flags that cannot work."""
     args = tyro.cli(Args, use_underscores=True, description=__doc__)
-    check_at_least(args, shard_tokens=1, vocab_size=257, workers=0)
-    absolute_path(args.out)  # refuses http:// and the like
     if found := list(problems(args)):
         raise UserError(USAGE, problems=found)
     return args

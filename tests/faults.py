@@ -48,6 +48,7 @@ import config
 import dataset
 import processes
 import runstate
+import signals
 import train
 from errors import (
     BUSY,
@@ -631,7 +632,7 @@ def train_with_nan(world: World, step: int, leaf: int, where: float, in_loss: bo
             leaves[n] = leaves[n].at[at].add(nan)
             return loss + loss_nan, jax.tree.unflatten(tree, leaves), stats
 
-        numbers = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
+        numbers = *signals.STOPS, signal.SIGUSR1
         handlers = {number: signal.getsignal(number) for number in numbers}
         jax.clear_caches()
         try:

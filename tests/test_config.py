@@ -384,6 +384,21 @@ def test_every_field_is_described_and_read():
         assert f"cfg.{flag}" in code
 
 
+def test_scripts_that_training_imports_do_not_import_it():
+    for name in ("chips", "cost_model", "step_picture"):
+        tree = ast.parse((ROOT / "scripts" / f"{name}.py").read_text())
+        names = {a.name for x in ast.walk(tree) if isinstance(x, ast.Import) for a in x.names}
+        assert not {"train", "profiling"} & names, name
+
+
+def test_another_package_named_scripts_is_not_imported(tmp_path):
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "__init__.py").touch()
+    env = os.environ | dict(PYTHONPATH=str(tmp_path))
+    words = [sys.executable, "-c", "import scripts.chips"]
+    assert subprocess.run(words, cwd=ROOT, env=env, timeout=120).returncode == 0
+
+
 def test_imports_go_one_way():
     """Each module imports only modules before it in MODULES, so there are no cycles, and takes a
     name only from the module that defines it."""

@@ -512,6 +512,7 @@ def test_all_tensors_that_do_not_fit_are_reported_at_once(tmp_path):
         ("qwen3", dict(layer_types=["full_attention"]), "4 of full_attention and sliding"),
         ("qwen3", dict(use_sliding_window=False), "sliding_attention, but no sliding_window is"),
         ("mistral", dict(sliding_window=0), "sliding_window=0 leaves no token"),
+        ("qwen3_moe", dict(use_sliding_window=True, sliding_window=0), "leaves no token"),
         ("mixtral", dict(num_local_experts=10**9), "at most 1000000 experts"),
         ("deepseek_v3", dict(scoring_func="softmax"), "scoring_func='softmax'"),
         ("deepseek_v3", dict(num_nextn_predict_layers=0), "model.layers.3.eh_proj.weight"),

@@ -13,6 +13,7 @@ import tempfile
 import time
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import fake_gcloud
@@ -77,8 +78,8 @@ def default_signals():
 
 def launch(*words, cwd=ROOT, **kwargs) -> subprocess.Popen:
     command = [sys.executable, "-c", DRIVER, *map(str, words)]
-    options = dict(stdin=subprocess.DEVNULL, text=True, cwd=cwd) | kwargs
-    options |= dict(preexec_fn=default_signals)
+    options = dict(stdin=subprocess.DEVNULL, text=True, cwd=cwd, preexec_fn=default_signals)
+    options |= kwargs
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     return subprocess.Popen(command, **pipes, **options)
 
@@ -384,6 +385,17 @@ def test_ctrl_c_before_there_is_a_pod_leaves_none(cloud):
     process = cloud.launch(*POD, "--", "python", "-c", SLEEPER)
     wait_until(cloud.pod)
     process.send_signal(signal.SIGINT)
+    assert finish(process)[0] == INTERRUPTED and cloud.is_empty()
+
+
+def test_ctrl_c_for_the_script_that_has_started_it_in_the_background_is_ignored(cloud):
+    ignore = partial(signal.signal, signal.SIGINT, signal.SIG_IGN)  # as shells do
+    process = cloud.launch(*POD, "--", "python", "-c", SLEEPER, preexec_fn=ignore)
+    assert process.stdout.readline() == "update 1/9\n"
+    process.send_signal(signal.SIGINT)
+    time.sleep(1)
+    assert process.poll() is None and cloud.pod()
+    process.terminate()
     assert finish(process)[0] == INTERRUPTED and cloud.is_empty()
 
 

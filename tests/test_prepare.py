@@ -492,10 +492,11 @@ def test_a_bad_request_is_two_lines(tmp_path, request_, code, word):
 
 
 def test_all_that_is_wrong_with_a_request_is_told_at_once(tmp_path):
-    request = ["--stdlib", "--val_fraction", 2, "--suffix", ".md", "--out", tmp_path / "out"]
-    done = run("scripts/prepare_data.py", *request)
-    assert done.returncode == USAGE and done.stderr.count("\n") == 4
-    assert "val_fraction=2.0" in done.stderr and "--suffix .md is given" in done.stderr
+    request = ["--stdlib", "--val_fraction", 2, "--suffix", ".md", "--workers", -1]
+    done = run("scripts/prepare_data.py", *request, "--tokenizer", "http://x/y", "--out", "ftp://z")
+    assert done.returncode == USAGE and done.stderr.count("\n") == 10
+    for what in ("val_fraction=2.0", "--suffix .md is given", "workers=-1", "http://x/y", "ftp:"):
+        assert what in done.stderr
 
 
 # ---- formats
