@@ -13,7 +13,7 @@ from etils import epath
 import config
 import errors
 from config import Config
-from errors import UserError
+from errors import UserError, describe
 from files import is_remote, local_folder, upload_folder
 from panels import PANELS
 from utils import say, warn
@@ -49,7 +49,7 @@ def only_warn(what: str):
     try:
         yield
     except Exception as e:  # these packages and storage raise many types
-        warn(f"{what} ({type(e).__name__}: {str(e)[:200]})")
+        warn(f"{what} ({describe(e)})")
 
 
 class TensorBoard:
@@ -129,7 +129,7 @@ def start_wandb(run: epath.Path, cfg: Config):
     try:
         return init_wandb(run, cfg, "offline" if mode == "offline" else "online")
     except Exception as e:  # wandb raises many types; unless it is required, training goes on
-        why = f"{type(e).__name__}: {str(e)[:200]}"
+        why = describe(e)
         if required:
             what = f"log.wandb=required but it did not start: {why}"
             fix = "fix the connection, or use --log.wandb online"

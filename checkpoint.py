@@ -15,7 +15,7 @@ from orbax.checkpoint import checkpoint_managers
 
 import errors
 import utils
-from errors import AGAIN, UserError, write_error
+from errors import AGAIN, UserError, describe, write_error
 from files import free_name, is_remote, move_folder, paths_in
 from processes import LOST_IN_COLLECTIVE, PeerFailed, SaveBarrier
 from verify import UNREACHABLE, Damaged, SavedCheckpoints, digests_of, meta_checksum
@@ -323,7 +323,7 @@ class Checkpoints(SavedCheckpoints):
                 raise Damaged(f"not all that was written is there: {e}") from e
             if not (utils.is_storage_error(e) or re.search(UNREACHABLE, str(e))):
                 raise
-            why = f"{type(e).__name__}: {str(e)[:200]}"
+            why = describe(e)
             utils.warn(f"checkpoint {step} could not be looked at ({why})")
 
     def count_arrays(self, step: int, item: str) -> int:

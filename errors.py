@@ -41,6 +41,11 @@ class Problem(NamedTuple):
         return re.sub(r"(://)[^/@\s]+@", r"\1***@", f"error: {self.what}\n  fix: {self.fix}")
 
 
+def describe(e: BaseException) -> str:
+    """An exception in one line."""
+    return f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
+
+
 class UserError(Exception):
     """An error that is printed without a traceback: its problems, and the process's exit code."""
 

@@ -16,7 +16,7 @@ from etils import epath
 
 import errors
 from config import Config
-from errors import AGAIN, UserError, write_error
+from errors import AGAIN, UserError, describe, write_error
 from files import is_remote, run_path
 
 
@@ -167,7 +167,7 @@ class Lease:
                     os._exit(errors.BUSY)
                 self.generation = generation
             except Exception as e:  # the next turn tries again, and sees whether it is still ours
-                warn(f"{self.path} was not renewed ({type(e).__name__}: {str(e)[:200]})")
+                warn(f"{self.path} was not renewed ({describe(e)})")
 
     def release(self):
         self.released.set()
@@ -175,7 +175,7 @@ class Lease:
         try:
             self.file.remove(self.generation)
         except Exception as e:  # must not hide why the run ends; the lease expires by itself
-            warn(f"{self.path} was not removed ({type(e).__name__}: {str(e)[:200]})")
+            warn(f"{self.path} was not removed ({describe(e)})")
 
 
 def take_lock(run: epath.Path) -> FileLock | Lease:

@@ -14,7 +14,7 @@ import errors
 import utils
 from boards import open_boards
 from config import Config
-from errors import UserError
+from errors import UserError, describe
 from panels import PANELS, write_png
 from parsers import read_sets
 from rowfile import RowFile
@@ -237,7 +237,7 @@ class MetricsLog:
             except Exception as e:  # the next evaluation draws them again
                 if not utils.is_storage_error(e):
                     raise
-                warn(f"no pictures ({type(e).__name__}: {str(e)[:200]})")
+                warn(f"no pictures ({describe(e)})")
 
     def add_sample(self, row: dict):
         self.track_sample(row)

@@ -27,7 +27,7 @@ import utils
 from cli import call_within
 from config import Config
 from connect import name_ids, start_processes
-from errors import AGAIN, Problem, UserError, write_error
+from errors import AGAIN, Problem, UserError, describe, write_error
 from files import run_path, write_whole
 from restart import LAST_END
 from rundir import record_end
@@ -384,7 +384,7 @@ def run_main(main, cfg: Config):
 
 def explain(e: Exception) -> UserError | None:
     """What to tell the user in place of an error of Python, JAX or storage; None for a bug."""
-    reason = f"{type(e).__name__}: {str(e).splitlines()[0][:200] if str(e) else ''}"
+    reason = describe(e)
     if jax.distributed.is_initialized() and re.search(LOST_PEER, str(e)):
         fix = f"look at that process's log, then {AGAIN}, in every process"
         return UserError(errors.DISTRIBUTED, f"a peer process was lost: {reason}", fix)

@@ -16,6 +16,7 @@ from etils import epath
 from jax.experimental.profiler import get_profiled_instructions_proto
 
 from config import SLICE, Config
+from errors import describe
 from files import local_folder, paths_in, upload_folder, write_whole
 from metrics import MetricsLog
 from scripts.step_picture import step_svg
@@ -250,7 +251,7 @@ class Profile:
                 picture = step_svg(step_jaxpr, cfg, jax.devices()[0].device_kind)
                 write_whole(run / "step.svg", picture)
             except Exception as e:  # whatever it is, the run goes on without the picture
-                warn(f"no step.svg ({type(e).__name__}: {str(e)[:200]})")
+                warn(f"no step.svg ({describe(e)})")
 
     @contextmanager
     def trace_update(self, step: int, log: MetricsLog):

@@ -10,7 +10,7 @@ import sys
 import time
 
 from config import Config
-from errors import INTERRUPTED, TEMPORARY, write_error
+from errors import INTERRUPTED, TEMPORARY, describe, write_error
 from files import run_path, saved_steps
 from signals import STOPS, handle_stops
 
@@ -36,7 +36,7 @@ def newest_checkpoint(cfg: Config, known: int = -1) -> int:
     try:
         return max(saved_steps(run_path(cfg)), default=-1)
     except Exception as e:  # many types; storage may be just what training is restarted for
-        say(f"cannot look for checkpoints ({type(e).__name__}: {str(e)[:200]})")
+        say(f"cannot look for checkpoints ({describe(e)})")
         return known
 
 

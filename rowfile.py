@@ -6,6 +6,7 @@ import time
 
 from etils import epath
 
+from errors import describe
 from files import is_remote, local_folder, write_whole
 from utils import is_lead, is_storage_error, warn
 
@@ -61,7 +62,7 @@ class RowFile:
                 raise
             if self.failing_since is None:
                 self.failing_since = time.monotonic()
-                warn(f"{self.path} was not written ({type(e).__name__}: {str(e)[:200]})")
+                warn(f"{self.path} was not written ({describe(e)})")
             if time.monotonic() - self.failing_since >= self.patience:
                 raise
 

@@ -23,7 +23,7 @@ import config
 import errors
 from cli import check_record, to_json
 from config import Config
-from errors import Problem, UserError
+from errors import Problem, UserError, describe
 from files import free_name, is_remote, is_writable, move_folder, run_path, saved_steps, write_whole
 from lock import FileLock, Lease, take_lock
 from order import trained_before
@@ -359,4 +359,4 @@ def record_end(path: epath.Path, end: str):
             history[-1]["end"] = end
             write_history(path, history)
     except Exception as e:  # must not hide why the run ends
-        warn(f"{path / 'history.jsonl'} was not written ({type(e).__name__}: {str(e)[:200]})")
+        warn(f"{path / 'history.jsonl'} was not written ({describe(e)})")

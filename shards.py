@@ -16,7 +16,7 @@ import fsspec
 import numpy as np
 from etils import epath
 
-from errors import DATA, UserError, or_list
+from errors import DATA, UserError, describe, or_list
 from files import is_remote, leaves_folder, read_limited
 
 
@@ -240,7 +240,7 @@ def read_manifest(folder: epath.Path) -> TokenSet:
             what = f"eot_id={end!r} is no id below vocab_size={manifest['vocab_size']}"
             raise ValueError(f"{what}, nor -1 for none")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-        what = f"{path} is not a manifest: {type(e).__name__} {str(e)[:200]}"
+        what = f"{path} is not a manifest: {describe(e)}"
         raise UserError(DATA, what, fix) from None
     return TokenSet(*map(list, zip(*pairs, strict=True)), manifest)
 

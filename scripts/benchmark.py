@@ -34,7 +34,7 @@ import config
 import errors
 import files
 from config import Config
-from errors import UserError
+from errors import UserError, describe
 
 
 @dataclass(frozen=True)
@@ -298,7 +298,7 @@ def make_peers(names, window_BL, cfg: Config) -> tuple[list[Contestant], dict[st
         except UserError as e:
             left_out[name] = e.problems[0].what
         except Exception as e:  # other libraries raise anything; the rest is still measured
-            left_out[name] = f"{type(e).__name__}: {str(e)[:200]}".splitlines()[0]
+            left_out[name] = describe(e)
     return peers, left_out
 
 

@@ -71,7 +71,7 @@ import utils
 from boards import has_wandb_key
 from connect import name_ids
 from dataset import Dataset, check_tokenizers, parts_of
-from errors import USAGE, UserError
+from errors import USAGE, UserError, describe
 from parsers import read_sets
 from scripts.chips import GIB, chip_of
 from scripts.outputs import check_output, nearest_folder
@@ -293,7 +293,7 @@ def run_check(check, cfg: Config, found: dict, limit: float | None = None) -> li
     except UserError as e:
         rows += [Row(FAIL, *problem) for problem in e.problems]
     except Exception as e:  # whatever it is, the other checks go on
-        rows.append(Row(FAIL, f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"))
+        rows.append(Row(FAIL, describe(e)))
     return [row._replace(fix=row.fix or check.__doc__, check=check.__name__) for row in rows]
 
 
