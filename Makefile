@@ -19,7 +19,7 @@ BIN := .venv/bin
 	$(BIN)/pip install --disable-pip-version-check --require-hashes -r requirements.txt
 	touch $@
 
-# JAX_PLATFORMS=cpu: eight fake CPU devices even if there is an accelerator.
+# JAX_PLATFORMS=cpu: eight simulated CPU devices even if there is an accelerator.
 demo: export JAX_PLATFORMS := cpu
 demo: .venv/installed
 	$(BIN)/python scripts/prepare_data.py --pydocs --val_fraction 0.05 --out data/demo

@@ -96,7 +96,7 @@ class Checkpoints(SavedCheckpoints):
         self.saved_at = time.monotonic()
         """When the last save was started, or this object made."""
         self.several, self.n_saves = jax.process_count() > 1, 0
-        self.items = {}
+        self.n_arrays = {}
         """{item: how many arrays of it were saved last}."""
         self.warned_of = None
         """The step that was being written when a save was last skipped."""
@@ -151,7 +151,8 @@ class Checkpoints(SavedCheckpoints):
     def is_due_by_clock(self, every: int, minutes: float) -> bool:
         """Whether the clock asks for a save; not while the last one is being written.  After a
         failed save, once it is time to try again; otherwise `minutes` after the last one began, or
-        if minutes and every are 0, at once.  Raises what `is_writing` and `note_failure` raise."""
+        if minutes and every are 0, at once.  Calls `finish` first.  Raises what `is_writing` and
+        `note_failure` raise."""
         if self.is_writing():
             return False
         self.finish()
@@ -202,7 +203,7 @@ class Checkpoints(SavedCheckpoints):
         meta |= dict(checksum=meta_checksum(meta))
         items = {name: ocp.args.StandardSave(tree) for name, tree in state.items()}
         args = ocp.args.Composite(**items, meta=ocp.args.JsonSave(meta))
-        self.items = {item: len(jax.tree.leaves(tree)) for item, tree in state.items()}
+        self.n_arrays = {item: len(jax.tree.leaves(tree)) for item, tree in state.items()}
         is_first, self.saved_at = self.newest is None, time.monotonic()
         self.newest = step
         if self.several:
@@ -315,7 +316,7 @@ class Checkpoints(SavedCheckpoints):
             return
         try:
             (self.path / str(step) / "meta" / "metadata").read_bytes()
-            for item, n_arrays in self.items.items():
+            for item, n_arrays in self.n_arrays.items():
                 if (found := self.count_arrays(step, item)) < n_arrays:
                     raise FileNotFoundError(f"{item} has {found} of {n_arrays} arrays")
         except Exception as e:  # orbax and its storage raise many types

@@ -1,4 +1,4 @@
-"""The command line, config files, fake devices on a CPU, and the start of every script.
+"""The command line, config files, simulated devices on a CPU, and the start of every script.
 
 Nothing slow is imported here, above all not jax, so that a bad command line is answered at once.
 """
@@ -289,7 +289,7 @@ def config_of_run(run: str, mesh: Mesh, *flags: str) -> Config:
     return cfg
 
 
-# ---- fake devices, and the start
+# ---- simulated devices, and the start
 
 
 def keep_freed_memory():
@@ -323,9 +323,9 @@ def simulate_devices(mesh: Mesh, n_processes: int = 1):
     """Give the CPU as many devices as the mesh needs, and enough threads to run them.
 
     Call it before jax is imported.  Where there is an accelerator, jax uses that and these settings
-    do nothing.  XLA runs the fake devices on one thread pool with a thread per core.  With fewer
-    threads than twice the devices, programs with collectives deadlock; NPROC sets the number of
-    threads.  The timeout turns any hang that is left into an error.
+    do nothing.  XLA runs the simulated devices on one thread pool with a thread per core.  With
+    fewer threads than twice the devices, programs with collectives deadlock; NPROC sets the number
+    of threads.  The timeout turns any hang that is left into an error.
     """
     xla_flags = os.environ.get("XLA_FLAGS", "")
     wanted = math.prod(size for size in mesh.sizes if size > 0) // max(1, n_processes)
@@ -343,15 +343,20 @@ def simulate_devices(mesh: Mesh, n_processes: int = 1):
         os.environ["XLA_FLAGS"] = f"{xla_flags} {timeout}".strip()
 
 
-def quit_on_error(f, *args):
-    """f(*args).  A UserError, OSError or Ctrl-C is printed and ends the process with its code."""
-    # A stream may be closed, as by 2>&-; the next open file would get its number, and messages.
+def prepare_streams():
+    """Open standard streams that are closed, as by 2>&-: the next open file would get the number of
+    one, and its messages.  What stdout cannot encode, it escapes."""
     for mode, name in ("r", "stdin"), ("w", "stdout"), ("w", "stderr"):
         if getattr(sys, name) is None:
             stream = open(os.devnull, mode)  # noqa: SIM115, until the process ends
             os.set_inheritable(stream.fileno(), True)  # for child processes
             setattr(sys, name, stream)
-    sys.stdout.reconfigure(errors="backslashreplace")  # where it is not UTF-8
+    sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def quit_on_error(f, *args):
+    """f(*args).  A UserError, OSError or Ctrl-C is printed and ends the process with its code."""
+    prepare_streams()
     try:
         try:
             return f(*args)
@@ -372,7 +377,7 @@ def quit_on_error(f, *args):
 
 
 def start() -> Config:
-    """The Config of train.py's command line, with its fake devices prepared; exits on a mistake."""
+    """The Config of train.py's command line, with simulated devices ready; exits on a mistake."""
     cfg = quit_on_error(parse, sys.argv[1:])
     # JAX's programs are a million long-lived objects.  With Python's defaults, scanning them took a
     # twentieth of the start.

@@ -155,7 +155,7 @@ class Data:
     """Id of the token that ends a document, for data.document_mask and for scripts.
     -1 takes it from the data's manifest, and in scripts from the tokenizer."""
     prefetch: int = 8
-    """Batches that are read ahead."""
+    """Batches that are read ahead, the current one included; at least 4."""
     cache: str = ""
     """Local folder for pages of shards from gs://; by default in the system's temporary folder."""
     cache_gb: float = 4.0
@@ -381,7 +381,7 @@ def tiny() -> Config:
 
 
 def demo() -> Config:
-    """Trains on the documentation of Python, on 8 fake CPU devices; three minutes on two cores."""
+    """Trains on the documentation of Python, on 8 simulated devices; three minutes on two cores."""
     return Config(
         run=Run(name="demo"),
         mesh=Mesh(dp=2, pp=2, tp=2),

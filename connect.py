@@ -16,7 +16,7 @@ from config import Config, Run
 from errors import Problem, UserError, write_error
 
 
-def start_processes(cfg: Config):
+def join_processes(cfg: Config):
     """Join the run's other processes, named by run.coordinator or by a cluster that JAX detects.
 
     Where there is neither, this process is the only one.  Raises UserError DISTRIBUTED and USAGE.
@@ -26,7 +26,7 @@ def start_processes(cfg: Config):
     jax.config.update("jax_enable_preemption_service", False)  # processes.Stop notices preemption
     ctypes.CDLL(None).signal(signal.SIGABRT, aborted)
     if r.coordinator:
-        options["coordinator_bind_address"] = meet(r)
+        options["coordinator_bind_address"] = wait_for_all(r)
         try:
             jax.distributed.initialize(r.coordinator, r.num_processes, r.process_id, **options)
         except RuntimeError as e:
@@ -42,7 +42,7 @@ def start_processes(cfg: Config):
         signal.signal(signal.SIGABRT, signal.SIG_DFL)
 
 
-def meet(r: Run) -> str | None:
+def wait_for_all(r: Run) -> str | None:
     """Wait until all processes have connected to process 0 at run.coordinator.  Returns the address
     where process 0 listens, and None in the others.
 

@@ -65,8 +65,8 @@ class Source:
         return []
 
     def windows(self, numbers: np.ndarray) -> np.ndarray:
-        """int32 [len(numbers), seq_len + 1]: window n has the tokens from n * seq_len on, and -1
-        after the last."""
+        """int32 [len(numbers), seq_len + 1]: these windows, with -1 after the last token.  In a
+        text, window n begins at token n * seq_len."""
         raise NotImplementedError
 
     def scored(self, numbers: np.ndarray) -> np.ndarray | None:
@@ -125,7 +125,10 @@ class TokenFiles(Source):
 
     def cut(self, starts: np.ndarray, length: int, files: list) -> np.ndarray:
         """int32 [len(starts), length]: what begins at these tokens of the files, self.shards or
-        self.masks.  Tokens after the last are -1; masks are 1 there, and where there is none."""
+        self.masks.  Tokens after the last are -1; masks are 1 there, and where there is none.
+
+        A window may lie in several shards.  Each piece is (file, first, end): the file's tokens
+        first to end - 1, which are copied to their place in the window."""
         fill = -1 if files is self.shards else 1
         windows = np.full((len(starts), length), fill, np.int32)
         places, pieces = [], []
@@ -462,11 +465,11 @@ class Dataset:
         return self.read_ahead(range(step, max(self.cfg.train.steps, step + 1)))[0].result()
 
     def eval_batch(self, i: int):
-        """Batch i of the set; `error` may have started to read it."""
+        """Batch i of the set; `first_error` may have started to read it."""
         found = self.reading.get(i) or self.read_ahead(range(i, self.n_eval_batches))[0]
         return found.result()
 
-    def error(self, numbers) -> BaseException | None:
+    def first_error(self, numbers) -> BaseException | None:
         """Why one of the first NOTICE + 1 of these batches, numbered as in read_ahead, cannot be
         read, or None.  Waits for them."""
         errors = (batch.exception() for batch in self.read_ahead(numbers)[: NOTICE + 1])

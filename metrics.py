@@ -105,7 +105,7 @@ class MetricsLog:
         self.cfg, self.run, self.steps_before = cfg, run, step
         self.tokens_by_source = tokens_by_source
         self.flops_per_token, self.peak = flops_per_token, utils.peak_flops(cfg)
-        self.start = self.clock = time.perf_counter()
+        self.start = self.clock = time.perf_counter()  # of this start, and of the update under way
         self.pending = None  # (step, metrics) of the newest update, not written yet
         parent = (run_on_lead(read_record, run) or {}).get("parent", {})  # the lead writes rows
         # The rows of a branch that went on with its parent's state begin after the parent's step.

@@ -1,5 +1,5 @@
-"""Optimizers and learning rate schedules, each a line of a table, and the skipping of updates that
-are not finite.
+"""Optimizers and learning rate schedules, each a line of a table; the average of the weights, and
+which gradient norms are spikes.
 
 Dimension key (a suffix on every array's name spells its logical shape):
   U  the last updates
@@ -20,20 +20,20 @@ from utils import warn
 # ---- learning rate schedules: (n, cfg) -> how far from min_lr_ratio (0) to the peak (1)
 
 
-def progress(n, start: int, cfg: Config):
-    """The share of the updates after the first `start` that are done after n + 1 updates."""
+def decay_progress(n, start: int, cfg: Config):
+    """0 at update `start`, 1 at the last; n updates have been made before this one."""
     steps = cfg.train.steps
     return jnp.clip((n + 1 - start) / max(1, steps - start), 0, 1)
 
 
 def cosine(n, cfg: Config):
     """Half a cosine, from the end of the warmup on (Loshchilov and Hutter 2017)."""
-    return 0.5 * (1 + jnp.cos(jnp.pi * progress(n, cfg.optim.warmup_steps, cfg)))
+    return 0.5 * (1 + jnp.cos(jnp.pi * decay_progress(n, cfg.optim.warmup_steps, cfg)))
 
 
 def linear(n, cfg: Config):
     """A straight line, from the end of the warmup on."""
-    return 1 - progress(n, cfg.optim.warmup_steps, cfg)
+    return 1 - decay_progress(n, cfg.optim.warmup_steps, cfg)
 
 
 def constant(n, cfg: Config):
@@ -45,7 +45,7 @@ def wsd(n, cfg: Config):
     """Warmup-stable-decay: the peak, then linear decay over the last optim.decay_ratio of the
     updates (Hu et al. 2024)."""
     decay_steps = max(1, round(cfg.optim.decay_ratio * cfg.train.steps))
-    return 1 - progress(n, cfg.train.steps - decay_steps, cfg)
+    return 1 - decay_progress(n, cfg.train.steps - decay_steps, cfg)
 
 
 def wsd_sqrt(n, cfg: Config):

@@ -73,7 +73,8 @@ class Pattern:
         self.sources = spread(self.weights.tolist())
         one_hot = self.sources[:, None] == np.arange(len(names))
         zero = np.zeros((1, len(names)), np.int64)
-        self.before_row = np.concatenate([zero, one_hot.cumsum(0)])  # each source's, in a period
+        # Each source's rows before a row of a period.
+        self.before_row = np.concatenate([zero, one_hot.cumsum(0)])
 
     def count_rows(self, n_rows) -> np.ndarray:
         """How many of the first n_rows are each source's; n_rows: a number or an array."""
@@ -197,7 +198,7 @@ class Order:
         return sources, epochs, windows
 
     def new_epochs(self, step: int) -> dict[str, int]:
-        """{source: number of the epoch, from 2 on, that it begins with the batch of step + 1}."""
+        """{source: number of the epoch, from 2 on, that it begins with update step + 1}."""
         sources, before = self.locate_rows(step)
         n = self.n_windows[sources]
         begins = (before % n == 0) & (before > 0)

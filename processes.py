@@ -26,10 +26,10 @@ import errors
 import utils
 from cli import call_within
 from config import Config
-from connect import name_ids, start_processes
+from connect import join_processes, name_ids
 from errors import AGAIN, Problem, UserError, describe, write_error
 from files import run_path, write_whole
-from restart import LAST_END
+from restart import has_parent
 from rundir import record_end
 from signals import handle_stops, ignore_stops, leave_if_unread, leave_terminal
 from utils import exchange, is_lead, is_storage_error, process_id, process_ids, shared_store, warn
@@ -93,7 +93,7 @@ class Stop:
     that poll yet: an update needs the devices of all, so none is NOTICE polls ahead of another.
     """
 
-    TOGETHER = 2.0
+    SAME_SIGNAL = 2.0
     """Seconds in which a second signal is ignored if a parent process forwards signals: whoever
     stops a service signals both processes, so this one gets the same signal twice."""
 
@@ -120,7 +120,7 @@ class Stop:
             return  # not a first signal: shells may send it twice, and services SIGTERM after it
         now = time.monotonic()
         if self.first_signal_at is not None:
-            if LAST_END in os.environ and now < self.first_signal_at + self.TOGETHER:
+            if has_parent() and now < self.first_signal_at + self.SAME_SIGNAL:
                 return
             write_error("\ninterrupted before all was saved; run the same command again\n")
             os._exit(errors.INTERRUPTED)
@@ -367,7 +367,7 @@ def run_main(main, cfg: Config):
     for a bug."""
     sys.unraisablehook = hide_late_errors
     try:
-        start_processes(cfg)
+        join_processes(cfg)
         return main(cfg)
     except UserError as e:
         exit_with(e)

@@ -20,7 +20,12 @@ before it ended; empty for the first."""
 
 
 def is_parent(cfg: Config) -> bool:
-    return cfg.run.restarts > 0 and not cfg.eval_only and LAST_END not in os.environ
+    return cfg.run.restarts > 0 and not cfg.eval_only and not has_parent()
+
+
+def has_parent() -> bool:
+    """Whether this process was started by `supervise`, which hands signals on."""
+    return LAST_END in os.environ
 
 
 def run_id(cfg: Config) -> str | None:

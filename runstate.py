@@ -41,7 +41,7 @@ class State(NamedTuple):
     """With train.spike_sigma, the last gradient norms."""
 
 
-def make_state(params, cfg: Config) -> State:
+def state_from_params(params, cfg: Config) -> State:
     """The State before the first update, with these weights."""
     ema = params if cfg.optim.ema else None
     norms = jnp.full(optim.SPIKE_WINDOW, -1.0, jnp.float32) if cfg.train.spike_sigma else None
@@ -50,12 +50,12 @@ def make_state(params, cfg: Config) -> State:
 
 def new_state(cfg: Config) -> State:
     """The State of a new run."""
-    return make_state(model.init_params(cfg), cfg)
+    return state_from_params(model.init_params(cfg), cfg)
 
 
 def state_shapes(cfg: Config) -> State:
     """Shapes and dtypes of the State."""
-    return jax.eval_shape(partial(make_state, cfg=cfg), model.param_shapes(cfg))
+    return jax.eval_shape(partial(state_from_params, cfg=cfg), model.param_shapes(cfg))
 
 
 def state_specs(cfg: Config) -> State:
@@ -93,7 +93,7 @@ def checkpoint_items(state: State) -> dict:
     return {name: tree for name, tree in items.items() if jax.tree.leaves(tree)}
 
 
-def state_of(items: dict) -> State:
+def state_from_items(items: dict) -> State:
     """The inverse of `checkpoint_items`."""
     norms = items.get("recent_norms", {}).get("norm_U")
     return State(params=items["params"], ema=items.get("ema"), recent_norms=norms, **items["rest"])
@@ -139,7 +139,7 @@ def restore_or_init(run, train: Dataset, cfg: Config) -> tuple[SavedCheckpoints,
         raise UserError(USAGE, what, fix)
     took = f"{time.monotonic() - begin:.1f} s"
     utils.say(f"resume: update {store.newest} (verified) from {store.path} in {took}")
-    return store, state_of(found)
+    return store, state_from_items(found)
 
 
 def branch_state(run, source, cfg: Config) -> State:
@@ -155,7 +155,7 @@ def branch_state(run, source, cfg: Config) -> State:
     if with_state and "rest" not in taken:
         kept = "its weights and update; the optimizer's state is new"
     utils.say(f"start from {parent.path} after update {parent.step}, with {kept}")
-    return state_of(found)
+    return state_from_items(found)
 
 
 def items_of_parent(parent: Parent, abstract: dict, source, cfg: Config) -> set[str]:
@@ -170,7 +170,7 @@ def add_items(found: dict, step: int, abstract: dict, cfg: Config) -> dict:
     """The items of a new state after `step` updates, with those that were found in their place."""
 
     def fill(found):
-        state = make_state(found["params"], cfg)
+        state = state_from_params(found["params"], cfg)
         if step:
             state = state._replace(step=jnp.int32(step), opt=optim.with_count(state.opt, step))
         return checkpoint_items(state) | found

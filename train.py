@@ -5,7 +5,6 @@ the loop over updates, and `main`.
 
 Dimension key (a suffix on every array's name spells its logical shape):
   A  accumulation steps   M  microbatches   B  sequences   L  sequence length
-  U  the last updates
 """
 
 import os
@@ -202,7 +201,7 @@ def evaluate(params, data: Dataset, step: int, cfg: Config, stop=None) -> dict |
     total = tokens = 0
     indices = data.eval_indices(step)
     for k, i in enumerate(progress(indices)):
-        if stop is not None and stop.agree_to_stop(data.error(indices[k:])):
+        if stop is not None and stop.agree_to_stop(data.first_error(indices[k:])):
             return None
         nll, n, *_ = utils.wait_for(eval_step(params, *data.eval_batch(i), cfg))
         total, tokens = total + float(nll), tokens + int(n)
@@ -269,7 +268,7 @@ def compile_steps(start: int, train: Dataset, cfg: Config, times: bytes = b"") -
     """{sequences: train_step compiled for them}, for the updates after the first `start`."""
     sizes = train.order.batch_sizes(start, cfg.train.steps) if start < cfg.train.steps else []
     sized = {n: replace(cfg, train=replace(cfg.train, batch_size=n)) for n in sizes}
-    return {n: compile_step(cfg, times) for n, cfg in sized.items()}
+    return {n: compile_step(sized_cfg, times) for n, sized_cfg in sized.items()}
 
 
 def save(store, step: int, state: State, last: bool, stop):
@@ -308,12 +307,12 @@ def read_upcoming(step: int, train: Dataset, vals, cfg: Config) -> BaseException
     cannot be read; an evaluation's counts only if that is at most processes.NOTICE updates away."""
     with jax.profiler.TraceAnnotation(DATA_WAIT):
         due = next_evaluation(step, cfg)
-        error = train.error(range(step, cfg.train.steps))
+        error = train.first_error(range(step, cfg.train.steps))
         for val in vals:
             indices = val.eval_indices(due)
             val.read_ahead(indices)
             if due - step <= processes.NOTICE:
-                error = error or val.error(indices)
+                error = error or val.first_error(indices)
     return error
 
 
@@ -345,6 +344,7 @@ def train_loop(run, store, state: State, train: Dataset, vals, tasks, stop, cfg:
     if store.newest is None:
         with utils.say_time("first checkpoint"):
             log.run_untimed(store.save, start, runstate.checkpoint_items(state))
+    # With train.batch_ramp there are several programs: that of the first traced update is profiled.
     first = min(max(start, cfg.train.profile[0] - 1), cfg.train.steps - 1)
     program = programs.get(len(train.order.batch_rows(first)))
     profile = Profile(run, program, step_jaxpr, cfg, start)

@@ -176,7 +176,8 @@ def wait_for(tree):
 
 
 def start_mesh(cfg: Config, rows: int | None = None, plan_remat=None) -> Config:
-    """Make cfg's mesh the ambient one, and return cfg resolved for it (see resolve_here)."""
+    """Make cfg's mesh the ambient one, and return cfg resolved for it (see resolve_here).  Also
+    sets JAX up for the run: the compile cache, numbers of 32 bits, the precision of matmuls."""
     given, kind = cfg.train, find_devices()[0].device_kind
     if cfg.run.compile_cache:
         keep_programs(cfg.run.compile_cache)
@@ -222,7 +223,7 @@ def resolve_here(cfg: Config, rows: int | None = None, plan_remat=None) -> Confi
 
 
 def make_mesh(cfg: Config) -> jax.sharding.Mesh:
-    """The (dp, pp, tp) mesh over all visible devices.  Of fake CPU devices some may stay unused.
+    """The (dp, pp, tp) mesh over all visible devices.  Some simulated devices may stay unused.
 
     Raises UserError USAGE where there are too few devices, or others would stay idle.
     """

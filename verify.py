@@ -139,8 +139,8 @@ class SavedCheckpoints:
         raise UserError(errors.CHECKPOINT, what, fix)
 
     def restore(self, abstract: dict, step: int = -1):
-        """Return the newest checkpoint that passes verification, or None if the run has no rows in
-        metrics.jsonl and no checkpoint.
+        """Return {item: tree of arrays} of the newest checkpoint that passes verification, or None
+        if the run has no rows in metrics.jsonl and no checkpoint.
 
         abstract: {item: tree} of the items to restore, which need not be all that were saved.  The
         leaves are ShapeDtypeStructs with the shardings that the restored arrays get.
