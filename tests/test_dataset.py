@@ -461,7 +461,7 @@ FAULTS = {
     "another offset": (shard_entry(offset=130), "is not what its digest promises"),
     "a count that is a truth value": (shard_entry(tokens=True), "[True"),
     "a digest that is too short": (shard_entry(pages="0f"), "digest '0f'"),
-    "another format": (manifest_change(lambda manifest: manifest.update(format=3)), "KeyError 3"),
+    "another format": (manifest_change(lambda manifest: manifest.update(format=3)), "KeyError: 3"),
     "no shards in the manifest": (no_shards, "not a manifest"),
     "a manifest that is a list": (manifest_text("[]"), "not a manifest"),
     "a manifest nested too deep": (manifest_text("[" * 200_000), "not a manifest"),
