@@ -9,7 +9,7 @@ The batch is computed again from the run's config.json and its data; nothing abo
 import html
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -37,15 +37,17 @@ class Args:
     Where there is none, with the oldest after it."""
     html: str = ""
     """A page to write, with the text coloured by its loss."""
+    mesh: config.YesNo[config.Mesh] = config.Mesh()
 
 
-def parse() -> tuple[Args, config.Config]:
+def parse() -> tuple[Args, config.Config, config.Config]:
+    """(args, cfg to compute losses with, cfg of the run's data: with its batches)."""
     args = tyro.cli(Args, use_underscores=True, description=__doc__)
     file = f"{args.run.rstrip('/')}/config.json"
+    cfg = cli.config_of_run(args.run, args.mesh, "--data.epochs_max=0")
     t = cli.parse(["--config", file]).train
-    # Without these, config_of_run gives the batch another size.
-    batch = [f"--train.batch_size={t.batch_size}", f"--train.batch_ramp={t.batch_ramp}"]
-    cfg = cli.config_of_run(args.run, config.Mesh(1, 1, 1), *batch, "--data.epochs_max=0")
+    batch = dict(batch_size=t.batch_size, batch_ramp=t.batch_ramp)
+    data_cfg = replace(cfg, train=replace(cfg.train, **batch))
     cli.check_at_least(args, row=-1)
     # The parent has made the updates before, and with its own data.
     parent = json.loads(files.absolute_path(file).read_text()).get("parent", {})
@@ -58,26 +60,30 @@ def parse() -> tuple[Args, config.Config]:
             what = f"step={args.step}, but this run has made no update of its own"
             fix = f"set --run {parent['path']} for the updates before"
         raise errors.UserError(errors.USAGE, what, fix)
-    return args, cfg
+    return args, cfg, data_cfg
 
 
 if __name__ == "__main__":  # before jax is imported, see train.py
-    ARGS, CFG = cli.quit_on_error(parse)
+    ARGS, CFG, DATA_CFG = cli.quit_on_error(parse)
 
+import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 import processes
+import rowfile
 import rundir
 import runstate
 import train
 import utils
 from dataset import Dataset, TokenFiles, parts_of
+from model import token_spec
 from scripts.outputs import check_output
 from tasks import load_tokenizer
 
 
-def find_weights(run, step: int) -> int:
-    """The newest checkpoint from before update `step`, or else the oldest."""
+def find_checkpoint_step(run, step: int) -> int:
+    """That of the newest checkpoint from before update `step`, or else of the oldest."""
     saved = files.saved_steps(run)
     if not saved:
         raise errors.UserError(errors.CHECKPOINT, f"{run} has no checkpoint", "leave --loss out")
@@ -124,12 +130,14 @@ def open_data(args: Args, cfg: config.Config, run) -> Dataset:
     warns if settings have changed since the update, because the batch is computed with today's."""
     fix = "start this script in the folder in which train.py was started, or put the data, or a "
     fix += "link to them, back there"
+    trained_on = rundir.read_record(run).get("data_fingerprint")
+    if trained_on is None:
+        raise errors.UserError(errors.DATA, f"{run} has made no update", "train it with train.py")
     try:
         data = Dataset(cfg, "train")
     except errors.UserError as e:
         raise errors.UserError(e.code, e.problems[0].what, fix) from None
-    trained_on = rundir.read_record(run).get("data_fingerprint")
-    if trained_on not in (None, data.source.fingerprint):
+    if trained_on != data.source.fingerprint:
         what = f"data.train={cfg.data.train} are not the data that {run} was trained on"
         raise errors.UserError(errors.DATA, what, fix)
     for start in rundir.read_history(run):
@@ -158,34 +166,57 @@ class Row(NamedTuple):
         return float(self.nll[self.scored].mean()) if self.scored.any() else 0.0
 
 
-def read_rows(args: Args, cfg: config.Config) -> list[Row]:
+def score_rows(params, tokens_BL, targets_BL, cfg: config.Config) -> np.ndarray:
+    """nll_BL, a part of the rows at a time."""
+    t, sharding = cfg.train, NamedSharding(jax.sharding.get_mesh(), token_spec())
+    n_rows, found = len(tokens_BL), []
+
+    def put(array_BL, fill: int):
+        rows = np.pad(array_BL, ((0, t.batch_size - len(array_BL)), (0, 0)), constant_values=fill)
+        return jax.device_put(rows.reshape(t.grad_accum, t.microbatches, -1, t.seq_len), sharding)
+
+    for first in range(0, n_rows, t.batch_size):
+        rows = slice(first, first + t.batch_size)
+        batch = put(tokens_BL[rows], 0), put(targets_BL[rows], -1)
+        found.append(np.asarray(train.eval_step(params, *batch, cfg)[2]).reshape(-1, t.seq_len))
+    return np.concatenate(found)[:n_rows]
+
+
+def last_update(run) -> int:
+    """The newest update that metrics.jsonl has; 0 without one."""
+    lines = rowfile.read_lines(run / "metrics.jsonl", 10**12)
+    steps = [row["step"] for row in map(json.loads, lines) if row["kind"] == "train"]
+    return max(steps, default=0)
+
+
+def read_rows(args: Args, cfg: config.Config, data_cfg: config.Config) -> list[Row]:
     run = files.absolute_path(args.run)
-    data = open_data(args, cfg, run)
+    data = open_data(args, data_cfg, run)
     sources, epochs, windows = data.order.batch(args.step - 1)
-    batch = data.batch(args.step - 1)
-    tokens, targets = (np.asarray(x).reshape(-1, cfg.train.seq_len) for x in batch)
-    print(f"update {args.step} of {args.run}: {len(tokens)} rows of {cfg.train.seq_len}")
+    print(f"update {args.step} of {args.run}: {len(windows)} rows of {cfg.train.seq_len}")
+    if 0 < (made := last_update(run)) < args.step:
+        print(f"it has not been made yet: the run has made {made}")
     if (number := data.order.stream_index(args.step - 1) + 1) != args.step:
         what = f"data.skip also counts the updates left out before, so there it is {number}"
         print(f"{what}: --data.skip {cfg.data.skip},{number} leaves it out too")
-    if args.row >= len(tokens):
-        what = f"row={args.row} must be between -1 and {len(tokens) - 1} in this update"
+    if args.row >= len(windows):
+        what = f"row={args.row} must be between -1 and {len(windows) - 1} in this update"
         raise errors.UserError(errors.USAGE, what, "set --row inside that range")
-    nll = None
+    chosen = np.arange(len(windows)) if args.row < 0 else np.array([args.row])
+    tokens, targets = data.read_windows(data.train_windows(args.step - 1)[chosen])
+    nll = [None] * len(chosen)
     if args.loss or args.html:
-        step = find_weights(run, args.step)
+        step = find_checkpoint_step(run, args.step)
         print(f"losses by the weights after update {step}", file=sys.stderr, flush=True)
-        params = runstate.load_params(run, cfg, step)
-        nll = np.asarray(train.eval_step(params, *batch, cfg)[2]).reshape(targets.shape)
+        nll = score_rows(runstate.load_params(run, cfg, step), tokens, targets, cfg)
     rows = []
-    for k in range(len(tokens)) if args.row < 0 else [args.row]:
+    for n, k in enumerate(chosen):
         name = data.order.names[sources[k]]
         source = parts_of(data.source)[name]
         title = f"row {k}: {name or 'data.train'}, epoch {epochs[k] + 1}, window {windows[k]:,}"
         places = describe_row(source, int(windows[k]), data.cfg)
         last = source.windows(windows[k : k + 1])[0, -1]  # as a target it is -1 where not scored
-        ids = [*tokens[k].tolist(), int(last)]
-        rows.append(Row(title, places, ids, targets[k] >= 0, nll[k] if nll is not None else None))
+        rows.append(Row(title, places, [*tokens[n].tolist(), int(last)], targets[n] >= 0, nll[n]))
     return rows
 
 
@@ -214,7 +245,7 @@ pre { white-space: pre-wrap; background: #fafafa; padding: 1em; border: 1px soli
 h2 { font-size: 1em } .masked { color: #aaa }"""
 
 
-def page(args: Args, rows: list[Row], decode) -> str:
+def to_html(args: Args, rows: list[Row], decode) -> str:
     """The rows as HTML: the background of a token is as red as its loss is high, up to 10 nats."""
     title = html.escape(f"update {args.step} of {args.run}")
     parts = [f"<!doctype html><meta charset=utf-8><title>{title}</title><style>{STYLE}</style>"]
@@ -232,14 +263,14 @@ def page(args: Args, rows: list[Row], decode) -> str:
     return "".join(parts)
 
 
-def main(args: Args, cfg: config.Config):
+def main(args: Args, cfg: config.Config, data_cfg: config.Config):
     """Print the rows of the update, and write --html."""
     check_output("html", args.html)
-    cfg = utils.start_mesh(cfg)
+    cfg = utils.start_mesh(cfg, rows=8 if args.row < 0 else 1)
     path = files.absolute_path(args.run) / "tokenizer.json"
     fix = "copy the tokenizer of the run's data there"
     tokenizer = load_tokenizer(path, cfg, fix) if path.exists() else None
-    rows = read_rows(args, cfg)
+    rows = read_rows(args, cfg, data_cfg)
 
     def decode(ids: list[int]) -> str:
         if tokenizer is None:
@@ -249,8 +280,8 @@ def main(args: Args, cfg: config.Config):
     for row in rows:
         print_row(row, decode)
     if args.html:
-        files.write_whole(files.absolute_path(args.html), page(args, rows, decode))
+        files.write_whole(files.absolute_path(args.html), to_html(args, rows, decode))
 
 
 if __name__ == "__main__":
-    processes.run_main(partial(main, ARGS), CFG)
+    processes.run_main(partial(main, ARGS, data_cfg=DATA_CFG), CFG)

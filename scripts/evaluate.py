@@ -75,9 +75,16 @@ def main(args: Args, cfg: config.Config):
     cfg, run = utils.start_mesh(cfg, rows=args.batch_size), files.absolute_path(args.run)
     utils.run_on_lead(check_output, "per_token", args.per_token)
     tasks = open_tasks(run / "tokenizer.json", cfg) if cfg.eval.tasks else None
-    has_data = rundir.read_record(run).get("data_fingerprint")  # an imported run has none
-    is_scored = has_data or args.data or args.per_token or not tasks
-    sets = [Dataset(cfg, "val", name) for name in read_sets(cfg.data.val) if is_scored]
+    # An imported run names data in its config.json, but they are not its own.
+    has_data = rundir.read_record(run).get("data_fingerprint") or args.data
+    if not has_data and (args.per_token or not tasks):
+        what = f"{args.run} has no data of its own"
+        raise errors.UserError(errors.USAGE, what, "give a data set as --data")
+    try:
+        sets = [Dataset(cfg, "val", name) for name in read_sets(cfg.data.val) if has_data]
+    except errors.UserError as e:
+        problems = [x._replace(fix=x.fix.replace("--data.val", "--data")) for x in e.problems]
+        raise errors.UserError(e.code, problems=problems) from None
     for data in sets:
         utils.run_on_lead(check_tokenizer, run / "tokenizer.json", data.source.tokenizer)
     params = runstate.load_params(run, cfg, args.step, args.weights)
@@ -91,7 +98,8 @@ def main(args: Args, cfg: config.Config):
 def score(args: Args, cfg: config.Config, params, data: Dataset):
     """Score every token of one set."""
     # stdout is for the result.
-    utils.say(f"evaluating in {cfg.train.dtype} on {data.source}", file=sys.stderr)
+    path = read_sets(cfg.data.val)[data.name].path
+    utils.say(f"evaluating in {cfg.train.dtype} on {path}: {data.source}", file=sys.stderr)
     parts = []
     for i in train.progress(range(data.n_eval_batches)):
         tokens, targets = data.eval_batch(i)
@@ -99,9 +107,9 @@ def score(args: Args, cfg: config.Config, params, data: Dataset):
         nll_AMBL = jnp.where(targets >= 0, nll_AMBL, NOT_SCORED)
         parts.append(np.asarray(multihost_utils.process_allgather(nll_AMBL, tiled=True)).ravel())
     nll = np.concatenate(parts)[: data.source.n_tokens - 1]  # without the padding of the last batch
-    is_scored = nll != NOT_SCORED
-    n_scored = int(is_scored.sum())
-    loss = nll[is_scored].sum(dtype=np.float64) / n_scored if n_scored else math.nan
+    loss_mask = nll != NOT_SCORED
+    n_scored = int(loss_mask.sum())
+    loss = nll[loss_mask].sum(dtype=np.float64) / n_scored if n_scored else math.nan
     bytes_per_token = data.source.bytes_per_token
     bits = loss / math.log(2) / bytes_per_token if bytes_per_token is not None else math.nan
     scores = dict(loss=loss, perplexity=np.exp(loss), bits_per_byte=bits)
@@ -109,7 +117,7 @@ def score(args: Args, cfg: config.Config, params, data: Dataset):
     name = dict(set=data.name) if data.name else {}
     utils.say(json.dumps(name | scores | dict(tokens=n_scored)))
     if args.per_token and utils.is_lead():
-        logprob = np.where(is_scored, -nll, np.float32(np.nan))
+        logprob = np.where(loss_mask, -nll, np.float32(np.nan))
         files.write_whole(files.absolute_path(args.per_token), files.npy_bytes(logprob))
 
 

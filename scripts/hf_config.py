@@ -25,7 +25,10 @@ IGNORED = """
     output_hidden_states num_nextn_predict_layers num_mtp_layers rope_interleave qk_head_dim
     cache_implementation initial_context_length experts_per_token sliding_window_size
     _sliding_window_pattern _attn_implementation _attn_implementation_autoset _commit_hash
-    original_max_position_embeddings
+    original_max_position_embeddings tokenizer_class is_llama_config transformers.js_config
+    _num_labels max_length min_length do_sample temperature top_k top_p repetition_penalty
+    num_beams unsloth_version unsloth_fixed pruned_heads chunk_size_feed_forward torchscript
+    use_bfloat16 use_flash_attention_2
     """.split()  # noqa: SIM905
 
 # ---- from config.json
@@ -87,7 +90,7 @@ def read_model(hf: dict) -> Model:
         raise UserError(DATA, what, "fetch it again") from None
     for key, x in keys.unread.items():
         if x is not False:
-            fix = "make sure that it changes nothing, and delete it from config.json"
+            fix = "if it changes nothing, delete it from config.json in a copy of the folder"
             keys.add_problem(f"config.json: {key}={x!r} is not known for {name}", fix)
     if keys.problems:
         raise UserError(DATA, problems=keys.problems)

@@ -64,7 +64,7 @@ def problems_with(args, **rules: tuple[object, str]) -> list[Problem]:
 # gone: a shell that lived on could send SIGKILL to a new process with train.py's number.
 REMOTE = """(cd {folder} 2>/dev/null || {{
   echo error: {folder} is no folder on this host
-  echo "  fix: give Trifold's folder on the hosts as --folder"
+  echo "  fix: put Trifold there; launch.py ssh takes another folder as --folder"
   exit {usage}
 }}
 PATH="$PWD/.venv/bin:$PATH" && exec {command}) </dev/null &
@@ -228,7 +228,7 @@ class Tpu:
             self,
             name=(name, "small letters, digits and dashes, as in my-pod"),
             zone=(zone, "a zone, such as us-east5-a"),
-            type=(type, f"{errors.or_list(RUNTIMES)} and a size: v5p-128"),
+            type=(type, f"{errors.or_list(RUNTIMES)} (v5e is v5litepod) and a size: v5p-128"),
             slices=(self.slices > 0, "1 or more"),
             restarts=(self.restarts >= 0, "0 or more"),
         )
@@ -537,12 +537,14 @@ def parse(words: list[str]) -> Tpu | Slurm | Ssh:
         fix = "leave it out, and choose another --run.name or move the old run"
         found.append(Problem("--fresh would start the run over at each restart", fix))
     own = [field.name for field in fields(args)]
-    for word in args.extra:
+    for before, word in zip(["", *args.extra], args.extra, strict=False):
         # One that is misspelt, or stands before the name of the subcommand.
         close = get_close_matches(word.partition("=")[0].removeprefix("--"), own, 1, 0.8)
         if isinstance(args, Ssh) or close or not re.match("--[a-z]", word):
             fix = "see --help; give its flags after tpu, slurm or ssh, others as --flag=value"
             fix = f"give --{close[0]} after tpu, slurm or ssh" if close else fix
+            if before.startswith("--") and not word.startswith("-"):
+                fix = f"write it as {before}={word}"
             found.append(Problem(f"{word!r} is unknown", fix))
     if not args.dry_run and not shutil.which(args.tool):
         fix = f"install {args.tool}, or see with --dry_run what it would do"

@@ -181,7 +181,8 @@ def main(args: Args, cfg: config.Config):
     """Run the harness, print its table, and write --json."""
     cfg = utils.start_mesh(cfg, rows=args.batch_size)
     utils.run_on_lead(check_output, "json", args.json)
-    manager, names = TaskManager(include_path=args.include_path), args.tasks.split(",")
+    manager = TaskManager(include_path=args.include_path)
+    names = [name.strip() for name in args.tasks.split(",")]
     if unknown := [name for name in names if name not in manager.task_index]:
         what = f"the harness knows no task {errors.or_list([*map(repr, unknown)])}"
         fix = "name one of `python -m lm_eval ls tasks`, or give the folder of your own with "

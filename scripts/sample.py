@@ -25,7 +25,7 @@ class Args(cli.RunArgs):
     """Texts to continue; an empty one starts a new document."""
     stop: tuple[str, ...] = ()
     """Stop strings: a text ends before the first of them; they are not looked for in prompts."""
-    json: bool = False
+    json: config.Flag = False
     """Print each text as a line of JSON: prompt, text (the continuation) and tokens (how many were
     sampled, including those of a stop string)."""
     tokens: int = 128
@@ -121,7 +121,8 @@ def until_stop(text: str, stops: tuple[str, ...]) -> str:
 def main(args: Args, cfg: config.Config):
     """Print each prompt with its continuation; a single one is streamed."""
     path = files.absolute_path(args.tokenizer or f"{args.run}/tokenizer.json")
-    tokenizer = tasks.load_tokenizer(path, cfg, "name one with --tokenizer tokenizer.json")
+    fix = "give the one that the run's data was made with, as --tokenizer PATH/tokenizer.json"
+    tokenizer = tasks.load_tokenizer(path, cfg, fix)
     texts = args.prompt or ("",)
     cfg = utils.start_mesh(cfg, rows=len(texts))
     utils.say(f"sampling in {cfg.train.dtype}", file=sys.stderr)  # stdout is for the text

@@ -51,8 +51,12 @@ def losses_of_tokens(block: str) -> list[float]:
     return [float(word[1:].split()[0]) for word in words]
 
 
+def losses_of(text: str) -> list[float]:
+    return [float(x) for x in re.findall(r"^  loss ([0-9.]+);", text, re.M)]
+
+
 def mean_loss(text: str) -> float:
-    return float(np.mean([float(x) for x in re.findall(r"^  loss ([0-9.]+);", text, re.M)]))
+    return float(np.mean(losses_of(text)))
 
 
 @pytest.fixture(scope="session")
@@ -214,6 +218,32 @@ def test_an_update_that_the_run_does_not_have_is_an_error(spoilt):
         assert code == USAGE and "must be between" in what
 
 
+def test_the_losses_are_the_same_on_any_mesh_and_of_one_row(reference):
+    whole = explain(reference, "--step", 10, "--loss")
+    on_mesh = explain(reference, "--step", 10, "--loss", "--mesh.dp", 4, "--mesh.tp", 2)
+    assert losses_of(on_mesh) == pytest.approx(losses_of(whole), abs=2e-4)
+    one = explain(reference, "--step", 10, "--loss", "--row", 5)
+    assert losses_of(one) == losses_of(whole)[5:6]
+
+
+def test_an_update_that_has_not_been_made_yet_is_shown_as_such(reference, tmp_path):
+    record = json.loads((reference / "config.json").read_text())
+    rows = (reference / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    made = [row for row in rows if json.loads(row)["step"] <= 5]
+    (tmp_path / "metrics.jsonl").write_text("".join(made))
+    assert "not been made yet: the run has made 5" in explain(tmp_path, "--step", 6)
+    assert "not been made" not in explain(tmp_path, "--step", 5)
+
+
+def test_a_run_without_updates_of_its_own_is_an_error(reference, tmp_path):
+    """As an import."""
+    record = json.loads((reference / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(record | dict(data_fingerprint=None)))
+    code, (what, _) = refused(tmp_path, "--step", 1)
+    assert code == DATA and "has made no update" in what
+
+
 def test_a_row_may_be_beyond_the_last_size_of_a_ramp(reference, tmp_path):
     record = json.loads((reference / "config.json").read_text())
     record["train"]["batch_ramp"] = "0:64,10:32"
@@ -225,7 +255,7 @@ def test_a_row_may_be_beyond_the_last_size_of_a_ramp(reference, tmp_path):
 
 def test_a_config_without_a_setting_has_its_default(reference, tmp_path):
     record = json.loads((reference / "config.json").read_text())
-    del record["data_fingerprint"], record["train"]["batch_ramp"]
+    del record["train"]["batch_ramp"]
     assert record["train"].pop("batch_size") == config.Train.batch_size
     (tmp_path / "config.json").write_text(json.dumps(record))
     found = [re.findall("row .*", explain(run, "--step", 3)) for run in (tmp_path, reference)]
@@ -327,7 +357,7 @@ def test_a_row_ends_with_its_last_token_also_where_that_is_not_scored(cfg, tmp_p
     (tmp_path / "a.mask").write_bytes(bytes([0, 1] * 4500))
     cfg = on_mesh(replace(cfg, data=replace(cfg.data, train=str(tmp_path / "a.npy"))))
     monkeypatch.setattr(batch, "open_data", lambda *_: Dataset(cfg, "train"))
-    rows = batch.read_rows(batch.Args(str(tmp_path), 1), cfg)
+    rows = batch.read_rows(batch.Args(str(tmp_path), 1), cfg, cfg)
     assert not any(row.scored[-1] for row in rows)
     for row in rows:
         assert set(np.diff(row.tokens) % 250) == {1}

@@ -537,6 +537,12 @@ def test_a_config_that_changes_the_maths_is_refused(family, keys, words, tmp_pat
     assert words in problems(tmp_path, family, tensors, **keys)
 
 
+def test_keys_that_only_concern_other_programs_are_read():
+    hf = CONFIGS["llama"] | dict(model_type="llama")
+    more = {"is_llama_config": True, "transformers.js_config": {}, "pruned_heads": {}, "top_k": 5}
+    assert hf_config.read_model(hf | more) == hf_config.read_model(hf)
+
+
 def test_a_window_that_is_null_is_none_and_one_that_is_absent_is_the_familys():
     hf = CONFIGS["mistral"] | dict(model_type="mistral")
     assert hf_config.read_model(hf).window == 0

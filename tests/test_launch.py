@@ -110,7 +110,8 @@ def test_what_launches_does_not_import_jax():
 
 @pytest.mark.parametrize("words, problems", [
     ([*POD], ["no command"]),
-    ([*POD, "--network", "mine", "--", "a"], ["'mine' is unknown"]),
+    ([*POD, "--network", "mine", "--", "a"],
+     ["'mine' is unknown\n  fix: write it as --network=mine"]),
     (["--dry_run", *POD, "--", "a"], ["'--dry_run' is unknown"]),
     ([*POD, "--dryrun", "--restart=5", "--", "a"],
      ["'--dryrun' is unknown\n  fix: give --dry_run", "'--restart=5' is unknown"]),

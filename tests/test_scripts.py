@@ -355,3 +355,15 @@ def test_a_run_without_a_tokenizer_says_how_to_name_one(trained, tmp_path):
     assert done.returncode == DATA and "--tokenizer" in done.stderr
     assert run("scripts/sample.py", *args, "--tokenizer", tokenizer).returncode == 0
     jax.clear_caches()
+
+
+def test_an_evaluation_without_data_of_its_own_asks_for_data(trained, tmp_path):
+    """As that of an import, whose config.json has the default data.val."""
+    shutil.copytree(trained, run_copy := tmp_path / "imported")
+    record = json.loads((run_copy / "config.json").read_text())
+    record["data_fingerprint"] = None
+    (run_copy / "config.json").write_text(json.dumps(record))
+    done = run("scripts/evaluate.py", "--run", run_copy)
+    assert done.returncode == USAGE and "give a data set as --data" in done.stderr
+    done = run("scripts/evaluate.py", "--run", run_copy, "--data", tmp_path / "none")
+    assert done.returncode == DATA and "set --data\n" in done.stderr
