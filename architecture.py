@@ -1,7 +1,7 @@
 """A model's architecture: the section `model` of the settings, and its layer pattern."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -199,6 +199,23 @@ def kinds_by_group(m: Model) -> dict[str, list[str]]:
 def all_kinds(m: Model) -> list[str]:
     """The kind of each layer, in order."""
     return [kind for kinds in kinds_by_group(m).values() for kind in kinds]
+
+
+class LayerPlace(NamedTuple):
+    """Where a layer's weights are: params[group][kind][name][row]."""
+
+    group: str
+    kind: str
+    row: int
+
+
+def layer_places(m: Model) -> list[LayerPlace]:
+    """The place of each layer, in order."""
+    return [
+        LayerPlace(group, kind, kinds[:n].count(kind))
+        for group, kinds in kinds_by_group(m).items()
+        for n, kind in enumerate(kinds)
+    ]
 
 
 def moe_layers(m: Model) -> list[int]:

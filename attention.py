@@ -6,10 +6,12 @@ Dimension key (a suffix on every array's name spells its logical shape):
   B  sequences   L  sequence length, of the queries   S  sequence length of the keys   D  d_model
   H  query heads   G  key and value heads   R  query heads per key head   K  head dim
   A  rotated pairs of elements   M  microbatches   1  a dim of size 1
+  k  in an einsum, the second K of a [K, K] array
 mla:
   J  latent of the queries   I  latent of keys and values   T  rotary dim of a key   W  value dim
 
-Inside shard_map a letter that the array's PartitionSpec maps to a mesh axis is the local part.
+Inside shard_map the letters still name the whole dims; a sharded dim is only as long as this
+device's part.
 """
 
 import functools
@@ -156,7 +158,8 @@ def yarn_magnitudes(m) -> tuple[float, float]:
 
 def rope(x_BLHK, span: Span, cfg, width=None):
     """Rotary position embedding (Su et al. 2021) of the last `width` elements of each head (None:
-    all), of which element i and element i + width/2 are a pair, as Llama's."""
+    all), of which element i and element i + width/2 are a pair, as in Hugging Face's Llama.  (In
+    Meta's own, neighbours are.)"""
     m, K = cfg.model, x_BLHK.shape[-1]
     width = width or K
     if m.positions == "learned":
@@ -174,8 +177,8 @@ def rope(x_BLHK, span: Span, cfg, width=None):
         # again: attention of jaxformer_1b would take 2.4 times the cycles.
         swap_KK = np.pad(np.kron([[0, 1], [-1, 0]], np.eye(width // 2)), (K - width, 0))
         # With a batch dim, because remat=dots keeps products that have none.
-        swap_aKK = swap_KK[None].astype(x_BLHK.dtype)
-        swapped_BLHK = jnp.einsum("aBLHK,aKJ->aBLHJ", x_BLHK[None], swap_aKK)[0]
+        swap_1KK = swap_KK[None].astype(x_BLHK.dtype)
+        swapped_BLHK = jnp.einsum("aBLHK,aKk->aBLHk", x_BLHK[None], swap_1KK)[0]
         front = ((0, 0),) * 3 + ((K - width, 0),)
         sin_BL1K = jnp.pad(jnp.concatenate([sin_BL1A] * 2, -1), front)
         cos_BL1K = jnp.pad(jnp.concatenate([cos_BL1A] * 2, -1), front, constant_values=1)
@@ -189,7 +192,7 @@ def rope(x_BLHK, span: Span, cfg, width=None):
 # ---- kernels: softmax attention of queries, keys and values
 
 
-def score_scale(cfg, width: int) -> float:
+def softmax_scale(cfg, width: int) -> float:
     """The factor on the scores of heads of that width; with muP it falls as 1 / width (Yang et al.
     2022, definition 4.1)."""
     m = cfg.model
@@ -205,7 +208,7 @@ def decoding_attention(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg, width: int, sink
     q_BGRLK = q_BLHK.reshape(B, L, G, H // G, K).transpose(0, 2, 3, 1, 4)
     k_BGSK, v_BGSW = k_BSGK.swapaxes(1, 2), v_BSGW.swapaxes(1, 2)
     score_BGRLS = einsum("BGRLK,BGSK->BGRLS", q_BGRLK, k_BGSK, jnp.float32)
-    score_BGRLS *= score_scale(cfg, width)
+    score_BGRLS *= softmax_scale(cfg, width)
     score_BGRLS = softcap(score_BGRLS, cfg.model.attn_softcap)
     distance_BLS = span.index_BL[..., None] - jnp.arange(S)
     seen_BLS = (distance_BLS >= 0) & (distance_BLS < (span.window or S))
@@ -223,7 +226,7 @@ def decoding_attention(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg, width: int, sink
 
 def xla_attention(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg, width: int, sink_H=None):
     """Plain JAX in blocks: supports every option on every platform."""
-    options = dict(scale=score_scale(cfg, width), cap=cfg.model.attn_softcap, window=span.window)
+    options = dict(scale=softmax_scale(cfg, width), cap=cfg.model.attn_softcap, window=span.window)
     return block_attention(q_BLHK, k_BSGK, v_BSGW, span.document_BL, sink_H, **options)
 
 
@@ -235,7 +238,7 @@ def cudnn_attention(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg, width: int):
         q_BLHK,
         k_BSGK,
         v_BSGK,
-        scale=score_scale(cfg, width),
+        scale=softmax_scale(cfg, width),
         is_causal=True,
         local_window_size=(span.window - 1, 0) if span.window else None,
         implementation="cudnn",
@@ -284,7 +287,7 @@ def splash_attention(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg, width: int, interp
         return *back(grad_BHLW), None
 
     run_typed.defvjp(forward, backward)
-    scaled_BLHK = (q_BLHK * score_scale(cfg, width)).astype(q_BLHK.dtype)
+    scaled_BLHK = (q_BLHK * softmax_scale(cfg, width)).astype(q_BLHK.dtype)
     heads_first = [jnp.swapaxes(x, 1, 2) for x in (scaled_BLHK, k_BSGK, v_BSGW)]
     return jnp.swapaxes(run_typed(*heads_first, segments), 1, 2)
 
@@ -323,7 +326,7 @@ def attend(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg, width: int, sink_H=None):
     """Causal softmax attention: of whole rows by the kernel that train.attention and the platform
     choose, of new tokens by `decoding_attention`.
 
-    width: of a key head, for `score_scale`.  sink_H: of each query head, a score that no key has;
+    width: of a key head, for `softmax_scale`.  sink_H: of each query head, a score that no key has;
     None adds none.  H / G query heads share a key head.  Returns y_BLHW.
     Raises UserError USAGE where train.attention names a kernel that cannot do it.
     """
@@ -343,7 +346,7 @@ def attend(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg, width: int, sink_H=None):
     return attention(q_BLHK, k_BSGK, v_BSGW)
 
 
-def logit_stats(q_BLHK, k_BSGK, span: Span, cfg, width: int) -> dict:
+def score_stats(q_BLHK, k_BSGK, span: Span, cfg, width: int) -> dict:
     """With log.norms_every, a layer's statistic `logit`: the mean square of the scores of all pairs
     of a row's tokens, before softcap and mask, summed over this device's rows and heads.
 
@@ -355,9 +358,9 @@ def logit_stats(q_BLHK, k_BSGK, span: Span, cfg, width: int) -> dict:
     G = k_BSGK.shape[2]
     q_BLGRK = lax.stop_gradient(q_BLHK).reshape(B, L, G, H // G, K).astype(jnp.float32)
     k_BSGK = lax.stop_gradient(k_BSGK).astype(jnp.float32)
-    q_BGKK = jnp.einsum("BLGRK,BLGRJ->BGKJ", q_BLGRK, q_BLGRK)
-    k_BGKK = jnp.einsum("BSGK,BSGJ->BGKJ", k_BSGK, k_BSGK)
-    return dict(logit=(q_BGKK * k_BGKK).sum() * (score_scale(cfg, width) / L) ** 2)
+    q_BGKK = jnp.einsum("BLGRK,BLGRk->BGKk", q_BLGRK, q_BLGRK)
+    k_BGKK = jnp.einsum("BSGK,BSGk->BGKk", k_BSGK, k_BSGK)
+    return dict(logit=(q_BGKK * k_BGKK).sum() * (softmax_scale(cfg, width) / L) ** 2)
 
 
 # ---- attention variants: tables of weights, and functions of (x_BLD, w, cfg, Span, cache)
@@ -421,7 +424,7 @@ def gqa_table(cfg: Config) -> dict:
 
 def gqa(x_BLD, w, cfg, span: Span, cache):
     """Grouped-query attention (Ainslie et al. 2023).  Returns y_BLD, the keys and values, and
-    `logit_stats`.
+    `score_stats`.
 
     x is gathered over tp; the outputs of the heads are summed over tp and scattered.
     """
@@ -438,7 +441,7 @@ def gqa(x_BLD, w, cfg, span: Span, cache):
     k_BSGK, v_BSGK = kv["k_BSGK"], kv["v_BSGK"]
     y_BLHK = attend(q_BLHK, k_BSGK, v_BSGK, span, cfg, cfg.model.d_head, w.get("sink_H"))
     y_BLD = scatter_over_tp(einsum("BLHK,HKD->BLD", y_BLHK, w["o_HKD"]), span.tp_dim)
-    stats = logit_stats(q_BLHK, k_BSGK, span, cfg, cfg.model.d_head)
+    stats = score_stats(q_BLHK, k_BSGK, span, cfg, cfg.model.d_head)
     return add_bias(y_BLD, w.get("o_bias_D")), kv, stats
 
 
@@ -470,7 +473,7 @@ def mla_table(cfg: Config) -> dict:
 def mla(x_BLD, w, cfg, span: Span, cache):
     """Multi-head latent attention (DeepSeek-V2, section 2.1; V3, section 2.1.1).
 
-    Returns y_BLD, the latents of the keys and values, and `logit_stats`.  The latents are gathered
+    Returns y_BLD, the latents of the keys and values, and `score_stats`.  The latents are gathered
     over tp and cached: kv_rank + d_rope numbers a token.
     """
     h_BLJ, c_BLI, k_BLT = mla_latents(x_BLD, w, cfg, span)
@@ -501,7 +504,7 @@ def mla_latents(x_BLD, w, cfg, span: Span):
 
 
 def attend_to_expanded(h_BLJ, c_BSI, k_BST, w, cfg, span: Span):
-    """(y_BLHW, `logit_stats`): attention to keys and values of each head, made from the latents."""
+    """(y_BLHW, `score_stats`): attention to keys and values of each head, made from the latents."""
     m = cfg.model
     # Weights are joined, because joined heads would be written to memory once more.  On a TPU this
     # is a part of the 2.4 times in `rope`; on a CPU an update takes 1.5 % longer with it.
@@ -514,7 +517,7 @@ def attend_to_expanded(h_BLJ, c_BSI, k_BST, w, cfg, span: Span):
     v_BSHW = einsum("BSI,IHW->BSHW", c_BSI, w["v_IHW"])
     width = m.d_head + m.d_rope
     y_BLHW = attend(q_BLHK, k_BSHK, v_BSHW, span, cfg, width)
-    return y_BLHW, logit_stats(q_BLHK, k_BSHK, span, cfg, width)
+    return y_BLHW, score_stats(q_BLHK, k_BSHK, span, cfg, width)
 
 
 def attend_to_latents(h_BLJ, c_BSI, k_BST, w, cfg, span: Span):

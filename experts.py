@@ -5,10 +5,13 @@ Dimension key (a suffix on every array's name spells its logical shape):
   E  experts   X  experts of a token   Q  tokens of all sequences   U  pairs of token and expert
   Z  slots of an expert (without capacity: rows of a tile, see grouped.py)   O  all slots
   J  columns of C times F   1  a dim of size 1   n  queues
+  G  groups of experts   P  experts of a group   A  active groups of a token
 
 A pair is a token and one of the experts that it is routed to.  To be multiplied, pairs are put into
-slots, which are ordered by expert.  Inside shard_map a letter that the array's PartitionSpec maps
-to a mesh axis is the local part.  After `gather_rows` B is tp times as large, and L is L / tp.
+slots, which are ordered by expert.
+
+Inside shard_map the letters still name the whole dims; a sharded dim is only as long as this
+device's part.  After `gather_rows` B is tp times as large, and L is L / tp.
 """
 
 import math
@@ -20,6 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from architecture import layer_places
 from config import Config
 from grouped import grouped, outer, padded_rows
 from layers import (
@@ -28,7 +32,6 @@ from layers import (
     einsum,
     feed_forward,
     gather_rows,
-    layer_places,
     mlp_table,
     rows_to_sequences,
     scatter_rows,
@@ -49,7 +52,7 @@ def moe_table(cfg: Config) -> dict:
         in_spec, out_spec = P("dp", None, None, "tp"), P("dp", "tp", None)
     else:
         in_spec, out_spec = P(None, "dp", None, "tp"), P(None, "tp", "dp")
-    expert = partial(Param, stays_sharded=by_rank, rows=(1,))
+    expert = partial(Param, is_routed=True, stays_sharded=by_rank, rows=(1,))
     router = partial(Param, keep_float32=True, rows=(0,))
     table = dict(
         router_DE=router((D, E), P("dp", None), normal(D), columns=(1,)),
@@ -57,9 +60,9 @@ def moe_table(cfg: Config) -> dict:
         out_EFD=expert((E, F, D), out_spec, to_residual(m, F), columns=(2,)),
     )
     if m.expert_bias:
-        spec = P(in_spec[0], None, "tp")
-        table |= dict(in_bias_ECF=zero_bias(E, C, F, spec=spec, stays_sharded=by_rank))
-        table |= dict(out_bias_ED=zero_bias(E, D))
+        in_bias = partial(zero_bias, spec=P(in_spec[0], None, "tp"), stays_sharded=by_rank)
+        table |= dict(in_bias_ECF=in_bias(E, C, F, is_routed=True))
+        table |= dict(out_bias_ED=zero_bias(E, D, is_routed=True))
     if m.router_logit_bias:
         table |= dict(router_logit_bias_E=zero_bias(E))
     if m.router_bias:
@@ -87,11 +90,12 @@ def route(x_BLD, w, cfg):
     score_BLE = jax.nn.softmax(logit_BLE, -1) if softmax else jax.nn.sigmoid(logit_BLE)
     choice_BLE = add_bias(lax.stop_gradient(score_BLE), w.get("router_bias_E"))
     if m.n_groups > 1:
-        by_group = choice_BLE.reshape(*choice_BLE.shape[:2], m.n_groups, -1)
-        group_score = lax.top_k(by_group, min(2, by_group.shape[-1]))[0].sum(-1)
-        active_group = lax.top_k(group_score, m.n_active_groups)[1]
-        is_active = jax.nn.one_hot(active_group, m.n_groups).sum(-2) > 0
-        choice_BLE = jnp.where(is_active[..., None], by_group, -jnp.inf).reshape(choice_BLE.shape)
+        choice_BLGP = choice_BLE.reshape(*choice_BLE.shape[:2], m.n_groups, -1)
+        group_score_BLG = lax.top_k(choice_BLGP, min(2, choice_BLGP.shape[-1]))[0].sum(-1)
+        active_group_BLA = lax.top_k(group_score_BLG, m.n_active_groups)[1]
+        is_active_BLG = jax.nn.one_hot(active_group_BLA, m.n_groups).sum(-2) > 0
+        choice_BLGP = jnp.where(is_active_BLG[..., None], choice_BLGP, -jnp.inf)
+        choice_BLE = choice_BLGP.reshape(choice_BLE.shape)
     expert_BLX = lax.top_k(choice_BLE, m.n_active)[1]
     gate_BLX = jnp.take_along_axis(score_BLE, expert_BLX, -1)
     if m.norm_scores:
@@ -205,9 +209,9 @@ def hidden_rows(x_OD, in_EDCF, bias_ECF, size_E, Z, cfg):
 def experts_of_rows(x_OD, gate_O, in_EDCF, bias_ECF, out_EFD, size_E, Z, cfg):
     """y_OD: the output of each row's expert times the row's gate; see grouped.py for size_E and Z.
 
-    The gates multiply hidden units, which are narrower than outputs.  The backward pass recomputes
-    hidden units.  It does not recompute y: a gate's gradient, g . (h W) with g the gradient of y,
-    is computed as (g W') . h.
+    The gates multiply hidden units, which are usually narrower than outputs.  The backward pass
+    recomputes hidden units.  It does not recompute y: a gate's gradient, g . (h W) with g the
+    gradient of y, is computed as (g W') . h.
     """
     h_OF, _ = hidden_rows(x_OD, in_EDCF, bias_ECF, size_E, Z, cfg)
     return grouped(gate_O[:, None] * h_OF, out_EFD, size_E, Z)
@@ -360,7 +364,7 @@ def moe(x_BLD, w, cfg, training: bool):
 def moe_metrics(stats, cfg: Config) -> dict:
     """load (pairs of token and expert), entropy (nats a token), balance (1 is best) and dropped
     (share of the pairs) of each moe layer, in the order of the layers."""
-    places = [place for place in layer_places(cfg) if "moe" in place.kind]
+    places = [place for place in layer_places(cfg.model) if "moe" in place.kind]
     by_layer = [jax.tree.map(itemgetter(row), stats[group][kind]) for group, kind, row in places]
     total = jax.tree.map(lambda *x: jnp.stack(x), *by_layer)
     n = cfg.train.batch_size * cfg.train.seq_len

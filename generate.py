@@ -5,7 +5,8 @@ Dimension key (a suffix on every array's name spells its logical shape):
   S  sequence length of the cache   D  d_model   V  vocabulary
   R  rows: sequences of all microbatches
 
-Inside shard_map a letter that the array's PartitionSpec maps to a mesh axis is the local part.
+Inside shard_map the letters still name the whole dims; a sharded dim is only as long as this
+device's part.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,9 +21,10 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from architecture import layer_places
 from attention import Span, attention_of, document_ids
 from config import Config
-from layers import layer_places, mark_varying, norm, tp_part
+from layers import mark_varying, norm, tp_part
 from model import apply_embedding, decoder_layer, gather_layer, logits, param_specs, prepare_weights
 from pipeline import forward_pipeline
 from utils import with_slices
@@ -40,7 +42,7 @@ def layer_groups(w) -> list[str]:
 
 def stage_layers(cfg: Config, group: str) -> list[tuple[str, int]]:
     """(kind, row) of each layer of a group that a device has, in order."""
-    places = [(place.kind, place.row) for place in layer_places(cfg) if place.group == group]
+    places = [(place.kind, place.row) for place in layer_places(cfg.model) if place.group == group]
     # Each stage has whole blocks, so the same kinds as the first, and its rows count from 0.
     return places if group == "prefix" else places[: len(places) // lax.axis_size("pp")]
 

@@ -5,7 +5,8 @@ Dimension key (a suffix on every array's name spells its logical shape):
   M  microbatches   B  sequences   L  sequence length   D  d_model   V  vocabulary
   E  experts
 
-Inside shard_map a letter that the array's PartitionSpec maps to a mesh axis is the local part.
+Inside shard_map the letters still name the whole dims; a sharded dim is only as long as this
+device's part.
 """
 
 import copy
@@ -256,7 +257,7 @@ class Rows(NamedTuple):
     n_tokens: jax.Array
     """Counted tokens of the global batch."""
     key: jax.Array
-    """For dropout, of this update."""
+    """Of this update, for dropout."""
 
     def span(self, m, cfg: Config) -> Span:
         """The Span of microbatch m."""
@@ -302,6 +303,7 @@ class ScheduledWork:
     def forward_part(self, m, r, total: Total, x_BLD):
         """(y_BLD, statistics, backward function) of `apply_part`."""
         f, (layers, grads) = partial(self.apply_part, m, r), self.part(total, r)
+        # The sum's value is not used; `backward` gives the new sum as its cotangent.
         (y_BLD, stats, _), backward = jax.vjp(f, layers, grads, x_BLD)
         return y_BLD, stats, backward
 

@@ -2,7 +2,7 @@
 
 Dimension key (a suffix on every array's name spells its logical shape):
   E  experts   U  pairs of token and expert   O  rows   Y  tiles   Z  rows of a tile
-  D  d_model, or the width of other inputs   F  width of the outputs
+  D  d_model, or the width of other inputs   F  width of the outputs   1  a dim of size 1
 
 Rows are sorted by expert, and size_E says how many each has.  Rows beyond their sum belong to no
 expert: what is in them does not matter, and what comes out there is undefined and must not be used.

@@ -4,7 +4,8 @@ dp and tp that they use.  Attention and experts have files of their own.
 Dimension key (a suffix on every array's name spells its logical shape):
   B  sequences   L  sequence length   D  d_model   F  d_ff   C  gate and up, or only up
 
-Inside shard_map a letter that the array's PartitionSpec maps to a mesh axis is the local part.
+Inside shard_map the letters still name the whole dims; a sharded dim is only as long as this
+device's part.
 """
 
 import functools
@@ -15,14 +16,13 @@ from functools import partial
 from pathlib import Path
 from platform import machine
 from types import ModuleType
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from architecture import Model, kinds_by_group
+from architecture import Model
 from config import Config
 from utils import AXES, with_slices
 from weights import Normal, Param, norm_gain, normal, zero_bias
@@ -31,6 +31,25 @@ BATCH = ("dp", "pp")
 """The mesh axes over which the tokens of a batch are stored, besides that of the slices."""
 STAGE = ("dp", "tp")
 """The mesh axes of the devices of one pipeline stage, besides that of the slices."""
+
+# ---- the devices
+
+GPUS = "gpu", "cuda"
+"""The platforms that `platform` may return for an NVIDIA GPU."""
+
+
+def platform() -> str:
+    """The platform of the ambient mesh's devices, which may be present or only planned for."""
+    return jax.sharding.get_abstract_mesh().abstract_device.platform
+
+
+def compute_capability() -> float:
+    """The CUDA compute capability of the ambient mesh's GPUs, judged by the first of JAX's devices.
+    If that is no GPU, the mesh is only planned for (scripts/plan.py), and its GPUs count as Hopper,
+    9.0.  An AMD GPU's is no number, and counts as 0."""
+    found = str(getattr(jax.devices()[0], "compute_capability", "9.0"))
+    return float(found) if re.fullmatch(r"\d+\.\d+", found) else 0.0
+
 
 # ---- tables of weights
 
@@ -70,23 +89,6 @@ def mlp_table(cfg: Config, F: int, name: str = "") -> dict:
     if m.mlp_bias and not name:
         table |= dict(in_bias_CF=zero_bias(C, F, spec=P(None, "tp")), out_bias_D=zero_bias(D))
     return table
-
-
-class LayerPlace(NamedTuple):
-    """Where a layer's weights are: params[group][kind][name][row]."""
-
-    group: str
-    kind: str
-    row: int
-
-
-def layer_places(cfg: Config) -> list[LayerPlace]:
-    """The place of each layer, in order."""
-    return [
-        LayerPlace(group, kind, kinds[:n].count(kind))
-        for group, kinds in kinds_by_group(cfg.model).items()
-        for n, kind in enumerate(kinds)
-    ]
 
 
 # ---- types and collectives
@@ -221,23 +223,6 @@ def rows_to_sequences(x_BL):
 
 
 # ---- arithmetic
-
-
-GPUS = "gpu", "cuda"
-"""The platforms that `platform` may return for an NVIDIA GPU."""
-
-
-def platform() -> str:
-    """The platform of the ambient mesh's devices, which may be present or only planned for."""
-    return jax.sharding.get_abstract_mesh().abstract_device.platform
-
-
-def compute_capability() -> float:
-    """The CUDA compute capability of the ambient mesh's GPUs, judged by the first of JAX's devices.
-    If that is no GPU, the mesh is only planned for (scripts/plan.py), and its GPUs count as Hopper,
-    9.0.  An AMD GPU's is no number, and counts as 0."""
-    found = str(getattr(jax.devices()[0], "compute_capability", "9.0"))
-    return float(found) if re.fullmatch(r"\d+\.\d+", found) else 0.0
 
 
 @functools.cache
@@ -384,15 +369,15 @@ def softcap(x, cap: float):
     return cap * jnp.tanh(x / cap) if cap else x
 
 
-def rms_norm(x_BLD, gain_D, eps):
-    """x / rms(x) * gain over the gain's dims, in float32 (Zhang and Sennrich 2019).  A gain of
-    [heads, width] is that of all heads, of which each tp shard has a part."""
-    x32_BLD = x_BLD.astype(jnp.float32)
-    square = jnp.mean(x32_BLD**2, tuple(range(-gain_D.ndim, 0)), keepdims=True)
-    if gain_D.ndim > 1:
+def rms_norm(x, gain, eps):
+    """x / rms(x) * gain, in float32, over as many last dims of x as gain has (Zhang and Sennrich
+    2019).  A gain of [heads, width] is that of all heads, of which each tp shard has a part."""
+    x32 = x.astype(jnp.float32)
+    square = jnp.mean(x32**2, tuple(range(-gain.ndim, 0)), keepdims=True)
+    if gain.ndim > 1:
         # Not pmean: jax (0.10.2) fails to transpose its division.
         square = mark_varying(lax.psum(square, "tp")) / lax.axis_size("tp")
-    return (x32_BLD * lax.rsqrt(square + eps) * gain_D).astype(x_BLD.dtype)
+    return (x32 * lax.rsqrt(square + eps) * gain).astype(x.dtype)
 
 
 def norm(x_BLD, w, name, cfg):

@@ -7,9 +7,9 @@ Dimension key (a suffix on every array's name spells its logical shape):
   E  experts   C  gate and up, or only up   F  hidden units
 
 Mesh axes: dp (the batch; weights are stored sharded over it), pp (the layers; tokens are stored
-sharded over it by microbatch), tp (heads, d_ff, vocabulary, and the sequence wherever an array is
-x_BLD).  Inside shard_map a letter that the array's PartitionSpec maps to a mesh axis is the local
-part.
+sharded over it by microbatch), tp (heads, d_ff, vocabulary, and between the matmuls the sequence).
+Inside shard_map the letters still name the whole dims; a sharded dim is only as long as this
+device's part.
 """
 
 import math
@@ -60,19 +60,22 @@ def token_spec() -> P:
 # ---- the parameter table
 
 
+NORM_NAMES = dict(
+    before=("attn_norm", "mlp_norm"),
+    after=("attn_post_norm", "mlp_post_norm"),
+    both=("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm"),
+)
+"""model.norm_place: the names of a layer's norms."""
+
+
 def layer_table(cfg: Config, kind: str) -> dict:
     """The weights of one layer of a kind."""
     mlp_or_moe = moe_table(cfg) if "moe" in kind else mlp_table(cfg, cfg.model.d_ff)
     attention_table, _ = attention_of(cfg)
     table = attention_table(cfg) | mlp_or_moe
-    for name in NORMS[cfg.model.norm_place]:
+    for name in NORM_NAMES[cfg.model.norm_place]:
         table |= norm_table(cfg, name)
     return table
-
-
-BEFORE, AFTER = ("attn_norm", "mlp_norm"), ("attn_post_norm", "mlp_post_norm")
-NORMS = dict(before=BEFORE, after=AFTER, both=BEFORE + AFTER)
-"""model.norm_place: the norms of a layer."""
 
 
 HEAD_STD = 0.25
@@ -141,7 +144,7 @@ def param_sizes(cfg: Config, active: bool = False) -> dict:
         n = math.prod(p.shape)
         if name in ("embed_VD", "unembed_DV"):
             n = m.vocab_size * m.d_model
-        if active and name.endswith(("in_EDCF", "out_EFD", "in_bias_ECF", "out_bias_ED")):
+        if active and p.is_routed:
             n = n // m.n_experts * m.n_active
         sizes[name] = n
     return sizes
@@ -156,6 +159,7 @@ def mean_keys(cfg: Config) -> float:
     """How many keys a query sees, the mean over a sequence and over the layers."""
     m, L = cfg.model, cfg.train.seq_len
     windows = [min(m.window, L) if "local" in kind else L for kind in all_kinds(m)]
+    # Query i = 1 .. L sees min(i, n) keys; this is their mean.
     return sum(n - n * (n - 1) / (2 * L) for n in windows) / m.n_layers
 
 
@@ -196,6 +200,33 @@ def gather_layer(w, kind: str, cfg: Config) -> dict:
     """A layer's weights, whole over dp."""
     return gather_over_dp(w, layer_table(cfg, kind)) if cfg.mesh.fsdp == "layer" else w
 
+
+# ---- gradients that are added to a running sum
+
+
+@jax.custom_vjp
+def tap_gradient(tap, w, index):
+    """(tap, w) unchanged.  A tap is a tree like w whose values are not used: its cotangent is the
+    sum of the gradients of w so far, to which the backward pass adds this one, at `index`, which
+    has a number for each leading dim, or to all of it if index is None.
+
+    The caller passes the sum so far as the cotangent of the returned tap, and gets the new sum as
+    the gradient of the tap given.  The sum grows in place (in an interleaved schedule, in a copy of
+    one part).  Without this the loop over layers would stack their gradients, to be added to the
+    sum afterwards: 0.18 GiB more for llama_1b with 1f1b on v5p 2x2x2, one sequence a microbatch,
+    and 5 % more cycles by XLA's count.
+    """
+    return tap, w
+
+
+def tap_gradient_backward(index, sum_and_grad):
+    total, grad = sum_and_grad
+    if index is None:
+        return add_trees(total, grad), None, None
+    return jax.tree.map(partial(add_to_index, index=index), total, grad), None, None
+
+
+tap_gradient.defvjp(lambda tap, w, index: ((tap, w), index), tap_gradient_backward)
 
 # ---- embedding, logits, cross entropy
 
@@ -250,6 +281,14 @@ def logits(x_BLD, ends, cfg):
     return logit_BLV + padding_V
 
 
+def split_chunks(x, cfg: Config, padding=0):
+    """[tokens, ...] as [n, 1, tokens of a chunk, ...], at most train.loss_chunk each, padded."""
+    n = -(-x.shape[0] // cfg.train.loss_chunk)
+    size = -(-x.shape[0] // n)
+    widths = (0, n * size - x.shape[0]), *((0, 0),) * (x.ndim - 1)
+    return jnp.pad(x, widths, constant_values=padding).reshape(n, 1, size, *x.shape[1:])
+
+
 def cross_entropy(x_BLD, target_BL, ends, cfg):
     """(nll_BL, z_BL, is_top_BL): negative log likelihood and log-partition of each token, in nats,
     and whether no token is more likely, for the normed x of all tp shards.  No device holds a full
@@ -284,7 +323,7 @@ def norm_if_there(x_BLD, w, name: str, cfg: Config):
 def decoder_layer(kind, x_BLD, w, cfg, key, span: Span, cache):
     """(x_BLD, kv, statistics): attention and feed-forward, each added to the residual stream.
 
-    kv: what a cache keeps of the tokens.  statistics: of the attention's logits and of a moe
+    kv: what a cache keeps of the tokens.  statistics: of the attention's scores and of a moe
     layer's routing, in training.
     """
     attn_key, mlp_key = (None, None) if key is None else jax.random.split(key)
@@ -370,6 +409,17 @@ def split_layers(stack, dim: int) -> list:
     # lax.split, because its transpose is one concatenation.
     parts = ([y.squeeze(dim) for y in lax.split(x, (1,) * x.shape[dim], dim)] for x in leaves)
     return [tree.unflatten(layer) for layer in zip(*parts, strict=True)]
+
+
+# What `arrange_layers` makes of a kind's stacked weights, {"in_CDF": [N, C, D, F], ...}:
+#
+#   layers of all kinds    of the kind in a block   result
+#   at most train.unroll   any number               [{"in_CDF": [C, D, F], ...}, ...]
+#   more                   1                        {"in_CDF": [N, C, D, F], ...}
+#   more                   n > 1                    {"in_CDF": [blocks, n, C, D, F], ...}
+#
+# These are the layers of a device.  In an interleaved schedule they are those of a part, and a dim
+# of parts comes first in each array.
 
 
 def arrange_group(stacks: dict, pattern: str, cfg: Config, dim: int) -> dict:
@@ -472,33 +522,9 @@ def count_layers(params) -> int:
 
 
 def fold_key(key, n):
-    """The n-th key made from a key; None from None."""
+    """The key number n made from a key; None from None.  Layers have the numbers 0 .. n_layers - 1,
+    and the embedding has n_layers."""
     return None if key is None else jax.random.fold_in(key, n)
-
-
-@jax.custom_vjp
-def tap_gradient(tap, w, index):
-    """(tap, w) unchanged.  A tap is a tree like w whose values are not used: its cotangent is the
-    sum of the gradients of w so far, to which the backward pass adds this one, at `index`, which
-    has a number for each leading dim, or to all of it if index is None.
-
-    The caller passes the sum so far as the cotangent of the returned tap, and gets the new sum as
-    the gradient of the tap given.  The sum grows in place (in an interleaved schedule, in a copy of
-    one part).  Without this the loop over layers would stack their gradients, to be added to the
-    sum afterwards: 0.18 GiB more for llama_1b with 1f1b on v5p 2x2x2, one sequence a microbatch,
-    and 5 % more cycles by XLA's count.
-    """
-    return tap, w
-
-
-def tap_gradient_backward(index, sum_and_grad):
-    total, grad = sum_and_grad
-    if index is None:
-        return add_trees(total, grad), None, None
-    return jax.tree.map(partial(add_to_index, index=index), total, grad), None, None
-
-
-tap_gradient.defvjp(lambda tap, w, index: ((tap, w), index), tap_gradient_backward)
 
 
 def apply_layers(
@@ -507,7 +533,8 @@ def apply_layers(
     """(x_BLD, statistics, tap): x through the layers of params, blocks of `kinds`, arranged by
     `arrange_layers`.
 
-    key: for dropout, in training.  tap: see `tap_gradient`; with None, params get the gradient.
+    key: of this update, for dropout; None outside of training, when experts drop no tokens and
+    routing makes no statistics.  tap: see `tap_gradient`; with None, params get the gradient.
     """
 
     def compute(kind, x_BLD, w, n):
@@ -572,7 +599,7 @@ def hidden_states(params, token_MBL, cfg: Config):
     params = arrange_layers(params, cfg)
     # Each stage needs the tokens of every microbatch, for the documents that they are in.
     all_MBL = lax.all_gather(token_MBL, "pp", axis=0, tiled=True)
-    kinds, slots, s = layer_kinds(cfg.model.pattern), token_MBL.shape[0], lax.axis_index("pp")
+    kinds, n_local, s = layer_kinds(cfg.model.pattern), token_MBL.shape[0], lax.axis_index("pp")
 
     def front(microbatch):
         token_BL, m = microbatch
@@ -583,16 +610,8 @@ def hidden_states(params, token_MBL, cfg: Config):
         # Without dropout, the layers' numbers do not matter.
         return apply_layers(params["layers"], kinds, 0, x_BLD, span, cfg)[0], carry
 
-    x_MBLD = lax.map(front, (token_MBL, s * slots + jnp.arange(slots)))
+    x_MBLD = lax.map(front, (token_MBL, s * n_local + jnp.arange(n_local)))
     return forward_pipeline(stage, x_MBLD, None)[0]
-
-
-def split_chunks(x, cfg: Config, padding=0):
-    """[tokens, ...] as [n, 1, tokens of a chunk, ...], at most train.loss_chunk each, padded."""
-    n = -(-x.shape[0] // cfg.train.loss_chunk)
-    size = -(-x.shape[0] // n)
-    widths = (0, n * size - x.shape[0]), *((0, 0),) * (x.ndim - 1)
-    return jnp.pad(x, widths, constant_values=padding).reshape(n, 1, size, *x.shape[1:])
 
 
 def score_tokens(params, token_MBL, target_MBL, cfg: Config):

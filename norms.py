@@ -1,10 +1,10 @@
-"""Norms of each layer's gradient, update and weights, and the size of its attention's logits."""
+"""Norms of each layer's gradient, update and weights, and the size of its attention's scores."""
 
 import jax
 import jax.numpy as jnp
 
+from architecture import layer_places
 from config import Config
-from layers import layer_places
 from model import param_table
 
 
@@ -25,12 +25,12 @@ def layer_norms(tree, cfg: Config):
     found = jax.tree.map(squares, tree, param_table(cfg))
     groups = {group: found.pop(group) for group in ("layers", "prefix") if group in found}
     sums = {(g, kind): sum(w.values()) for g, kinds in groups.items() for kind, w in kinds.items()}
-    layers = [sums[group, kind][row] for group, kind, row in layer_places(cfg)]
+    layers = [sums[group, kind][row] for group, kind, row in layer_places(cfg.model)]
     return jnp.sqrt(jnp.stack([*layers, *(found[name] for name in sorted(found))]))
 
 
-def logit_sizes(stats, cfg: Config):
-    """The root mean square of the attention's logits in each layer (attention.logit_stats); stats:
+def score_sizes(stats, cfg: Config):
+    """The root mean square of the attention's scores in each layer (attention.score_stats); stats:
     from train.loss_and_grads."""
-    squares = [stats[group][kind]["logit"][row] for group, kind, row in layer_places(cfg)]
+    squares = [stats[group][kind]["logit"][row] for group, kind, row in layer_places(cfg.model)]
     return jnp.sqrt(jnp.stack(squares) / (cfg.train.batch_size * cfg.model.n_heads))

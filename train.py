@@ -66,7 +66,7 @@ from generate import generate
 from gradient import Rows, add_gradient, prepare_parts, reduce_total, zero_total
 from layers import BATCH
 from metrics import MetricsLog, print_end, print_eval, print_scores
-from norms import layer_norms, logit_sizes
+from norms import layer_norms, score_sizes
 from parsers import read_sets
 from profiling import DATA_WAIT, Profile
 from rundir import open_run, record_start
@@ -100,7 +100,7 @@ def step_jaxpr(cfg: Config):
 def loss_and_grads(params, tokens_AMBL, targets_AMBL, key, cfg: Config):
     """(loss, gradient, statistics) of a batch: the mean loss in nats per counted token; the
     gradient of that plus z-loss and balance loss, sharded like params; the sums of the layers'
-    statistics (experts.routing_stats, attention.logit_stats), stacked like their weights.
+    statistics (experts.routing_stats, attention.score_stats), stacked like their weights.
 
     The only shard_map of training, besides that of an optimizer of whole matrices (muon.py).
     """
@@ -161,7 +161,7 @@ def train_step(state: State, tokens_AMBL, targets_AMBL, cfg: Config):
     if cfg.log.norms_every:
         trees = dict(gradient=grads, update=updates, weight=new.params)
         norms = {name: layer_norms(tree, cfg) for name, tree in trees.items()}
-        norms["logit"] = logit_sizes(stats, cfg)
+        norms["logit"] = score_sizes(stats, cfg)
         metrics["norms"] = lax.with_sharding_constraint(norms, P())
     return lax.with_sharding_constraint(new, runstate.state_specs(cfg)), metrics
 

@@ -39,6 +39,8 @@ class Param:
     """A matrix that is used in float32 all the same."""
     stays_sharded: bool = False
     """Each dp rank uses only its own part (expert parallelism), so it is never gathered."""
+    is_routed: bool = False
+    """It belongs to routed experts, of which a token uses only n_active of n_experts."""
     adds_one: bool = False
     """It is used as 1 + weight."""
     is_stacked: bool = False
@@ -75,10 +77,10 @@ def norm_gain(*shape, adds_one: bool, spec=None, initial: float = 1.0) -> Param:
     return Param(shape, spec, init, is_matrix=False, adds_one=adds_one)
 
 
-def zero_bias(*shape, spec=None, stays_sharded=False) -> Param:
-    """A bias, initially zero, by default the same on every device."""
+def zero_bias(*shape, spec=None, **fields) -> Param:
+    """A bias, initially zero, by default the same on every device.  fields: others of its Param."""
     spec = spec or P(*[None] * len(shape))
-    return Param(shape, spec, initializers.zeros, is_matrix=False, stays_sharded=stays_sharded)
+    return Param(shape, spec, initializers.zeros, is_matrix=False, **fields)
 
 
 # ---- initial values

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 
 import config
-import layers
 import model
 import utils
+from architecture import layer_places
 
 # ---- tensors and weights
 
@@ -359,7 +359,7 @@ def tensor_maps(name: str, cfg: config.Config, interleaved: bool = True) -> list
                 yield tensor_map(full_name, layouts[0], parts, interleaved)
 
     found = [*maps(family.ends)]
-    for n, (group, kind, row) in enumerate(layers.layer_places(cfg)):
+    for n, (group, kind, row) in enumerate(layer_places(cfg.model)):
         found += maps(family.layer, family.layer_prefix.format(n), f"{group}/{kind}/", N=row)
     named = {part.weight for tensor in found for part in tensor.parts}
     assert named == set(shapes), f"{name} has no tensor for {set(shapes) - named}"

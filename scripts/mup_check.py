@@ -106,6 +106,7 @@ import processes
 import runstate
 import train
 import utils
+from architecture import layer_places
 from dataset import Dataset
 from optim import optimizer
 from panels import write_png
@@ -135,7 +136,7 @@ def sizes(params, tokens_AMBL, cfg: config.Config) -> dict:
         span = attention.full_row_span(token_MBL, 0, cfg)
         x_BLD, _, _ = model.apply_front(arranged, token_MBL[0], span, cfg)
         found["embedding"] = x_BLD
-        for n, (group, kind, row) in enumerate(layers.layer_places(cfg)):
+        for n, (group, kind, row) in enumerate(layer_places(cfg.model)):
             layer = jax.tree.map(lambda x, row=row: x[row], w[group][kind])
             x_BLD, _, _ = model.decoder_layer(kind, x_BLD, layer, cfg, None, span, None)
             found[f"after layer {n + 1}"] = x_BLD

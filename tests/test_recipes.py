@@ -22,11 +22,11 @@ import attention
 import branch
 import cli
 import config
-import layers
 import norms
 import optim
 import runstate
 import train
+from architecture import layer_places
 from errors import CHECKPOINT, USAGE, UserError
 
 # ---- scripts/recipes
@@ -260,7 +260,7 @@ def test_the_size_of_logits_is_that_of_all_scores():
     rng, cfg = np.random.default_rng(0), on_mesh(PLAIN, log=dict(norms_every=1))
     q, k = rng.normal(size=(3, 7, 4, 5)), rng.normal(size=(3, 7, 2, 5))
     span = attention.Span(jnp.zeros((3, 7), int), jnp.zeros((3, 7), int))
-    (got,) = attention.logit_stats(jnp.array(q), jnp.array(k), span, cfg, 5).values()
+    (got,) = attention.score_stats(jnp.array(q), jnp.array(k), span, cfg, 5).values()
     scores = np.einsum("blhk,bshk->bhls", q, k.repeat(2, axis=2)) / 5**0.5
     np.testing.assert_allclose(got, (scores**2).mean((2, 3)).sum(), rtol=1e-5)
 
@@ -281,7 +281,7 @@ def test_norms_are_those_of_each_layer_on_any_mesh(cfg):
         found[mesh] = jax.device_get(found_metrics["norms"])
     names = norms.layer_names(on)
     assert len(names) == len(found[1, 1, 1]["weight"])
-    for n, (group, kind, row) in enumerate(layers.layer_places(on)):
+    for n, (group, kind, row) in enumerate(layer_places(on.model)):
         for name, trees in (("weight", [after]), ("update", [after, before])):
             rows = [[x[row] for x in tree[group][kind].values()] for tree in trees]
             parts = rows[0] if len(rows) == 1 else [a - b for a, b in zip(*rows, strict=True)]
