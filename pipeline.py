@@ -30,20 +30,20 @@ def neighbours() -> tuple[list, list]:
 
 
 def forward_pipeline(stage: Callable, x_MBLD, carry):
-    """Run pp * slots microbatches through pp stages in pp * slots + pp - 1 ticks.
+    """Run pp * n_local microbatches through pp stages in pp * n_local + pp - 1 ticks.
 
-    x_MBLD: the inputs of this stage's `slots` microbatches, m = s * slots and on.  Returns their
+    x_MBLD: the inputs of this stage's n_local microbatches, m = s * n_local and on.  Returns their
     outputs, and the carry.  In tick t stage s runs (x_BLD, carry) = stage(x_BLD, m, carry) on
     microbatch m = t - s and sends x_BLD to the next stage; the carry stays.
 
     Stage 0 needs all inputs, in order, and only the last stage makes outputs, so both rotate from
-    stage to stage towards stage 0: input slot t % slots once stage 0 has read it, and output slot
-    (t - pp + 1) % slots just before the last stage stores an output there.  After the last tick
-    each stage holds the outputs of its own microbatches.  A stage without work in a tick skips it,
-    and with it the whole dp and tp group, so that collectives inside are safe.
+    stage to stage towards stage 0: the input in slot t % n_local once stage 0 has read it, and the
+    output in slot (t - pp + 1) % n_local just before the last stage stores a new one there.  After
+    the last tick each stage holds the outputs of its own microbatches.  A stage without work in a
+    tick skips it, and with it the whole dp and tp group, so that collectives inside are safe.
     """
-    pp, s, slots = lax.axis_size("pp"), lax.axis_index("pp"), x_MBLD.shape[0]
-    if pp * slots == 1:  # in a loop, XLA would copy the carry
+    pp, s, n_local = lax.axis_size("pp"), lax.axis_index("pp"), x_MBLD.shape[0]
+    if pp * n_local == 1:  # in a loop, XLA would copy the carry
         x_BLD, carry = stage(x_MBLD[0], 0, carry)
         return x_BLD[None], carry
     to_next, to_previous = neighbours()
@@ -53,16 +53,17 @@ def forward_pipeline(stage: Callable, x_MBLD, carry):
 
     def tick(state, t):
         x_BLD, input_MBLD, output_MBLD, carry = state
-        m, i, o = t - s, t % slots, (t - pp + 1) % slots
-        x_BLD = jnp.where(s == 0, input_MBLD[i], x_BLD)
-        input_MBLD = input_MBLD.at[i].set(lax.ppermute(input_MBLD[i], "pp", to_previous))
-        x_BLD, carry = lax.cond((m >= 0) & (m < pp * slots), stage, skip, x_BLD, m, carry)
-        rotated_BLD = lax.ppermute(output_MBLD[o], "pp", to_previous)
-        output_MBLD = output_MBLD.at[o].set(jnp.where(s == pp - 1, x_BLD, rotated_BLD))
+        m, in_slot, out_slot = t - s, t % n_local, (t - pp + 1) % n_local
+        input_BLD = input_MBLD[in_slot]
+        x_BLD = jnp.where(s == 0, input_BLD, x_BLD)
+        input_MBLD = input_MBLD.at[in_slot].set(lax.ppermute(input_BLD, "pp", to_previous))
+        x_BLD, carry = lax.cond((m >= 0) & (m < pp * n_local), stage, skip, x_BLD, m, carry)
+        rotated_BLD = lax.ppermute(output_MBLD[out_slot], "pp", to_previous)
+        output_MBLD = output_MBLD.at[out_slot].set(jnp.where(s == pp - 1, x_BLD, rotated_BLD))
         return (lax.ppermute(x_BLD, "pp", to_next), input_MBLD, output_MBLD, carry), None
 
     start = (jnp.zeros_like(x_MBLD[0]), x_MBLD, jnp.zeros_like(x_MBLD), carry)
-    return lax.scan(tick, start, jnp.arange(pp * slots + pp - 1))[0][2:]
+    return lax.scan(tick, start, jnp.arange(pp * n_local + pp - 1))[0][2:]
 
 
 # ---- forward and backward: for training
@@ -95,6 +96,13 @@ class Schedule(NamedTuple):
     @property
     def ticks(self) -> int:
         return self.first_backward + self.pp - 1 + self.items
+
+    @property
+    def output_waits(self) -> bool:
+        """Whether the last stage's output waits in the buffer for its score: in gpipe, because
+        backward work, which begins with the score, starts only after all forward work.  Otherwise
+        an output is scored in the tick that makes it."""
+        return self.first_backward >= self.items
 
     def microbatch_and_part(self, j):
         """(m, r) of forward item j."""
@@ -166,14 +174,14 @@ def make_schedule(cfg: Config, microbatches: int) -> Schedule:
     return Schedule(pp, parts, microbatches, after_all if gpipe else after_one)
 
 
-def run_schedule(schedule: Schedule, work, x_BLD, saved, total, branch: Callable):
+def run_schedule(schedule: Schedule, work, example_BLD, example_saved, total, branch: Callable):
     """Do the work of a schedule in one loop over its ticks; returns the total.
 
     work: has the methods begin, forward, score, backward and finish of gradient.ScheduledWork.
-    x_BLD and saved are examples, for shapes.  branch(due, f, state) returns f(state), or the state
-    as it is; due(s) says whether stage s has that work.  Each kind of work is a branch of its own,
-    and total chains one to the next, because XLA on a CPU runs independent collectives at once and
-    mixes up those of one group.
+    example_BLD and example_saved: an x_BLD and what `forward` saves, for shapes and types.
+    branch(due, f, state) returns f(state), or the state as it is; due(s) says whether stage s has
+    that work.  Each kind of work is a branch of its own, and total chains one to the next, because
+    XLA on a CPU runs independent collectives at once and mixes up those of one group.
 
     A branch writes and reads the buffer inside, because outside of it XLA would copy what is
     written and read: gpt2_1.5b with pp 4 and remat=attention on v6e then needs 1.7 GiB more and, by
@@ -181,48 +189,56 @@ def run_schedule(schedule: Schedule, work, x_BLD, saved, total, branch: Callable
     """
     pp, s, size = schedule.pp, lax.axis_index("pp"), schedule.buffer_size()
     to_next, to_previous = neighbours()
-    # In gpipe the last stage's output waits for its score; otherwise it is scored at once.
-    y_waits = schedule.first_backward >= schedule.items
     empty = jax.tree.map(
         lambda x: mark_varying(jnp.zeros((schedule.parts, size, *x.shape), x.dtype)),
-        (saved, x_BLD if y_waits else None),
+        (example_saved, example_BLD if schedule.output_waits else None),
     )
+
+    def begin(m, state):
+        return work.begin(m, *state)
 
     def forward(m, r, state):
         x_BLD, buffer, total = state
         y_BLD, saved, total = work.forward(m, r, x_BLD, total)
-        return y_BLD, put_in_buffer(buffer, (saved, y_BLD if y_waits else None), m, r, size), total
+        new = saved, y_BLD if schedule.output_waits else None
+        return y_BLD, put_in_buffer(buffer, new, m, r, size), total
+
+    def score(m, state):
+        return work.score(m, *state)
 
     def backward(m, r, buffer, state):
         saved, _ = take_from_buffer(buffer, m, r, size)
         return work.backward(m, r, saved, *state)
 
     def tick(carry, t):
+        def when(is_due, f, state):
+            return branch(partial(is_due, t), f, state)
+
         x_BLD, grad_BLD, buffer, total = carry
         # A buffer of size 1 is used up within a tick, so the loop does not carry it.
         buffer = buffer if size > 1 else empty
         m, r = schedule.microbatch_and_part(t - s)
-        due = partial(schedule.does_begin, t)
-        x_BLD, total = branch(due, lambda state: work.begin(m, *state), (x_BLD, total))
-        due = partial(schedule.does_forward, t)
-        y_BLD, buffer, total = branch(due, partial(forward, m, r), (x_BLD, buffer, total))
+        x_BLD, total = when(schedule.does_begin, partial(begin, m), (x_BLD, total))
+        forward_state = x_BLD, buffer, total
+        y_BLD, buffer, total = when(schedule.does_forward, partial(forward, m, r), forward_state)
 
-        m, r = schedule.backward_microbatch_and_part(t, pp - 1)
-        scored_BLD = take_from_buffer(buffer, m, r, size)[1] if y_waits else y_BLD
-        due = partial(schedule.does_score, t)
-        end_grad_BLD, total = branch(due, lambda state: work.score(m, *state), (scored_BLD, total))
+        end_m, end_r = schedule.backward_microbatch_and_part(t, pp - 1)
+        if schedule.output_waits:
+            _, end_BLD = take_from_buffer(buffer, end_m, end_r, size)
+        else:
+            end_BLD = y_BLD
+        end_grad_BLD, total = when(schedule.does_score, partial(score, end_m), (end_BLD, total))
 
-        m, r = schedule.backward_microbatch_and_part(t, s)
-        is_end = (s == pp - 1) & (r == schedule.parts - 1)
+        back_m, back_r = schedule.backward_microbatch_and_part(t, s)
+        is_end = (s == pp - 1) & (back_r == schedule.parts - 1)
         grad_BLD = jnp.where(is_end, end_grad_BLD, grad_BLD)
-        due = partial(schedule.does_backward, t)
-        grad_BLD, total = branch(due, partial(backward, m, r, buffer), (grad_BLD, total))
-        due = partial(schedule.does_finish, t)
-        total = branch(due, partial(work.finish, m, grad_BLD), total)
+        run_backward = partial(backward, back_m, back_r, buffer)
+        grad_BLD, total = when(schedule.does_backward, run_backward, (grad_BLD, total))
+        total = when(schedule.does_finish, partial(work.finish, back_m, grad_BLD), total)
         sent = lax.ppermute(y_BLD, "pp", to_next), lax.ppermute(grad_BLD, "pp", to_previous)
         return (*sent, buffer if size > 1 else (), total), None
 
-    zero_BLD = jnp.zeros_like(x_BLD)
+    zero_BLD = jnp.zeros_like(example_BLD)
     start = zero_BLD, zero_BLD, empty if size > 1 else (), total
     return lax.scan(tick, start, jnp.arange(schedule.ticks))[0][-1]
 
