@@ -225,7 +225,7 @@ def tree(tmp_path) -> Path:
     """A git checkout with a change that is not committed and a file that is not tracked."""
     folder = tmp_path / "tree"
     (folder / "scripts").mkdir(parents=True)
-    for path in [*ROOT.glob("*.py"), ROOT / "requirements.txt", ROOT / "scripts/launch.py"]:
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("scripts/*.py"), ROOT / "requirements.txt"]:
         shutil.copy(path, folder / path.relative_to(ROOT))
     git = ["git", "-c", "user.name=test", "-c", "user.email=test@localhost", "-C", folder]
     for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "all"]):
