@@ -39,7 +39,7 @@ from tqdm import tqdm
 
 from cli import quit_on_error, too_low
 from config import END, Flag
-from errors import DATA, USAGE, Problem, UserError
+from errors import DATA, USAGE, Problem, UserError, or_list
 from files import absolute_path, is_remote, paths_in, write_whole
 from scripts import readers
 from scripts.corpus import File, find_files, find_input, real_path
@@ -66,8 +66,8 @@ class Args:
     """Folder to write to, local or gs://.  It gets train/ and val/."""
     input: tuple[str, ...] = ()
     """Files, folders and patterns, local or gs://, and data sets hf://org/name:config:split.
-    By suffix: .parquet, .arrow, .jsonl, .jsonl.gz, .jsonl.zst, .json.gz and .json.zst are tables;
-    the rest is text."""
+    By suffix: .parquet, .arrow, .jsonl and .ndjson are tables, and so are .jsonl, .ndjson and .json
+    with .gz or .zst behind; the rest is text."""
     stdlib: Flag = False
     """Use the source code of Python's standard library, without its tests."""
     pydocs: Flag = False
@@ -152,19 +152,39 @@ def find_corpus(args: Args) -> list[File]:
     return [file._replace(modified=0) for file in found]
 
 
+FROM_ARRAY = "`jq -c '.[]' data.json > data.jsonl` makes a table of an array of rows"
+# {suffix of files that may be meant as tables, but are read as text: what makes tables of them}
+CONVERT = {
+    ".json": f"rename those with a row in each line to .jsonl; {FROM_ARRAY}",
+    **dict.fromkeys((".csv", ".tsv"), "convert tables to .jsonl or .parquet"),
+}
+
+
+def say_what_is_text(files: list[File], kinds: list[str]):
+    """Say which files are read as text that may be meant as tables, or may be there by mistake."""
+    for suffix, note in CONVERT.items():
+        if any(file.name.endswith(suffix) for file in files):
+            say(f"files ending in {suffix} are read as text; {note}")
+    tables = [kind for kind in kinds if kind in readers.TABLES]
+    n_texts = sum(kind in ("text", "lines") for kind in kinds)
+    if tables and n_texts:
+        suffixes = or_list(sorted(set(tables)))
+        note = f"--suffix {suffixes} takes the tables alone"
+        say(f"{len(tables):,} file(s) are tables, {n_texts:,} are read as text; {note}")
+
+
 def cut_corpus(files: list[File], options: Options, val_fraction: float) -> list[Piece]:
     """Raises UserError USAGE for flags about fields or lines, if no file has any."""
-    kinds = {readers.kind_of(file, options) for file in files}
-    if kinds <= {"text", "lines"} and (options.prompt_field or options.field != "text"):
+    kinds = [readers.kind_of(file, options) for file in files]
+    say_what_is_text(files, kinds)
+    if {*kinds} <= {"text", "lines"} and (options.prompt_field or options.field != "text"):
         what = "--field or --prompt_field is given, but no file is a table with fields"
-        fix = "leave them out, or give tables, whose names end with their kind, such as .jsonl"
+        fix = f"leave them out, or give tables: files ending in {or_list(readers.TABLES)}"
+        fix += f"; {FROM_ARRAY}"
         raise UserError(USAGE, what, fix)
     if options.document_per_line and "lines" not in kinds:
         what = "--document_per_line is given, but no file has lines of text: all are tables"
         raise UserError(USAGE, what, "leave it out: each row of a table is a document")
-    if any(file.name.endswith(".json") for file in files):
-        note = "rename those with a row in each line to .jsonl"
-        say(f"files ending in .json are read as text; {note}")
     texts = [file for file in files if file.size] or files
     if len(texts) == 1 and readers.kind_of(texts[0], options) == "text":
         return readers.split_text(texts[0], val_fraction)
@@ -239,7 +259,8 @@ def choose_threshold(pieces: list[Piece], options: Options, val_fraction: float)
     if low > high:
         n_files = len({piece.source for piece in pieces})
         what = f"no documents in {n_files} file(s): {why or 'no rows'}"
-        raise UserError(DATA, what, "give other files, or name the right --field")
+        fix = "give other files, or name the right --field"
+        raise UserError(DATA, what, readers.FIX_UTF8 if why == readers.NOT_UTF8 else fix)
     if low == high:
         what = "there is only one document, or all are the same"
         what += f"; others are skipped: {why}" if why else ""

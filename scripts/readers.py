@@ -20,7 +20,7 @@ import pyarrow as pa
 import zstandard
 from pyarrow import ipc, parquet
 
-from errors import DATA, USAGE, UserError
+from errors import DATA, USAGE, UserError, or_list
 from files import is_remote
 from scripts.corpus import File
 
@@ -28,6 +28,7 @@ PIECE = 4_000_000
 """Bytes of a text that are tokenized together.  A longer text is cut at ends of lines."""
 LIMIT = 2**28
 """Bytes that a document in a table or a file of lines may have."""
+NOT_UTF8 = "not UTF-8"
 
 
 class Options(NamedTuple):
@@ -153,9 +154,7 @@ def split_text(file: File, val_fraction: float) -> list[Piece]:
     try:
         rank_of_text(file.source)
     except UnicodeDecodeError:
-        names = ", ".join(COMPRESSED)
-        fix = f"give text in UTF-8; compressed files are read only if they end in {names}"
-        raise UserError(DATA, f"{file.name} is not UTF-8", fix) from None
+        raise UserError(DATA, f"{file.name} is not UTF-8", FIX_UTF8) from None
     target = round(file.size * (1 - val_fraction))
     start = max(file.size // 2, target - PIECE)  # a last line that begins before it is cut
     cuts = find_cut(file.source, target), find_last_line(file.source, start, target)
@@ -386,19 +385,24 @@ class Format(NamedTuple):
 
 # C4 and Dolma have lines of JSON in files ending in .json.gz.  A .json file is text, because among
 # source code it seldom has a row in each line.
-COMPRESSED = (".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst")
+LINES = (".jsonl", ".ndjson")
+COMPRESSED = tuple(f"{x}{end}" for x in (".jsonl", ".json", ".ndjson") for end in (".gz", ".zst"))
 
 # {suffix or another name: format}.  Files of other suffixes are "text", or with --document_per_line
 # "lines".
 FORMATS = {
     "text": Format(cut_text, read_text, bytes.decode),
     "lines": Format(cut_lines, read_range, parse_line),
-    ".jsonl": Format(cut_lines, read_range, parse_json),
+    **dict.fromkeys(LINES, Format(cut_lines, read_range, parse_json)),
     **dict.fromkeys(COMPRESSED, Format(take_whole, read_compressed, parse_json)),
     ".parquet": Format(cut_parquet, read_parquet, dict),
     ".arrow": Format(cut_arrow, read_arrow, dict),
     "hf://": Format(cut_dataset, read_dataset, dict),
 }
+TABLES = tuple(kind for kind in FORMATS if kind[0] == ".")
+"""The suffixes of tables; other files are text."""
+FIX_UTF8 = "give text in UTF-8; compressed files are read only if they end in "
+FIX_UTF8 += or_list(COMPRESSED)
 
 # What the readers raise for a damaged file.  zlib.error and ZstdError derive from Exception only.
 DAMAGE = (ValueError, NotImplementedError, EOFError, RecursionError, OSError)
@@ -420,7 +424,7 @@ def kind_of(file: File, options: Options) -> str:
         return text
     if file.source.startswith("hf://"):
         return "hf://"
-    return next((x for x in FORMATS if x[0] == "." and file.source.endswith(x)), text)
+    return next((x for x in TABLES if file.source.endswith(x)), text)
 
 
 def cut_file(file: File, options: Options) -> list[Piece]:
@@ -429,7 +433,7 @@ def cut_file(file: File, options: Options) -> list[Piece]:
     try:
         return [Piece(kind, file.source, *x) for x in FORMATS[kind].cut(file, options)]
     except DAMAGE as e:
-        why = "not UTF-8" if isinstance(e, UnicodeError) else damage(e, file.source)
+        why = NOT_UTF8 if isinstance(e, UnicodeError) else damage(e, file.source)
         return [Piece(kind, file.source, 0, 0, 0, why=why)]
 
 
@@ -491,7 +495,7 @@ def read_row(row: int, raw, piece: Piece, options: Options) -> Document | Skippe
         if not data or len(data) > LIMIT:
             raise ValueError(f"longer than {LIMIT} bytes" if data else "empty")
     except (ValueError, RecursionError) as e:
-        return Skipped(row, "not UTF-8" if isinstance(e, UnicodeError) else str(e)[:200])
+        return Skipped(row, NOT_UTF8 if isinstance(e, UnicodeError) else str(e)[:200])
     is_part = piece.rank is not None
     # Repeats of a long text are cut alike.
     hashed = f"{piece.rank} {piece.start}".encode() if is_part else data

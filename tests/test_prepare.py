@@ -112,6 +112,39 @@ def test_a_json_file_is_text_and_the_command_says_so(tmp_path):
     assert bytes(tokens_of(out / "val")[:-1].tolist()) == row
 
 
+def test_an_array_of_rows_in_place_of_a_table_is_told_with_the_way_to_convert_it(tmp_path):
+    rows = [dict(instruction=f"ask {n}", output=f"answer {n}") for n in range(9)]
+    (tmp_path / "data.json").write_text(json.dumps(rows))
+    flags = ["--field", "output", "--prompt_field", "instruction", "--out", tmp_path / "out"]
+    done = run(SCRIPT, "--input", tmp_path / "data.json", *flags)
+    assert done.returncode == USAGE and done.stderr.count("\n") == 2, done.stderr
+    for printed in (done.stdout, done.stderr):
+        assert "`jq -c '.[]' data.json > data.jsonl` makes a table of an array" in printed
+    assert ".jsonl, .ndjson, " in done.stderr and ".parquet or .arrow" in done.stderr
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv"])
+def test_a_file_of_values_is_text_and_the_command_says_so(tmp_path, suffix):
+    (tmp_path / f"rows{suffix}").write_text("id,text\n" * 50)
+    flags = ["--input", tmp_path / f"rows{suffix}", "--tokenizer", "byte", "--out", tmp_path / "o"]
+    assert f"ending in {suffix} are read as text; convert tables" in run(SCRIPT, *flags).stdout
+
+
+def test_text_files_among_tables_are_told(tmp_path):
+    """A folder that `hf download --repo-type dataset` has made."""
+    folder, flags = tmp_path / "in", ["--tokenizer", "byte", "--out", tmp_path / "out"]
+    folder.mkdir()
+    write_corpus(folder, ".parquet", text_rows())
+    (folder / "README.md").write_text("A data set.")
+    done = run(SCRIPT, "--input", folder, *flags)
+    note = "1 file(s) are tables, 1 are read as text; --suffix .parquet takes the tables alone\n"
+    assert done.returncode == 0 and note in done.stdout, done.stdout
+    assert "A data set." in all_documents(tmp_path / "out")
+    alone = run(SCRIPT, "--input", folder, *flags[:-1], tmp_path / "alone", "--suffix", ".parquet")
+    assert "are read as text" not in alone.stdout
+    assert sorted(all_documents(tmp_path / "alone")) == sorted(text_rows())
+
+
 @pytest.mark.parametrize("flags", [[], ["--document_per_line"]])
 def test_a_byte_order_mark_is_no_text(tmp_path, flags):
     lines, out = [f"line {n:02}\n" for n in range(50)], tmp_path / "out"
@@ -276,6 +309,16 @@ def test_a_single_text_that_is_not_utf8_is_said_to_be(tmp_path):
     request = ["--input", tmp_path / "b.txt", "--tokenizer", "byte", "--out", tmp_path / "out"]
     done = run(SCRIPT, *request)
     assert done.returncode == DATA and "b.txt is not UTF-8" in done.stderr
+
+
+@pytest.mark.parametrize("names", ["a", "abc"])
+def test_compressed_texts_are_not_read_and_the_fix_says_so(tmp_path, names):
+    (tmp_path / "in").mkdir()
+    for name in names:
+        (tmp_path / "in" / f"{name}.txt.gz").write_bytes(gzip.compress(name.encode() * 500))
+    done = run(SCRIPT, "--input", tmp_path / "in", "--tokenizer", "byte", "--out", tmp_path / "out")
+    fix = "fix: give text in UTF-8; compressed files are read only if they end in .jsonl.gz"
+    assert done.returncode == DATA and fix in done.stderr
 
 
 @pytest.mark.parametrize("text", ["", "x", "one line without an end"])
@@ -521,17 +564,18 @@ def write_corpus(folder: Path, kind: str, rows: list[str]) -> Path:
         case ".arrow":  # a stream, as `datasets` writes
             with ipc.new_stream(str(path), table.schema) as writer:
                 writer.write_table(table, max_chunksize=17)
-        case ".jsonl.gz" | ".json.gz":
+        case ".jsonl.gz" | ".json.gz" | ".ndjson.gz":
             path.write_bytes(gzip.compress(lines))
-        case ".jsonl.zst" | ".json.zst":  # two frames, as parallel compressors make
+        case ".jsonl.zst" | ".json.zst" | ".ndjson.zst":  # two frames, as parallel compressors make
             first, second = lines[:500], lines[500:]
             path.write_bytes(zstandard.compress(first) + zstandard.compress(second))
-        case ".jsonl":
+        case ".jsonl" | ".ndjson":
             path.write_bytes(lines)
     return path
 
 
 KINDS = (".parquet", ".arrow", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst")
+KINDS += (".ndjson", ".ndjson.gz", ".ndjson.zst")
 
 
 def all_documents(out: Path) -> list[str]:
