@@ -509,6 +509,9 @@ def problems(args: Args) -> Iterator[Problem]:
         if args.out and f"{real_path(x)}/".startswith(f"{real_path(args.out)}/"):
             what = f"--input {x} lies in --out {args.out}, where only this command may write"
             yield Problem(what, "choose another --out; it may lie within the input")
+    if args.ray and args.workers:
+        what = f"--workers {args.workers} is given, but the work is Ray's: --ray {args.ray}"
+        yield Problem(what, "leave one of them out; a cluster uses all cores that it has")
     if args.end_token != END and args.tokenizer in MADE:
         what = f"--tokenizer {args.tokenizer} ends documents with {END}, not {args.end_token}"
         yield Problem(what, "leave --end_token out, or give a tokenizer.json")

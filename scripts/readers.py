@@ -12,7 +12,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import NamedTuple
 
 import fsspec
@@ -348,9 +348,11 @@ def open_dataset(source: str):
 def cut_dataset(file: File, options: Options) -> list[tuple]:
     try:
         n = open_dataset(file.source).num_shards
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RuntimeError) as e:  # RuntimeError: it has a loading script
         what = f"{file.source}: {' '.join(str(e).split())[:300]}"
-        raise UserError(DATA, what, "give hf://org/name:config:split") from None
+        fix = "give another config or split, as hf://org/name:config:split, or a data set with "
+        fix += "Parquet files in place of a script; for a gated one, log in with `hf auth login`"
+        raise UserError(DATA, what, fix) from None
     return [(i, n, STREAMED) for i in range(n)]
 
 
@@ -444,11 +446,16 @@ def as_text(value):
     return value.decode() if isinstance(value, bytes) else value
 
 
-def is_message(value) -> bool:
-    """Whether this is a message of a chat: an object with two texts, role and content."""
-    return isinstance(value, dict) and all(
-        isinstance(as_text(value.get(key)), str) for key in ("role", "content")
-    )
+def message_of(value, number: int) -> tuple[str, str]:
+    """The role and the content of a chat's message, the number-th from 1.  Raises ValueError."""
+    form = 'a message is {"role": .., "content": ..}'
+    if not isinstance(value, dict):
+        raise ValueError(f"message {number} is of type {type(value).__name__}; {form}")
+    message = {key: as_text(value.get(key)) for key in ("role", "content")}
+    for key, x in message.items():
+        if not isinstance(x, str):
+            raise ValueError(f"message {number}: {key} is not text; {form}")
+    return message["role"], message["content"]
 
 
 def parts_of(value, options: Options) -> list[tuple[str, bool]]:
@@ -469,13 +476,14 @@ def parts_of(value, options: Options) -> list[tuple[str, bool]]:
             what = "is missing" if x is None else f"is of type {type(x).__name__}, not text"
             raise ValueError(f"field {name!r} {what}")
     text, *prompts = fields
-    if all(isinstance(x, str) for x in fields):
+    if any(isinstance(prompt, list) for prompt in prompts):
+        raise ValueError(f"field {options.prompt_field!r} is of type list, not text")
+    if isinstance(text, str):
         return [(prompt, False) for prompt in prompts] + [(text, True)] if text else []
-    if prompts or not isinstance(text, list) or not all(map(is_message, text)):
-        raise ValueError(f"field {options.field!r} is neither text nor messages")
+    if prompts:
+        raise ValueError("--prompt_field does not go with a field of messages")
     parts = []
-    for message in text:
-        role, content = as_text(message["role"]), as_text(message["content"])
+    for role, content in map(message_of, text, count(1)):
         parts += [(f"{role}: ", False), (f"{content}\n", role == "assistant")]
     if parts and not any(scored for _, scored in parts):
         raise ValueError("no message of the assistant")

@@ -525,6 +525,7 @@ def test_a_log_file_gets_no_progress_bars(texts, tmp_path):
     (["--input", "hf://a/b", "--document_per_line"], USAGE, "but no file has lines of text"),
     (["--stdlib", "--suffix", ".txt"], USAGE, "--suffix .txt is given without --input"),
     (["--stdlib", "--tokenizer", "char", "--vocab_size", "300"], USAGE, "char has its own"),
+    (["--stdlib", "--ray=auto", "--workers=2"], USAGE, "--workers 2 is given, but the work is"),
     (["--stdlib", "--vocab_size", "5"], USAGE, "vocab_size=5 must be at least 257"),
     (["--input", __file__, "--tokenizer", "/dev/null"], DATA, "cannot be read: it is not a file"),
     (["--stdlib", "--tokenizer", "bytes"], USAGE, "bytes is none of byte, char and bpe"),
@@ -1130,6 +1131,8 @@ def test_only_the_assistant_is_scored(tmp_path, kind):
     path, out = tmp_path / f"a.{kind}", tmp_path / "out"
     if kind == "jsonl":
         bad = [dict(messages=[dict(role="user", content="alone")]), dict(messages=[3])]
+        for content in (None, [dict(type="text", text="Hi")]):
+            bad.append(dict(messages=[rows[0]["messages"][0], dict(role="user", content=content)]))
         path.write_bytes(json_lines(rows + bad))
     else:
         parquet.write_table(pa.Table.from_pylist(rows), path)
@@ -1137,8 +1140,22 @@ def test_only_the_assistant_is_scored(tmp_path, kind):
     prepare("--input", path, *flags, "--out", out)
     assert masked_documents(out) == sorted(want)
     if kind == "jsonl":
-        no_messages = "field 'messages' is neither text nor messages"
-        assert [x["why"] for x in skipped_of(out)] == ["no message of the assistant", no_messages]
+        form = 'a message is {"role": .., "content": ..}'
+        why = ["no message of the assistant", f"message 1 is of type int; {form}"]
+        why += [f"message 2: content is not text; {form}"] * 2
+        assert [x["why"] for x in skipped_of(out)] == why
+
+
+def test_a_prompt_does_not_go_with_messages():
+    chat = [dict(role="assistant", content="Hi")]
+    options = readers.Options("x", "q")
+    for row, why in (
+        (dict(q="ask", x=chat), "--prompt_field does not go with a field of messages"),
+        (dict(q=chat, x="answer"), "field 'q' is of type list, not text"),
+    ):
+        with pytest.raises(ValueError) as error:
+            readers.parts_of(row, options)
+        assert str(error.value) == why
 
 
 # ---- the same bytes
@@ -1323,6 +1340,23 @@ def test_a_streamed_data_set_is_read_through_its_library(tmp_path):
     assert sorted(all_documents(out)) == sorted(rows)
     names = [shard["name"] for shard in manifest(out / "train")["shards"]]
     assert names == [f"shard_{n:05d}.npy" for n in range(3)]
+
+
+@pytest.mark.parametrize("error", [
+    RuntimeError("Dataset scripts are no longer supported, but found b.py"),
+    FileNotFoundError("Dataset 'a/b' is a gated dataset on the Hub."),
+    ValueError("Unknown split 'x'"),
+], ids=lambda e: type(e).__name__)  # fmt: skip
+def test_a_streamed_data_set_that_cannot_be_read_is_told_with_what_may_help(monkeypatch, error):
+    def fail(source):
+        raise error
+
+    monkeypatch.setattr(readers, "open_dataset", fail)
+    with pytest.raises(UserError) as e:
+        readers.cut_file(corpus.File("hf://a/b", "hf://a/b", 1), readers.Options())
+    assert e.value.code == DATA and str(error) in str(e.value)
+    for word in ("hf://org/name:config:split", "Parquet files", "`hf auth login`"):
+        assert word in e.value.problems[0].fix
 
 
 HUB = ["--input", "hf://a/b"]
