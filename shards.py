@@ -170,9 +170,20 @@ def npy_shard(path: epath.Path) -> Shard:
     return Shard(path, shape[0], dtype.name, offset)
 
 
+LLMC_MAGIC = {20240520: "uint16", 20240801: "uint32"}
+"""{first int32 of llm.c's header: the dtype of the tokens after it}.  As uint16, a file without a
+header would have to begin with token 55,432 or 55,713, which GPT-2's vocabulary lacks."""
+
+
 def bin_shard(path: epath.Path) -> Shard:
     """nanoGPT's format: uint16 tokens without a header."""
     size = path.stat().length
+    with path.open("rb") as f:
+        first = int.from_bytes(f.read(4), "little")
+    if first in LLMC_MAGIC:
+        what = f"it begins with llm.c's header, as modded-nanogpt's files do ({LLMC_MAGIC[first]})"
+        fix = "add the reader of docs/extending.md (A data format), or save the tokens that follow "
+        raise shard_error(path, what, fix + "its 1,024 bytes as a .npy file")
     if size % 2 or not size:
         what = f"{size} bytes is not a whole number of uint16 tokens"
         raise shard_error(path, what, "copy the file again")

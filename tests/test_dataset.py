@@ -175,6 +175,16 @@ def test_nanogpt_bin_files(cfg, corpus, tmp_path):
     assert "val.bin there belongs to the other split" in problem_of(cfg, tmp_path)
 
 
+@pytest.mark.parametrize("magic, dtype", [(20240520, "uint16"), (20240801, "uint32")])
+def test_a_bin_file_with_the_header_of_llmc_is_refused(cfg, tmp_path, magic, dtype):
+    header = np.zeros(256, "<i4")
+    header[:3] = magic, 1, 1000
+    (tmp_path / "train.bin").write_bytes(header.tobytes() + np.zeros(1000, dtype).tobytes())
+    with pytest.raises(UserError, match=rf"begins with llm.c's header.*\({dtype}\)") as error:
+        open_set(cfg, tmp_path / "train.bin")
+    assert error.value.code == DATA and "docs/extending.md" in error.value.problems[0].fix
+
+
 def test_jaxformer_bare_npy_shards(cfg, corpus, tmp_path):
     tokens = all_tokens(corpus / "train")
     for n, dtype in enumerate(["uint16", "uint32", "int32", "int64"]):
