@@ -87,8 +87,9 @@ class Args:
     """Stop at a row or file that cannot be used; without it they are skipped and listed."""
     tokenizer: str = "bpe"
     """byte, char, bpe (byte-level, trained on the text), or the path of a tokenizer.json."""
-    end_token: str = END
-    """With the path of a tokenizer.json: its token that ends a document, such as </s>."""
+    end_token: str = ""
+    """With the path of a tokenizer.json: its token that ends a document, such as </s>.
+    <|endoftext|> unless the tokenizer has other special tokens and not this one."""
     vocab_size: int = 4096
     """With bpe: size of the vocabulary, which includes the end-of-document token."""
     val_fraction: float = 0.02
@@ -308,6 +309,7 @@ def make_recipe(args: Args, files: list[File]) -> tuple[dict, str]:
 
     files = [file for file in files if file.size]
     recipe = {name: x for name, x in asdict(args).items() if name not in NOT_RECIPE}
+    recipe["end_token"] = args.end_token or END
     recipe["documents"] = digest([(file.name, file.size) for file in files])
     return recipe, digest([(file.name, file.modified) for file in files if file.modified])
 
@@ -322,7 +324,8 @@ def changed_fields(path: epath.Path, recipe: dict) -> list[str]:
         fix = f"delete {path.parent.parent}, or choose another --out"
         raise UserError(DATA, what, fix) from None
     # Flags added since the data was made count as their defaults.
-    old = {f.name: f.default for f in fields(Args) if f.name in recipe} | old
+    defaults = {f.name: f.default for f in fields(Args) if f.name in recipe}
+    old = defaults | dict(end_token=END) | old
     return [name for name in old | recipe if old.get(name) != recipe.get(name)]
 
 
@@ -512,7 +515,7 @@ def problems(args: Args) -> Iterator[Problem]:
     if args.ray and args.workers:
         what = f"--workers {args.workers} is given, but the work is Ray's: --ray {args.ray}"
         yield Problem(what, "leave one of them out; a cluster uses all cores that it has")
-    if args.end_token != END and args.tokenizer in MADE:
+    if args.end_token not in ("", END) and args.tokenizer in MADE:
         what = f"--tokenizer {args.tokenizer} ends documents with {END}, not {args.end_token}"
         yield Problem(what, "leave --end_token out, or give a tokenizer.json")
     if args.vocab_size != Args.vocab_size and args.tokenizer != "bpe":
@@ -566,7 +569,7 @@ def main(args: Args):
     options = Options(args.field, args.prompt_field, args.document_per_line, step)
     pieces = cut_corpus(files, options, args.val_fraction)
     plan = make_plan(args, out, pieces, options, recipe, times)
-    common = str(out), options, args.shard_tokens, args.end_token, plan["threshold"]
+    common = str(out), options, args.shard_tokens, recipe["end_token"], plan["threshold"]
     lists = batches(pieces, plan["size"])
     tasks = [Task(n, join(found), *common) for n, found in enumerate(lists)]
     n_workers = count_workers(args, pieces)

@@ -1,12 +1,13 @@
 """The tokenizers of prepare_data.py: made from bytes, characters or byte pairs, or read."""
 
+import shlex
 from collections.abc import Iterable
 from itertools import chain
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from config import END
-from errors import DATA, USAGE, UserError
+from errors import DATA, USAGE, UserError, first_ten
 from files import read_limited
 from shards import parse_tokenizer
 
@@ -53,13 +54,20 @@ def bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def read_tokenizer(path: str, end: str) -> Tokenizer:
-    """end: the token that ends a document; END is added if it is not there.  Raises UserError
-    DATA, and USAGE if another one is not there."""
+    """end: the token that ends a document.  END is added if it is not there, and stands for "" too
+    unless the tokenizer has only special tokens of its own.  Raises UserError DATA, and USAGE for
+    an end token that is not there or has to be chosen."""
     try:
         tokenizer = parse_tokenizer(read_limited(path))
     except Exception as e:  # libraries of buckets have errors of their own
         what = f"--tokenizer {path} cannot be read: {str(e)[:200]}"
         raise UserError(DATA, what, "give a tokenizer.json of the tokenizers library") from None
+    special = [x.content for x in tokenizer.get_added_tokens_decoder().values() if x.special]
+    if special and not end and tokenizer.token_to_id(END) is None:
+        what = f"--tokenizer {path} has no {END}; its special tokens are {first_ten(special)}"
+        fix = "name the one that ends a document with --end_token; "
+        raise UserError(USAGE, what, fix + f"--end_token {shlex.quote(END)} adds that one")
+    end = end or END
     if end == END:
         is_new = tokenizer.token_to_id(END) is None
         tokenizer.add_special_tokens([END])

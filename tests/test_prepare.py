@@ -391,6 +391,27 @@ def test_documents_end_with_the_token_that_is_named(tmp_path):
     assert ids[1::2].tolist() == [1] * 100 and set(ids[::2].tolist()) == {0, 2}
 
 
+def test_the_end_token_of_a_tokenizer_with_other_special_tokens_has_to_be_chosen(tmp_path):
+    tokenizer = Tokenizer(models.WordLevel(dict(a=0, b=1), unk_token="b"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens([f"<{n}>" for n in range(12)])
+    tokenizer.save(str(tmp_path / "own.json"))
+    (tmp_path / "a.txt").write_text("a\nb\n" * 50)
+    flags = ["--input", tmp_path / "a.txt", "--tokenizer", tmp_path / "own.json"]
+    done = run(SCRIPT, *flags, "--out", tmp_path / "out")
+    first = ", ".join(f"<{n}>" for n in range(10))
+    assert done.returncode == USAGE and done.stderr.count("\n") == 2, done.stderr
+    assert f"has no {config.END}; its special tokens are {first} and 2 more\n" in done.stderr
+    assert f"--end_token '{config.END}' adds that one\n" in done.stderr
+    assert not (tmp_path / "out").exists()
+    prepare(*flags, "--end_token", "<3>", "--out", tmp_path / "named")
+    prepare(*flags, "--end_token", config.END, "--out", tmp_path / "added")
+    ids = [manifest(tmp_path / out / "val")["eot_id"] for out in ("named", "added")]
+    assert ids == [5, 14]
+    # As data that were made before one had to be chosen.
+    assert "is up to date" in run(SCRIPT, *flags, "--out", tmp_path / "added").stdout
+
+
 def test_an_interrupted_run_goes_on_and_ends_the_same(tmp_path):
     source = Path(os.__file__).parent / "email"
     request = ["--input", source, "--suffix", ".py", "--shard_tokens", 4000]
