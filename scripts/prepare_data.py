@@ -49,8 +49,8 @@ from scripts.readers import PIECE, Document, Options, Piece
 from scripts.shard_tasks import (
     SPLITS,
     Task,
-    batches,
     encode_texts,
+    group_by_size,
     hash_documents,
     load_tokenizer,
     write_shards,
@@ -199,7 +199,8 @@ def join(pieces: list[Piece]) -> list[Piece]:
     found = []
     for piece in pieces:
         last = found[-1] if found else None
-        if last and piece.rank is None and last[:2] == piece[:2] and last.stop == piece.start > 0:
+        is_part = piece.split_hash is not None  # of a long text
+        if last and not is_part and last[:2] == piece[:2] and last.stop == piece.start > 0:
             found[-1] = last._replace(stop=piece.stop, size=last.size + piece.size)
         else:
             found.append(piece)
@@ -210,9 +211,9 @@ def join(pieces: list[Piece]) -> list[Piece]:
 
 
 def sample_texts(
-    pieces: list[Piece], options: Options, threshold: int, limit: int, n_pieces: int = 256
+    pieces: list[Piece], options: Options, val_below: int, limit: int, n_pieces: int = 256
 ) -> Iterator[str]:
-    """The texts whose rank is not below the threshold.  From a corpus of more than `limit` bytes
+    """The texts whose split_hash is not below val_below.  From a corpus of more than `limit` bytes
     about that many: the beginnings of `n_pieces` pieces spread evenly over it."""
     if sum(piece.size for piece in pieces) > limit:
         pieces = pieces[:: -(-len(pieces) // n_pieces)]
@@ -220,14 +221,14 @@ def sample_texts(
     for piece in progress_bar(pieces, desc="read a sample", unit="piece"):
         left = limit
         for found in readers.read_documents(piece, options):
-            if isinstance(found, Document) and found.rank >= threshold:
+            if isinstance(found, Document) and found.split_hash >= val_below:
                 yield "".join(text for text, _ in found.parts)
                 left -= found.size
             if left <= 0:
                 break
 
 
-def make_tokenizer(args: Args, pieces: list[Piece], options: Options, threshold: int) -> Tokenizer:
+def make_tokenizer(args: Args, pieces: list[Piece], options: Options, val_below: int) -> Tokenizer:
     match args.tokenizer:
         case "byte":
             return byte_tokenizer()
@@ -236,25 +237,24 @@ def make_tokenizer(args: Args, pieces: list[Piece], options: Options, threshold:
         case "bpe":
             n = len(pieces)
             say(f"training a tokenizer of {args.vocab_size:,} tokens on {n:,} piece(s) of text")
-            return bpe_tokenizer(sample_texts(pieces, options, threshold, SAMPLE), args.vocab_size)
+            return bpe_tokenizer(sample_texts(pieces, options, val_below, SAMPLE), args.vocab_size)
     return read_tokenizer(args.tokenizer, args.end_token)
 
 
-def choose_threshold(pieces: list[Piece], options: Options, val_fraction: float) -> int:
-    """The rank below which documents are for validation, so that about val_fraction of them are,
-    but at least one is and one is not.
+def choose_val_below(pieces: list[Piece], options: Options, val_fraction: float) -> int:
+    """The split_hash below which documents are for validation, so that about val_fraction of them
+    are, but at least one is and one is not.
 
     It reads until both splits have a document.  Raises UserError DATA if that is impossible.
     """
-    # Ranks are hashes, uniform below 2**64.
-    threshold = round(val_fraction * 2**64)
-    low, high = 2**64, -1  # the smallest and the largest rank read so far
+    val_below = round(val_fraction * 2**64)  # hashes are uniform below 2**64
+    low, high = 2**64, -1  # the smallest and the largest split_hash read so far
     why = ""  # the reason for the first skipped row
     for found in chain.from_iterable(readers.read_documents(piece, options) for piece in pieces):
         if isinstance(found, Document):
-            low, high = min(low, found.rank), max(high, found.rank)
-            if low < threshold <= high:
-                return threshold
+            low, high = min(low, found.split_hash), max(high, found.split_hash)
+            if low < val_below <= high:
+                return val_below
         else:
             why = why or found.why
     if low > high:
@@ -266,7 +266,7 @@ def choose_threshold(pieces: list[Piece], options: Options, val_fraction: float)
         what = "there is only one document, or all are the same"
         what += f"; others are skipped: {why}" if why else ""
         raise UserError(DATA, what, "give more documents, or a single text file to cut in two")
-    return low + 1 if threshold <= low else high
+    return low + 1 if val_below <= low else high
 
 
 def make_plan(args: Args, out, pieces: list[Piece], options, recipe: dict, times: str) -> dict:
@@ -276,15 +276,15 @@ def make_plan(args: Args, out, pieces: list[Piece], options, recipe: dict, times
     path, tokenizer_path = out / "progress" / "plan.json", out / "train" / "tokenizer.json"
     if path.exists() and tokenizer_path.exists():
         return json.loads(path.read_text())
-    threshold = choose_threshold(pieces, options, args.val_fraction)
+    val_below = choose_val_below(pieces, options, args.val_fraction)
     texts = list(sample_texts(pieces, options, 0, 1_000_000, 16))
-    tokenizer = make_tokenizer(args, pieces, options, threshold)
+    tokenizer = make_tokenizer(args, pieces, options, val_below)
     encodings = encode_texts(tokenizer, texts)
     n_bytes = sum(len(text.encode()) for text in texts)
     # Both are 0 if the sample has only rows that are skipped.
     bytes_per_token = max(1, n_bytes) / max(1, sum(map(len, encodings)))
     size = min(args.shard_tokens * bytes_per_token, max(PIECE, sum(p.size for p in pieces) / 256))
-    plan = dict(recipe=recipe, threshold=threshold, size=size)
+    plan = dict(recipe=recipe, threshold=val_below, size=size)
     for folder in ("progress", *SPLITS):
         (out / folder).mkdir(parents=True, exist_ok=True)
     write_whole(out / "times.sha256", times)
@@ -455,7 +455,7 @@ def run_all(tasks: list[Task], args: Args, n_workers: int) -> list[dict]:
     return all_facts
 
 
-def finish(out: epath.Path, tasks: list[Task], facts: list[dict], recipe: dict):
+def write_manifests(out: epath.Path, tasks: list[Task], facts: list[dict], recipe: dict):
     """Write the list of skipped rows, and the manifests.  Raises UserError DATA if a split is
     empty, because its documents can no longer be read."""
     tokenizer = load_tokenizer(str(out))
@@ -570,13 +570,13 @@ def main(args: Args):
     pieces = cut_corpus(files, options, args.val_fraction)
     plan = make_plan(args, out, pieces, options, recipe, times)
     common = str(out), options, args.shard_tokens, recipe["end_token"], plan["threshold"]
-    lists = batches(pieces, plan["size"])
+    lists = group_by_size(pieces, plan["size"])
     tasks = [Task(n, join(found), *common) for n, found in enumerate(lists)]
     n_workers = count_workers(args, pieces)
     if args.dedup:
         tasks = find_repeats(tasks, args, n_workers)
     facts = run_all(tasks, args, n_workers)
-    finish(out, tasks, facts, recipe)
+    write_manifests(out, tasks, facts, recipe)
     remove_progress(out)
 
 

@@ -54,8 +54,8 @@ class Piece(NamedTuple):
     there are."""
     size: int
     """Bytes of text, estimated where they are compressed."""
-    rank: int | None = None
-    """The `Document.rank` of the whole text, if this is a part of a long one."""
+    split_hash: int | None = None
+    """The `Document.split_hash` of the whole text, if this is a part of a long one."""
     ends: bool = True
     """Whether the text ends here; False for the other parts of a long one."""
     why: str = ""
@@ -69,7 +69,7 @@ class Document(NamedTuple):
     """Its text in parts, and whether each part is scored."""
     size: int
     """Bytes of text."""
-    rank: int
+    split_hash: int
     """The first 64 bits of its text's hash, which decide whether it is held out."""
     key: bytes
     """A hash of its text and of which parts are scored; documents with the same key are repeats."""
@@ -84,7 +84,7 @@ class Skipped(NamedTuple):
     why: str
 
 
-def rank_of(key: bytes) -> int:
+def split_hash_of(key: bytes) -> int:
     return int.from_bytes(key[:8], "big")
 
 
@@ -121,38 +121,38 @@ def find_last_line(source: str | bytes, start: int, at: int) -> int:
         return n and start + n
 
 
-def rank_of_text(source: str | bytes) -> int:
-    """The rank of a long text, which is read block by block.  Raises UnicodeDecodeError if it is
-    not UTF-8."""
+def hash_long_text(source: str | bytes) -> int:
+    """The split_hash of a long text, which is read block by block.  Raises UnicodeDecodeError if it
+    is not UTF-8."""
     digest, decoder = hashlib.blake2b(digest_size=16), codecs.getincrementaldecoder("utf-8")()
     with open_source(source) as f:
         while block := f.read(PIECE):
             digest.update(block)
             decoder.decode(block)
     decoder.decode(b"", final=True)
-    return rank_of(digest.digest())
+    return split_hash_of(digest.digest())
 
 
-def cut_bytes(source, start: int, stop: int, rank: int) -> list[tuple]:
+def cut_bytes(source, start: int, stop: int, split_hash: int) -> list[tuple]:
     """The bytes from start to stop, in pieces that begin where `find_cut` says."""
     cuts = [start, *(find_cut(source, at) for at in range(start + PIECE, stop, PIECE)), stop]
     cuts = sorted({min(cut, stop) for cut in cuts})
-    return [(a, b, b - a, rank, b == stop) for a, b in pairwise(cuts)]
+    return [(a, b, b - a, split_hash, b == stop) for a, b in pairwise(cuts)]
 
 
 def cut_text(file: File, options: Options) -> list[tuple]:
     if file.size <= PIECE:
         return [(0, file.size, file.size)]
-    return cut_bytes(file.source, 0, file.size, rank_of_text(file.source))
+    return cut_bytes(file.source, 0, file.size, hash_long_text(file.source))
 
 
 def split_text(file: File, val_fraction: float) -> list[Piece]:
-    """The pieces of a single text.  Its last part gets rank 0, so that it is held out.
+    """The pieces of a single text.  Its last part gets split_hash 0, so that it is held out.
 
     Raises UserError DATA.
     """
     try:
-        rank_of_text(file.source)
+        hash_long_text(file.source)
     except UnicodeDecodeError:
         raise UserError(DATA, f"{file.name} is not UTF-8", FIX_UTF8) from None
     target = round(file.size * (1 - val_fraction))
@@ -307,7 +307,7 @@ def read_parquet(f, piece: Piece, options: Options) -> Iterator[dict | Exception
         try:
             for batch in file.iter_batches(256, [n], columns_of(options)):
                 yield from rows_of(batch, options)
-        except DAMAGE as e:
+        except READ_ERRORS as e:
             yield e
 
 
@@ -407,11 +407,11 @@ FIX_UTF8 = "give text in UTF-8; compressed files are read only if they end in "
 FIX_UTF8 += or_list(COMPRESSED)
 
 # What the readers raise for a damaged file.  zlib.error and ZstdError derive from Exception only.
-DAMAGE = (ValueError, NotImplementedError, EOFError, RecursionError, OSError)
-DAMAGE += (zlib.error, zstandard.ZstdError)
+READ_ERRORS = (ValueError, NotImplementedError, EOFError, RecursionError, OSError)
+READ_ERRORS += (zlib.error, zstandard.ZstdError)
 
 
-def damage(e: Exception, source: str | bytes) -> str:
+def describe_damage(e: Exception, source: str | bytes) -> str:
     """What is wrong with a file, in one line.  An error of the storage rather than of the file (it
     has an errno, or the file is in a bucket) is raised again."""
     is_storage = isinstance(e, OSError) and not isinstance(e, gzip.BadGzipFile)
@@ -434,8 +434,8 @@ def cut_file(file: File, options: Options) -> list[Piece]:
     kind = kind_of(file, options)
     try:
         return [Piece(kind, file.source, *x) for x in FORMATS[kind].cut(file, options)]
-    except DAMAGE as e:
-        why = NOT_UTF8 if isinstance(e, UnicodeError) else damage(e, file.source)
+    except READ_ERRORS as e:
+        why = NOT_UTF8 if isinstance(e, UnicodeError) else describe_damage(e, file.source)
         return [Piece(kind, file.source, 0, 0, 0, why=why)]
 
 
@@ -504,14 +504,14 @@ def read_row(row: int, raw, piece: Piece, options: Options) -> Document | Skippe
             raise ValueError(f"longer than {LIMIT} bytes" if data else "empty")
     except (ValueError, RecursionError) as e:
         return Skipped(row, NOT_UTF8 if isinstance(e, UnicodeError) else str(e)[:200])
-    is_part = piece.rank is not None
+    is_part = piece.split_hash is not None
     # Repeats of a long text are cut alike.
-    hashed = f"{piece.rank} {piece.start}".encode() if is_part else data
+    hashed = f"{piece.split_hash} {piece.start}".encode() if is_part else data
     key = hashlib.blake2b(hashed, digest_size=16).digest()
-    rank = piece.rank if is_part else rank_of(key)
+    split_hash = piece.split_hash if is_part else split_hash_of(key)
     if len(parts) > 1:  # the same text is no repeat where other parts of it are scored
         key = hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).digest()
-    return Document(row, parts, len(data), rank, key, piece.ends)
+    return Document(row, parts, len(data), split_hash, key, piece.ends)
 
 
 def read_documents(piece: Piece, options: Options) -> Iterator[Document | Skipped]:
@@ -524,8 +524,8 @@ def read_documents(piece: Piece, options: Options) -> Iterator[Document | Skippe
         with open_source(piece.source) as f:
             for row, raw in enumerate(FORMATS[piece.kind].read(f, piece, options), 1):
                 if isinstance(raw, Exception):
-                    yield Skipped(row, damage(raw, piece.source))
+                    yield Skipped(row, describe_damage(raw, piece.source))
                 else:
                     yield read_row(row, raw, piece, options)
-    except DAMAGE as e:
-        yield Skipped(row + 1, damage(e, piece.source))
+    except READ_ERRORS as e:
+        yield Skipped(row + 1, describe_damage(e, piece.source))

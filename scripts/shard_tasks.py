@@ -32,8 +32,8 @@ class Task(NamedTuple):
     options: Options
     shard_tokens: int
     end_token: str
-    threshold: int
-    """Documents whose rank is below it are for validation."""
+    val_below: int
+    """Documents whose split_hash is below it are for validation."""
     repeats: frozenset[int] = frozenset()
     """The numbers, from 0, of its documents that repeat an earlier one; they are left out."""
 
@@ -126,7 +126,7 @@ def documents_of(task: Task, facts: dict) -> Iterator[Document]:
         facts["rows"].append(row)
 
 
-def batches(items: Iterable, size: float) -> Iterator[list]:
+def group_by_size(items: Iterable, size: float) -> Iterator[list]:
     """Lists of consecutive pieces or documents.  Each has at least `size` bytes, except for the
     last."""
     found, n_bytes = [], 0
@@ -155,11 +155,11 @@ def write_shards(task: Task):
     dtype = "uint16" if n_ids(tokenizer) <= 65536 else "uint32"
     train, val = writers = [ShardWriter(task, split, dtype) for split in SPLITS]
     facts = {}
-    for batch in batches(documents_of(task, facts), 1_000_000):
+    for batch in group_by_size(documents_of(task, facts), 1_000_000):
         texts = [text for document in batch for text, _ in document.parts]
         encodings = iter(encode_texts(tokenizer, texts))
         for document in batch:
-            writer = val if document.rank < task.threshold else train
+            writer = val if document.split_hash < task.val_below else train
             for _, is_scored in document.parts:
                 writer.add(next(encodings).ids, is_scored)
             if document.ends:

@@ -946,7 +946,7 @@ def test_a_damaged_row_group_ends_no_other(tmp_path):
 
 
 def test_an_empty_split_is_an_error_without_a_manifest(texts, tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare_data, "choose_threshold", lambda *_: 0)
+    monkeypatch.setattr(prepare_data, "choose_val_below", lambda *_: 0)
     args = prepare_data.Args(str(tmp_path / "out"), (str(texts),), tokenizer="byte")
     with pytest.raises(UserError, match="no document for val") as error:
         prepare_data.main(args)
