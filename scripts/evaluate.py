@@ -79,7 +79,7 @@ def main(args: Args, cfg: config.Config):
     has_data = rundir.read_record(run).get("data_fingerprint") or args.data
     if not has_data and (args.per_token or not tasks):
         what = f"{args.run} has no data of its own"
-        raise errors.UserError(errors.USAGE, what, "give a data set as --data")
+        raise errors.UserError(errors.DATA, what, "give a data set as --data")
     try:
         sets = [Dataset(cfg, "val", name) for name in read_sets(cfg.data.val) if has_data]
     except errors.UserError as e:
