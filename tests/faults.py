@@ -940,7 +940,7 @@ class Progress:
 def make_cases(world: World, progress: Progress, minutes: float, is_full: bool):
     counts, end = progress.counts, time.monotonic() + 60 * minutes
     total = sum(map(progress.left, counts)) if is_full else None
-    with tqdm(total=total, unit="case", mininterval=60, maxinterval=60) as bar:
+    with tqdm(total=total, unit=" case", mininterval=60, maxinterval=60) as bar:
         while is_full or time.monotonic() < end:
             if is_full:
                 chosen, weights = [row for row in counts if progress.left(row)], None
