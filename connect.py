@@ -132,7 +132,7 @@ def is_closed(connection: socket.socket) -> bool:
 
 
 def greet_process_0(r: Run, deadline: float):
-    """The part of `meet` of the other processes."""
+    """The part of `wait_for_all` in the other processes."""
     host, port = r.coordinator.rsplit(":", 1)
     address = host.strip("[]"), int(port)
     while True:

@@ -364,6 +364,31 @@ def add_to_index(total, new, index):
     return lax.dynamic_update_slice(total, new, start)
 
 
+@jax.custom_vjp
+def tap_gradient(tap, w, index):
+    """(tap, w) unchanged.  A tap is a tree like w whose values are not used: its cotangent is the
+    sum of the gradients of w so far, to which the backward pass adds this one, at `index`, which
+    has a number for each leading dim, or to all of it if index is None.
+
+    The caller passes the sum so far as the cotangent of the returned tap, and gets the new sum as
+    the gradient of the tap given.  The sum grows in place (in an interleaved schedule, in a copy of
+    one part).  Without this the loop over layers would stack their gradients, to be added to the
+    sum afterwards: 0.18 GiB more for llama_1b with 1f1b on v5p 2x2x2, one sequence a microbatch,
+    and 5 % more cycles by XLA's count.
+    """
+    return tap, w
+
+
+def tap_gradient_backward(index, sum_and_grad):
+    total, grad = sum_and_grad
+    if index is None:
+        return add_trees(total, grad), None, None
+    return jax.tree.map(partial(add_to_index, index=index), total, grad), None, None
+
+
+tap_gradient.defvjp(lambda tap, w, index: ((tap, w), index), tap_gradient_backward)
+
+
 def softcap(x, cap: float):
     """cap * tanh(x / cap), which stays below cap; 0 leaves x as it is."""
     return cap * jnp.tanh(x / cap) if cap else x

@@ -182,10 +182,6 @@ def run_schedule(schedule: Schedule, work, example_BLD, example_saved, total, br
     branch(due, f, state) returns f(state), or the state as it is; due(s) says whether stage s has
     that work.  Each kind of work is a branch of its own, and total chains one to the next, because
     XLA on a CPU runs independent collectives at once and mixes up those of one group.
-
-    A branch writes and reads the buffer inside, because outside of it XLA would copy what is
-    written and read: gpt2_1.5b with pp 4 and remat=attention on v6e then needs 1.7 GiB more and, by
-    XLA's count, 1.9 times the time.
     """
     pp, s, size = schedule.pp, lax.axis_index("pp"), schedule.buffer_size()
     to_next, to_previous = neighbours()
@@ -194,21 +190,13 @@ def run_schedule(schedule: Schedule, work, example_BLD, example_saved, total, br
         (example_saved, example_BLD if schedule.output_waits else None),
     )
 
+    forward, backward = with_buffer(work, schedule)
+
     def begin(m, state):
         return work.begin(m, *state)
 
-    def forward(m, r, state):
-        x_BLD, buffer, total = state
-        y_BLD, saved, total = work.forward(m, r, x_BLD, total)
-        new = saved, y_BLD if schedule.output_waits else None
-        return y_BLD, put_in_buffer(buffer, new, m, r, size), total
-
     def score(m, state):
         return work.score(m, *state)
-
-    def backward(m, r, buffer, state):
-        saved, _ = take_from_buffer(buffer, m, r, size)
-        return work.backward(m, r, saved, *state)
 
     def tick(carry, t):
         def when(is_due, f, state):
@@ -241,6 +229,29 @@ def run_schedule(schedule: Schedule, work, example_BLD, example_saved, total, br
     zero_BLD = jnp.zeros_like(example_BLD)
     start = zero_BLD, zero_BLD, empty if size > 1 else (), total
     return lax.scan(tick, start, jnp.arange(schedule.ticks))[0][-1]
+
+
+def with_buffer(work, schedule: Schedule):
+    """(forward, backward) of the work, for `branch`: forward writes to the buffer what waits, and
+    backward reads it.
+
+    Both do so inside of the branch, because outside of it XLA would copy what is written and read:
+    gpt2_1.5b with pp 4 and remat=attention on v6e then needs 1.7 GiB more and, by XLA's count, 1.9
+    times the time.
+    """
+    size = schedule.buffer_size()
+
+    def forward(m, r, state):
+        x_BLD, buffer, total = state
+        y_BLD, saved, total = work.forward(m, r, x_BLD, total)
+        new = saved, y_BLD if schedule.output_waits else None
+        return y_BLD, put_in_buffer(buffer, new, m, r, size), total
+
+    def backward(m, r, buffer, state):
+        saved, _ = take_from_buffer(buffer, m, r, size)
+        return work.backward(m, r, saved, *state)
+
+    return forward, backward
 
 
 def put_in_buffer(buffer, new, m, r, size: int):
