@@ -96,26 +96,27 @@ def cpu_choices(cfg: Config) -> dict:
     copies than an accelerator's.
 
     With 512 tokens a microbatch, a model of 5 million parameters took 1.18 times as long with
-    remat=layer, and 1.12 times with a loop over layers.  In a pipeline arrays wait between forward
-    and backward pass, outside of the caches: to keep them takes the demo 1.08 times as long as to
-    recompute them.
+    remat=layer, and 1.12 times with a loop over layers; the demo 1.13 times with both on (1,2,1)
+    and on (1,4,1).
     """
-    m, t, pp = cfg.model, cfg.train, cfg.mesh.pp
-    rows = math.gcd(*batch_sizes(cfg)) // (t.grad_accum * cfg.mesh.sizes[0])
+    m, t, mesh = cfg.model, cfg.train, cfg.mesh
+    dp, pp, _ = mesh.sizes
+    rows = math.gcd(*batch_sizes(cfg)) // (t.grad_accum * dp)
     counts = [n for n in divisors(rows) if n % pp == 0]
     small = [n for n in counts if rows // n * t.seq_len <= CPU_TOKENS]
     microbatches = t.microbatches or min(small, default=max(counts))
-    tokens = rows // microbatches * t.seq_len
-    width = max(m.d_ff, m.n_active * m.d_expert) / cfg.mesh.tp
+    # In a pipeline all microbatches may wait for their backward pass; all devices share the memory.
+    waiting_tokens = dp * t.seq_len * (rows if pp > 1 else rows // microbatches)
+    width = max(m.d_ff, m.n_active * m.d_expert)
     inputs = 16 + (m.n_active if m.n_experts else 0)
-    kept_bytes = 4 * tokens * m.n_layers * (inputs * m.d_model + 4 * width)
+    kept_bytes = 4 * waiting_tokens * m.n_layers * (inputs * m.d_model + 4 * width)
     layer_flops = 6 * 12 * m.d_model**2 * t.batch_size * t.seq_len
     remat = t.remat
     if remat == "auto":
-        remat = "none" if pp == 1 and kept_bytes < 2**30 else "layer"
+        remat = "none" if kept_bytes <= 2**30 else "layer"
     # A loop compiles sooner, and compiling is most of a tiny model's run.  Without a loop XLA
     # recomputes layers too early: with remat=layer and 4 layers it then needs twice the memory.
-    layers = n_blocks(m) * len(layer_kinds(m.pattern))
+    layers = n_blocks(m) * len(layer_kinds(m.pattern)) // (pp * mesh.virtual_stages)
     unroll = layers if remat == "none" and layers <= 12 and layer_flops > 5e8 else 1
     return dict(microbatches=microbatches, remat=remat, unroll=unroll)
 

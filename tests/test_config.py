@@ -553,7 +553,8 @@ def test_a_cpu_chooses_few_tokens_at_a_time_no_recomputing_and_unrolled_layers()
         return t.microbatches, t.remat, t.unroll
 
     assert choose(demo) == (4, "none", 4)  # 4 rows of 128 tokens, 4 layers
-    assert choose(demo, mesh=(2, 2, 2)) == (2, "layer", 1)  # one microbatch for each stage
+    assert choose(demo, mesh=(2, 2, 2)) == (2, "none", 2)  # a microbatch and 2 layers a stage
+    assert choose(demo, mesh=(2, 2, 2), seq_len=2**12) == (8, "layer", 1)  # all rows would wait
     assert choose(demo, batch_size=12) == (3, "none", 4)
     assert choose(demo, seq_len=4096) == (16, "none", 4)  # a row is more than 512 tokens
     assert choose(demo, seq_len=2**16) == (16, "layer", 1)  # several GiB of activations
