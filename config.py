@@ -200,8 +200,8 @@ class Train:
     """What the backward pass recomputes, to save memory.
     auto: layer, unless there is memory for more.
     On a CPU it is none, if that takes at most 1 GiB for all devices.
-    On GPUs that plan.py knows it is dots, without experts and with mesh.pp 1, if its plan takes up
-    to 4/5 of memory.
+    On GPUs that plan.py knows it is dots, if its plan takes up to 4/5 of memory.
+    Models with experts and pipelines are layer there.
     none: nothing.  layer: whole layers.
     dots: everything except matmuls with dense weights and cuDNN's attention.
     attention: only attention.
