@@ -296,16 +296,18 @@ def keep_freed_memory():
     """Without an accelerator, have the C library keep freed memory for the next allocation.
 
     On a CPU XLA allocates a program's temporary memory in every call.  When that is freed, glibc
-    returns large pieces to the system, which then clears each page again.  With it kept, in four
-    heaps, an update of `make demo` on (1,1,1) takes 0.89 times the CPU seconds, and 0.94 times in
-    one heap, where finding a piece takes longer; the process is a tenth larger.  Call it before
-    threads start: each would get a heap of its own, and pieces above 64 MiB do not fit into one.
+    returns large pieces to the system, which then clears each page again.  With all of it kept, an
+    update of `make demo` on (1,1,1) takes 0.87 times the CPU seconds and the benchmark's in
+    docs/performance.md 0.97; the process is a tenth larger.  Call it before threads start: those
+    that have a heap of their own keep it, and pieces above 64 MiB do not fit into one.  With four
+    heaps the demo took 0.95 times as long on (1,1,1), and 1.08 times on (1,2,1), which has such
+    pieces.
     """
     accelerators = find_spec("libtpu") or find_spec("jax_plugins")
     if accelerators and os.environ.get("JAX_PLATFORMS") != "cpu":
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: None)  # glibc has it
-    mallopt(-8, 4)  # M_ARENA_MAX: four heaps for all threads
+    mallopt(-8, 1)  # M_ARENA_MAX: one heap for all threads
     mallopt(-4, 0)  # M_MMAP_MAX: large pieces come from the heap too
     mallopt(-1, -1)  # M_TRIM_THRESHOLD: the free end of the heap is kept, whatever its size
 
