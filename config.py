@@ -201,7 +201,7 @@ class Train:
     auto: layer, unless there is memory for more.
     On a CPU it is none, if that takes at most 1 GiB for all devices.
     On GPUs that plan.py knows it is dots, if its plan takes up to 4/5 of memory.
-    Models with experts and pipelines are layer there.
+    On those GPUs pipelines, and models with experts, take layer.
     none: nothing.  layer: whole layers.
     dots: everything except matmuls with dense weights and cuDNN's attention.
     attention: only attention.
@@ -211,7 +211,7 @@ class Train:
     """Number of iterations of the loops over layers that are compiled as one.
     A larger number copies less and takes longer to compile.
     A pipeline stage, or a part of one, of at most so many layers has no loop.
-    0 takes 1; on a CPU with remat none, all of a stage if they are large and at most 12."""
+    0 takes 1; on a CPU with remat none, all layers of a stage if large and at most 12."""
     attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"
     """Attention kernel.
     auto: cudnn on NVIDIA GPUs, splash on TPUs, xla elsewhere.
