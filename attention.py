@@ -207,7 +207,9 @@ def decoding_attention(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg, width: int, sink
     S, G = k_BSGK.shape[1:3]
     q_BGRLK = q_BLHK.reshape(B, L, G, H // G, K).transpose(0, 2, 3, 1, 4)
     k_BGSK, v_BGSW = k_BSGK.swapaxes(1, 2), v_BSGW.swapaxes(1, 2)
-    score_BGRLS = einsum("BGRLK,BGSK->BGRLS", q_BGRLK, k_BGSK, jnp.float32)
+    # The keys come first, because XLA on a CPU would transpose those of a single query.
+    score_BGSRL = einsum("BGSK,BGRLK->BGSRL", k_BGSK, q_BGRLK, jnp.float32)
+    score_BGRLS = jnp.moveaxis(score_BGSRL, 2, -1)
     score_BGRLS *= softmax_scale(cfg, width)
     score_BGRLS = softcap(score_BGRLS, cfg.model.attn_softcap)
     distance_BLS = span.index_BL[..., None] - jnp.arange(S)
@@ -366,13 +368,23 @@ def score_stats(q_BLHK, k_BSGK, span: Span, cfg, width: int) -> dict:
 # ---- attention variants: tables of weights, and functions of (x_BLD, w, cfg, Span, cache)
 
 
-def update_cache(cache, new: dict, span: Span) -> dict:
-    """The cache with the new tokens' keys and values written at their places; without a cache
-    (None) just the new ones."""
+def update_cache(cache, new: dict, span: Span) -> tuple[dict, dict]:
+    """(the cache with the new tokens' keys and values at their places, all keys and values in the
+    order of `new`); without a cache (None) both are `new`.
+
+    The cache has its heads before its tokens, [B, G, S, K], in the order of `decoding_attention`'s
+    products: XLA would copy all of it for each token otherwise.
+    """
     if cache is None:
-        return new
-    row_B1 = jnp.arange(span.index_BL.shape[0])[:, None]
-    return {name: cache[name].at[row_B1, span.index_BL].set(x) for name, x in new.items()}
+        return new, new
+    index_BL = span.index_BL
+    if index_BL.size == 1:
+        # Written twice: XLA turns a single write into one that it repeats for each reader, in a
+        # copy of the cache.  gpt2_124m with 1,024 tokens on a CPU: 38 instead of 121 ms a token.
+        index_BL, new = jax.tree.map(lambda x: jnp.concatenate([x, x], 1), (index_BL, new))
+    places = jnp.arange(len(index_BL))[:, None], ..., index_BL, slice(None)
+    cache = {name: cache[name].at[places].set(x) for name, x in new.items()}
+    return cache, {name: jnp.moveaxis(x, -2, 1) for name, x in cache.items()}
 
 
 def to_heads(D: int, H: int, K: int) -> Param:
@@ -437,12 +449,13 @@ def gqa(x_BLD, w, cfg, span: Span, cache):
         q_BLHK = rms_norm(q_BLHK, q_gain, cfg.model.norm_eps)
         k_BLGK = rms_norm(k_BLGK, k_gain, cfg.model.norm_eps)
     q_BLHK = rope(q_BLHK, span, cfg)
-    kv = update_cache(cache, dict(k_BSGK=rope(k_BLGK, span, cfg), v_BSGK=v_BLGK), span)
-    k_BSGK, v_BSGK = kv["k_BSGK"], kv["v_BSGK"]
+    new = dict(k=rope(k_BLGK, span, cfg), v=v_BLGK)
+    cache, kv = update_cache(cache, new, span)
+    k_BSGK, v_BSGK = kv["k"], kv["v"]
     y_BLHK = attend(q_BLHK, k_BSGK, v_BSGK, span, cfg, cfg.model.d_head, w.get("sink_H"))
     y_BLD = scatter_over_tp(einsum("BLHK,HKD->BLD", y_BLHK, w["o_HKD"]), span.tp_dim)
     stats = score_stats(q_BLHK, k_BSGK, span, cfg, cfg.model.d_head)
-    return add_bias(y_BLD, w.get("o_bias_D")), kv, stats
+    return add_bias(y_BLD, w.get("o_bias_D")), cache, stats
 
 
 def mla_table(cfg: Config) -> dict:
@@ -477,12 +490,12 @@ def mla(x_BLD, w, cfg, span: Span, cache):
     over tp and cached: kv_rank + d_rope numbers a token.
     """
     h_BLJ, c_BLI, k_BLT = mla_latents(x_BLD, w, cfg, span)
-    kv = update_cache(cache, dict(c_BSI=c_BLI, k_BST=k_BLT), span)
+    cache, kv = update_cache(cache, dict(c=c_BLI, k=k_BLT), span)
     one_new_token = span.decoding and h_BLJ.shape[1] == 1
     attend_mla = attend_to_latents if one_new_token else attend_to_expanded
-    y_BLHW, stats = attend_mla(h_BLJ, kv["c_BSI"], kv["k_BST"], w, cfg, span)
+    y_BLHW, stats = attend_mla(h_BLJ, kv["c"], kv["k"], w, cfg, span)
     y_BLD = scatter_over_tp(einsum("BLHW,HWD->BLD", y_BLHW, w["o_HWD"]), span.tp_dim)
-    return add_bias(y_BLD, w.get("o_bias_D")), kv, stats
+    return add_bias(y_BLD, w.get("o_bias_D")), cache, stats
 
 
 def mla_latents(x_BLD, w, cfg, span: Span):

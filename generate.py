@@ -79,7 +79,8 @@ def drop_device_dims(tree):
 
 
 def empty_cache(w, cfg: Config, B: int, S: int) -> dict:
-    """Room for S tokens of B rows in each microbatch, in each layer: [M, B, S, ...]."""
+    """Room for S tokens of B rows in each microbatch, in each layer: [M, B, heads, S, width], or
+    without heads."""
 
     def one_token(kind, w):
         """The entries of a layer's cache for one token a row."""
@@ -95,7 +96,7 @@ def empty_cache(w, cfg: Config, B: int, S: int) -> dict:
         M = 1 if group == "prefix" else lax.axis_size("pp")
         cache[group] = [
             {
-                name: jnp.zeros((M, B, S, *x.shape[2:]), x.dtype)
+                name: jnp.zeros((M, B, *x.shape[2:-1], S, x.shape[-1]), x.dtype)
                 for name, x in jax.eval_shape(partial(one_token, kind), layer).items()
             }
             for (kind, _), layer in zip(stage_layers(cfg, group), w[group], strict=True)
