@@ -106,6 +106,7 @@ class MetricsLog:
         self.tokens_by_source = tokens_by_source
         self.flops_per_token, self.peak = flops_per_token, utils.peak_flops(cfg)
         self.start = self.clock = time.perf_counter()  # of this start, and of the update under way
+        self.compiled = set()  # the functions that run_untimed has called
         self.pending = None  # (step, metrics) of the newest update, not written yet
         parent = (run_on_lead(read_record, run) or {}).get("parent", {})  # the lead writes rows
         # The rows of a branch that went on with its parent's state begin after the parent's step.
@@ -213,10 +214,15 @@ class MetricsLog:
         say("  ".join(parts))
 
     def run_untimed(self, f, *args):
-        """f(*args), once all earlier rows are written; no update's step_time includes it."""
+        """f(*args), once all earlier rows are written; no update's step_time includes it, and the
+        eta leaves out the first call of each f, which compiles."""
         self.upload()
+        begin = time.perf_counter()
         result = f(*args)
         self.clock = time.perf_counter()
+        if f not in self.compiled:
+            self.compiled.add(f)
+            self.start += self.clock - begin
         return result
 
     def add_evaluation(self, step: int, result: dict | None, kind="eval"):

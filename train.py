@@ -366,7 +366,7 @@ def train_loop(run, store, state: State, train: Dataset, vals, tasks, stop, cfg:
             state, metrics = program(state, *train.batch(step))
             log.add_update(step + 1, metrics)
         if times := profile.learned_times(step + 1):
-            programs = log.run_untimed(compile_steps, step + 1, train, cfg, times)
+            programs = log.run_untimed(partial(compile_steps, times=times), step + 1, train, cfg)
     store.close()
     profile.report()
     log.close()

@@ -134,7 +134,7 @@ def test_rows_are_written_one_update_late_and_nan_is_null(tmp_path, capsys):
     assert "eta" in printed.out and "warning: update 2 skipped" in printed.err
 
 
-def test_the_time_left_counts_evaluations_and_not_the_start(tmp_path, monkeypatch, capsys):
+def test_the_time_left_counts_evaluations_and_not_compiling(tmp_path, monkeypatch, capsys):
     now = [0.0]
 
     def wait(seconds):
@@ -146,15 +146,21 @@ def test_the_time_left_counts_evaluations_and_not_the_start(tmp_path, monkeypatc
     log = open_log(tmp_path, cfg, 10)
     log.run_untimed(wait, 1000)  # compiling
     log.run_untimed(wait, 100)  # the first checkpoint
+
+    def evaluate(seconds):
+        wait(seconds)
+
     for step in (11, 12, 13):
         log.add_update(step, scalars)
         wait(2)
-        if step == 12:
-            log.run_untimed(wait, 8)
+        if step > 11:
+            log.run_untimed(evaluate, 8 if step == 12 else 5)
+    log.add_update(14, scalars)
+    wait(2)
     log.close()
-    # 9 and 8 updates of 2 s, then 7 of (2 + 2 + 8 + 2) / 3.
-    assert re.findall(r"eta (\S+)", capsys.readouterr().out) == ["18s", "16s", "32s"]
-    assert [row["step_time"] for row in read_rows(tmp_path)] == [2, 2, 2]
+    # 9, 8 and 7 updates of 2 s, then 6 of (2 + 2 + 2 + 5 + 2) / 4.
+    assert re.findall(r"eta (\S+)", capsys.readouterr().out) == ["18s", "16s", "14s", "19s"]
+    assert [row["step_time"] for row in read_rows(tmp_path)] == [2, 2, 2, 2]
 
 
 def test_the_curve_is_drawn(tmp_path):
