@@ -121,6 +121,17 @@ def cpu_choices(cfg: Config) -> dict:
     return dict(microbatches=microbatches, remat=remat, unroll=unroll)
 
 
+def cpu_reasons(cfg: Config) -> dict:
+    """Why `cpu_choices` has chosen these values, in a few words each."""
+    t, fits = cfg.train, "at most" if cfg.train.remat == "none" else "more than"
+    loop = "a loop over layers compiles sooner and needs less memory"
+    return dict(
+        microbatches=f"at most {CPU_TOKENS} tokens or one row in each, so that caches hold them",
+        remat=f"all activations take {fits} 1 GiB",
+        unroll="a loop over layers would copy" if t.unroll > 1 else loop,
+    )
+
+
 # ---- ranges
 
 BIG = 2**31 - 1

@@ -25,7 +25,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import errors
-from checks import AUTOMATIC, resolve
+from checks import AUTOMATIC, cpu_reasons, resolve
 from config import SLICE, Config
 from errors import UserError
 from files import make_private_folder
@@ -194,8 +194,9 @@ def start_mesh(cfg: Config, rows: int | None = None, plan_remat=None) -> Config:
     say(f"mesh: {axes} on {devices}, {processes}", file=sys.stderr)  # stdout is for results
     chosen = [name for name, x in AUTOMATIC.items() if getattr(given, name) == x]
     if chosen and plan_remat:  # the others do not train
-        values = ", ".join(f"train.{name} {getattr(cfg.train, name)}" for name in chosen)
-        say(f"chosen for {'a CPU' if kind == 'cpu' else kind}: {values}", file=sys.stderr)
+        why = {name: f" ({x})" for name, x in cpu_reasons(cfg).items()} if kind == "cpu" else {}
+        values = [f"train.{name} {getattr(cfg.train, name)}{why.get(name, '')}" for name in chosen]
+        say(f"chosen for {'a CPU' if why else kind}: {', '.join(values)}", file=sys.stderr)
     return cfg
 
 

@@ -1,5 +1,6 @@
 """The mesh, signals, XLA's options, peaks and small helpers."""
 
+import re
 from dataclasses import dataclass, replace
 
 import jax
@@ -22,6 +23,19 @@ def test_a_mesh_too_large_or_too_small_names_both_numbers():
     assert on_mesh(config.tiny(), (-1, 2, 1)).mesh.sizes == (4, 2, 1)
     with pytest.raises(UserError, match="mesh.tp=3 must divide"):
         on_mesh(config.tiny(), (2, 1, 3))
+
+
+def test_what_is_chosen_for_a_cpu_is_said_in_one_line_with_the_reasons(capsys):
+    def chosen(**train) -> str:
+        demo = replace(config.demo(), train=replace(config.demo().train, **train))
+        utils.start_mesh(demo, plan_remat=lambda cfg, kind: "layer")
+        (line,) = re.findall("chosen for a CPU: .*", capsys.readouterr().err) or [""]
+        return line
+
+    assert re.search(r"microbatches 2 \(.*512.*remat none \(.*most 1 GiB.*unroll 2 \(", chosen())
+    assert re.search(r"remat layer \(.*more than 1 GiB.*unroll 1 \(.*memory", chosen(seq_len=4096))
+    assert chosen(microbatches=2, remat="none").startswith("chosen for a CPU: train.unroll 2 (")
+    assert chosen(microbatches=2, remat="none", unroll=1) == ""
 
 
 @dataclass(frozen=True)
