@@ -64,7 +64,7 @@ from errors import INTERRUPTED
 from experts import moe_metrics, update_router_biases, warn_of_constant_gate
 from generate import generate
 from gradient import Rows, add_gradient, prepare_parts, reduce_total, zero_total
-from layers import BATCH
+from layers import BATCH, platform
 from metrics import MetricsLog, print_end, print_eval, print_scores
 from norms import layer_norms, score_sizes
 from parsers import read_sets
@@ -259,7 +259,11 @@ def compile_step(cfg: Config, times: bytes = b""):
     shapes = runstate.with_shardings(step_shapes(cfg), step_specs(cfg))
     program = utils.compile_program(train_step, *shapes, cfg, times=times)
     took, use = utils.format_duration(time.monotonic() - begin), program.memory_analysis()
-    size = f": {utils.format_bytes(use.peak_memory_in_bytes)} on a device" if use else ""
+    size = ""
+    if use:  # XLA's peak for a CPU leaves temporary arrays out
+        on_cpu, whole = platform() == "cpu", use.argument_size_in_bytes + use.temp_size_in_bytes
+        n_bytes = whole if on_cpu else use.peak_memory_in_bytes
+        size = f": {utils.format_bytes(n_bytes)} on a device"
     utils.say(f"compiled in {took}{size}")
     return program
 

@@ -237,6 +237,15 @@ def test_a_program_that_does_not_compile_leaves_no_checkpoint(base):
     assert [*rows(run)] == [1]
 
 
+def test_the_memory_that_is_said_counts_temporary_arrays(capsys):
+    """The logits alone, of microbatches of 512 tokens, are 8 MiB."""
+    cfg = on_mesh(config.tiny(), (1, 1, 1), model=dict(n_layers=2, vocab_size=4096))
+    state_mib = 3 * 4 * train.model.param_count(cfg) / 2**20
+    train.compile_step(cfg)
+    (said,) = re.findall(r"compiled in .*: (\S+) MiB on a device", capsys.readouterr().out)
+    assert float(said) > state_mib + 8
+
+
 def test_a_run_directory_has_at_most_one_live_run(base):
     cfg, run = new_run(base, "busy", train=dict(steps=100_000), optim=dict(warmup_steps=5))
     first = start(cfg)
