@@ -244,6 +244,7 @@ class MetricsLog:
                 if not utils.is_storage_error(e):
                     raise
                 warn(f"no pictures ({describe(e)})")
+        self.clock = time.perf_counter()  # the next update's step_time leaves the pictures out
 
     def add_sample(self, row: dict):
         self.track_sample(row)

@@ -144,6 +144,7 @@ def test_the_time_left_counts_evaluations_and_not_compiling(tmp_path, monkeypatc
     cfg = on_mesh(config.tiny(), (1, 1, 1), log=dict(every=1))
     scalars = {name: jnp.float32(1) for name in ("loss", "grad_norm", "lr")}
     log = open_log(tmp_path, cfg, 10)
+    monkeypatch.setattr(log.past, "draw", lambda run: wait(1))
     log.run_untimed(wait, 1000)  # compiling
     log.run_untimed(wait, 100)  # the first checkpoint
 
@@ -154,13 +155,15 @@ def test_the_time_left_counts_evaluations_and_not_compiling(tmp_path, monkeypatc
         log.add_update(step, scalars)
         wait(2)
         if step > 11:
-            log.run_untimed(evaluate, 8 if step == 12 else 5)
+            log.run_untimed(evaluate, 8 if step == 12 else 4)
+            log.add_evaluation(step, dict(loss=1.0, bits_per_byte=1.0, tokens=1))
     log.add_update(14, scalars)
     wait(2)
     log.close()
-    # 9, 8 and 7 updates of 2 s, then 6 of (2 + 2 + 2 + 5 + 2) / 4.
-    assert re.findall(r"eta (\S+)", capsys.readouterr().out) == ["18s", "16s", "14s", "19s"]
-    assert [row["step_time"] for row in read_rows(tmp_path)] == [2, 2, 2, 2]
+    # 9 and 8 updates of 2 s, then 7 of 7 / 3, with one draw, and 6 of 14 / 4, with an evaluation.
+    assert re.findall(r"eta (\S+)", capsys.readouterr().out) == ["18s", "16s", "16s", "21s"]
+    updates = [row for row in read_rows(tmp_path) if row["kind"] == "train"]
+    assert [row["step_time"] for row in updates] == [2, 2, 2, 2]
 
 
 def test_the_curve_is_drawn(tmp_path):
