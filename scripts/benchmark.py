@@ -108,7 +108,7 @@ from scripts.outputs import check_output
 
 # ---- the plain model: what training on one device takes, and no more.  m is cfg.model.
 
-# Settings that the plain model does not have, with the only value that it supports.
+# Settings that the peers do not have, with the only value that they support.
 PLAIN = {
     "model.attention": "gqa", "model.prefix": "", "model.n_experts": 0, "model.window": 0,
     "model.attn_softcap": 0, "model.logit_softcap": 0, "model.rope_scaling": "none",
@@ -116,6 +116,7 @@ PLAIN = {
     "model.norm_place": "before", "model.norm_offset": False, "model.scale_embedding": False,
     "model.mup_base_width": 0, "model.mup_base_depth": 0, "model.mup_base_head": 0,
     "train.dropout": 0, "train.z_loss": 0, "data.document_mask": False,
+    "train.spike_sigma": 0, "optim.ema": 0, "log.norms_every": 0,
 }  # fmt: skip
 # The policies of jax.checkpoint for train.remat; with "none" everything is kept.
 PLAIN_REMAT = dict(layer=None, dots=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)

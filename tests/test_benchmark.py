@@ -108,12 +108,15 @@ def test_nanogpt_is_left_out_where_it_lacks_the_activation():
 
 MUP = replace(TINY, model=replace(TINY.model, mup_base_width=8))
 REMAT = replace(TINY, train=replace(TINY.train, remat="attention"))
+EMA = replace(TINY, optim=replace(TINY.optim, ema=0.9))
+SPIKES = replace(TINY, train=replace(TINY.train, spike_sigma=5.0))
+NORMS = replace(TINY, log=replace(TINY.log, norms_every=1))
 
 
-@pytest.mark.parametrize(
-    "preset,word",
-    [(MOE, "model.n_experts=4"), (MUP, "model.mup_base_width=8"), (REMAT, "train.remat=attention")],
-)
+@pytest.mark.parametrize("preset,word", [
+    (MOE, "model.n_experts=4"), (MUP, "model.mup_base_width=8"), (REMAT, "train.remat=attention"),
+    (EMA, "optim.ema=0.9"), (SPIKES, "train.spike_sigma=5.0"), (NORMS, "log.norms_every=1"),
+])  # fmt: skip
 def test_a_peer_that_lacks_a_setting_of_the_config_is_left_out_with_the_reason(preset, word):
     cfg = on_mesh(preset)
     peers, left_out = benchmark.make_peers(benchmark.PEERS, windows(cfg), cfg)
