@@ -366,8 +366,9 @@ def read_dataset(dataset, piece: Piece, options: Options) -> Iterator[dict]:
 def parse_json(line: bytes):
     if not line.strip():
         return None
-    if (row := json.loads(line.decode("utf-8-sig"))) is None:
-        raise ValueError("null in place of an object")
+    row = json.loads(line.decode("utf-8-sig"))
+    if not isinstance(row, dict):  # of a string, parts_of would take all as the text
+        raise ValueError(f"{type(row).__name__} in place of an object")
     return row
 
 
@@ -466,8 +467,6 @@ def parts_of(value, options: Options) -> list[tuple[str, bool]]:
     """
     if isinstance(value, str):
         return [(value, True)]
-    if not isinstance(value, dict):
-        raise ValueError(f"{type(value).__name__} in place of an object")
     fields = []
     for name in columns_of(options):
         x = as_text(value.get(name))

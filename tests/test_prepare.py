@@ -836,11 +836,13 @@ BAD_LINES = [
     b"[1]",
     b"[" * 100_000,
     b"null",
+    b'"text"',
     b'{"text": "good two"}',
     b'{"text": "good three"}',
 ]
 WHY = {2: "Expecting", 4: "empty", 5: "is of type int", 6: "is missing", 7: "not UTF-8"}
-WHY |= {8: "not UTF-8", 9: "list in place of", 10: "recursion", 11: "null in place of"}
+WHY |= {8: "not UTF-8", 9: "list in place of", 10: "recursion", 11: "NoneType in place of"}
+WHY |= {12: "str in place of"}
 
 
 def skipped_of(out: Path) -> list[dict]:
@@ -853,7 +855,7 @@ def test_bad_rows_are_counted_skipped_and_listed(tmp_path):
     (tmp_path / "latin.txt").write_bytes("ü".encode("latin-1"))
     request = ["--input", path, tmp_path / "latin.txt", "--tokenizer", "byte", "--out"]
     done = run(SCRIPT, *request, out)
-    assert done.returncode == 0 and "skipped 10 document(s)" in done.stdout
+    assert done.returncode == 0 and "skipped 11 document(s)" in done.stdout
     assert sorted(all_documents(out)) == ["good one", "good three", "good two"]
     found = skipped_of(out)
     assert [row["row"] for row in found] == [*WHY, 1]
