@@ -712,6 +712,18 @@ def test_files_of_a_bucket_that_describe_arrow_files_are_no_text():
     assert names == kept
 
 
+def test_what_datasets_puts_beside_a_data_set_is_not_read(tmp_path):
+    """As after load_dataset("json", ..), map() and shuffle(): their results are no other data."""
+    hidden = "json/0.0.0/cache-5e1dc27ab7fe2d54"
+    names = ["json/0.0.0/json-train.arrow", f"{hidden}.arrow", f"{hidden}_00000_of_00002.arrow"]
+    for name in [*names, "_cache_json.lock", "json/0.0.0_builder.lock", "json/0.0.0/info.json"]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    assert [file.name for file in corpus.find_input(str(tmp_path), "")] == names[:1]
+    named = corpus.find_input(f"{tmp_path}/{hidden}*", "")
+    assert [file.source for file in named] == [f"{tmp_path}/{name}" for name in names[1:]]
+
+
 def test_a_file_of_a_bucket_may_be_named_like_a_pattern():
     fsspec.filesystem("memory").pipe("/named/a[1].jsonl", b"x")
     (file,) = corpus.find_input("memory://named/a[1].jsonl", "")
