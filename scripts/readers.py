@@ -347,13 +347,15 @@ def open_dataset(source: str):
 
 def cut_dataset(file: File, options: Options) -> list[tuple]:
     try:
-        n = open_dataset(file.source).num_shards
+        dataset = open_dataset(file.source)
     except (OSError, ValueError, RuntimeError) as e:  # RuntimeError: it has a loading script
         what = f"{file.source}: {' '.join(str(e).split())[:300]}"
         fix = "give another config or split, as hf://org/name:config:split, or a data set with "
         fix += "Parquet files in place of a script; for a gated one, log in with `hf auth login`"
         raise UserError(DATA, what, fix) from None
-    return [(i, n, STREAMED) for i in range(n)]
+    if dataset.column_names:  # not known of every data set
+        check_columns(file, dataset.column_names, options)
+    return [(i, dataset.num_shards, STREAMED) for i in range(dataset.num_shards)]
 
 
 def read_dataset(dataset, piece: Piece, options: Options) -> Iterator[dict]:

@@ -16,6 +16,7 @@ import sysconfig
 import time
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import fsspec
 import numpy as np
@@ -1395,6 +1396,15 @@ def test_a_streamed_data_set_that_cannot_be_read_is_told_with_what_may_help(monk
 
 
 HUB = ["--input", "hf://a/b"]
+
+
+def test_a_streamed_data_set_without_the_column_is_an_error_before_all_of_it_is_read(monkeypatch):
+    dataset = SimpleNamespace(column_names=["id", "text"], num_shards=2)
+    monkeypatch.setattr(readers, "open_dataset", lambda source: dataset)
+    file = corpus.File("hf://a/b", "hf://a/b", 1)
+    assert len(readers.cut_file(file, readers.Options())) == 2
+    with pytest.raises(UserError, match="hf://a/b has no column 'content'; its columns: id, text"):
+        readers.cut_file(file, readers.Options("content"))
 
 
 def test_packages_that_are_not_there_are_named(texts, tmp_path):
