@@ -36,7 +36,7 @@ def open_boards(run: epath.Path, cfg: Config, step: int) -> list:
     boards = []
     if session := start_wandb(run, cfg):
         boards.append(Wandb(session))
-        if cfg.rollback >= 0:
+        if step <= cfg.rollback:  # else this is a restart, which has not gone back again
             boards[0].send(dict(kind="rollback", step=step, to=step))
     if cfg.log.tensorboard:
         boards.append(TensorBoard(run, step))

@@ -380,6 +380,16 @@ def read_scalars(run: Path) -> dict:
     return found
 
 
+def test_wandb_is_told_of_a_rollback_but_not_of_restarts_after_it(tmp_path, monkeypatch):
+    sent = []
+    monkeypatch.setattr(boards, "start_wandb", lambda run, cfg: SimpleNamespace(log=sent.append))
+    cfg = replace(config.tiny(), rollback=5)
+    for step in (4, 8):  # from the checkpoint of update 4, and after a crash from that of update 8
+        boards.open_boards(epath.Path(tmp_path), cfg, step)
+    boards.open_boards(epath.Path(tmp_path), replace(cfg, rollback=-1), 0)
+    assert sent == [{"rollback/to": 4, "step": 4}]
+
+
 def test_wandb_gets_a_histogram_of_norms_and_tensorboard_no_wandb():
     sent, sizes = [], {name: [1.0, None] for name in panels.SIZES}
     row = dict(kind="norms", step=1, layer=["layer 1", "layer 2"], **sizes)
