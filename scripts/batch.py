@@ -245,6 +245,18 @@ pre { white-space: pre-wrap; background: #fafafa; padding: 1em; border: 1px soli
 h2 { font-size: 1em } .masked { color: #aaa }"""
 
 
+def whole_characters(ids: list[int], decode) -> list[tuple[int, int, str]]:
+    """(first, stop, text) of the tokens in their order: each alone, or together where a character
+    of UTF-8, which has up to four bytes, is cut between them."""
+    found, first = [], 0
+    for stop in range(1, len(ids) + 1):
+        text = decode(ids[first:stop])
+        if not text.endswith("\ufffd") or stop - first == 4 or stop == len(ids):
+            found.append((first, stop, text))
+            first = stop
+    return found
+
+
 def to_html(args: Args, rows: list[Row], decode) -> str:
     """The rows as HTML: the background of a token is as red as its loss is high, up to 10 nats."""
     title = html.escape(f"update {args.step} of {args.run}")
@@ -255,10 +267,12 @@ def to_html(args: Args, rows: list[Row], decode) -> str:
         heading = f"{html.escape(row.title)}, loss {row.mean():.4f}"
         parts.append(f"<h2>{heading}</h2><p>{places}</p><pre>")
         parts.append(html.escape(decode(row.tokens[:1])))
-        for token, nll, scored in zip(row.tokens[1:], row.nll, row.scored, strict=True):
-            red = f' style="background: rgba(220,40,30,{min(1, float(nll) / 10):.2f})"'
-            facts = f'title="{nll:.2f}"{red}' if scored else 'class="masked"'
-            parts.append(f"<span {facts}>{html.escape(decode([token]))}</span>")
+        for first, stop, text in whole_characters(row.tokens[1:], decode):
+            nll = row.nll[first:stop]
+            red = f' style="background: rgba(220,40,30,{min(1, float(max(nll)) / 10):.2f})"'
+            losses = " ".join(f"{x:.2f}" for x in nll)
+            facts = f'title="{losses}"{red}' if row.scored[first] else 'class="masked"'
+            parts.append(f"<span {facts}>{html.escape(text)}</span>")
         parts.append("</pre>")
     return "".join(parts)
 
@@ -274,7 +288,7 @@ def main(args: Args, cfg: config.Config, data_cfg: config.Config):
 
     def decode(ids: list[int]) -> str:
         if tokenizer is None:
-            return " ".join(map(str, ids))
+            return "".join(f"{n} " for n in ids)
         return tokenizer.decode(ids, skip_special_tokens=False)
 
     for row in rows:

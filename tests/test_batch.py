@@ -324,6 +324,19 @@ def test_each_token_has_its_loss_and_the_worst_are_marked(capsys):
     assert [x for x in each.values() if "*" in x] == [f"*{n}.00" for n in range(15, 20)]
 
 
+def test_the_page_shows_characters_of_several_tokens():
+    """The tokens are bytes, and the row ends within a character."""
+    tokens = [*"né日🙂!é".encode()][:-1]
+    nll, scored = np.arange(len(tokens) - 1.0), np.ones(len(tokens) - 1, bool)
+    row = batch.Row("row 0", ["a place"], tokens, scored, nll)
+    page = batch.to_html(
+        batch.Args("run", 1), [row], lambda ids: bytes(ids).decode(errors="replace")
+    )
+    spans = re.findall(r'<span title="([^"]*)" style="[^"]*,([\d.]+)\)">([^<]*)</span>', page)
+    assert [text for *_, text in spans] == ["é", "日", "🙂", "!", "\ufffd"]
+    assert spans[1][:2] == ("2.00 3.00 4.00", "0.40")
+
+
 @pytest.fixture
 def sixteens(cfg, tmp_path) -> TokenFiles:
     """Documents of 16 tokens; windows of 15 and the token after them."""
