@@ -142,7 +142,7 @@ class Data:
     NAME=PATH,NAME=PATH: several, each evaluated; the first decides which checkpoints are best."""
     stages: Annotated[tuple[str, ...], tyro.conf.arg(metavar="STAGES")] = ()
     """Later weights of a mixture: UPDATES:NAME=WEIGHT,NAME=WEIGHT for each stage.
-    UPDATES is the number of updates before the stage."""
+    UPDATES is the number of updates before the stage, with those that data.skip leaves out."""
     skip: str = ""
     """Updates whose rows are left out, such as 1200:1250,1311: those from 1200 to 1249, and 1311.
     Later rows move up.  Updates are counted as without data.skip."""
