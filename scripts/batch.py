@@ -162,8 +162,8 @@ class Row(NamedTuple):
     nll: np.ndarray | None
     """Their losses; None without --loss and --html."""
 
-    def mean(self) -> float:
-        return float(self.nll[self.scored].mean()) if self.scored.any() else 0.0
+    def mean(self) -> str:
+        return f"{self.nll[self.scored].mean():.4f}" if self.scored.any() else "-"
 
 
 def score_rows(params, tokens_BL, targets_BL, cfg: config.Config) -> np.ndarray:
@@ -225,7 +225,7 @@ def print_row(row: Row, decode):
     for place in row.places:
         print(f"  {place}")
     if row.nll is not None:
-        print(f"  loss {row.mean():.4f}; of each token after the first, the worst with a *:")
+        print(f"  loss {row.mean()}; of each token after the first, the worst with a *:")
         print("\n".join(f"  {line}" for line in token_losses(row, decode)))
     print(f"  {decode(row.tokens)!r}")
 
@@ -264,7 +264,7 @@ def to_html(args: Args, rows: list[Row], decode) -> str:
     parts.append(f"<h1>{title}</h1>")
     for row in rows:
         places = html.escape("; ".join(row.places))
-        heading = f"{html.escape(row.title)}, loss {row.mean():.4f}"
+        heading = f"{html.escape(row.title)}, loss {row.mean()}"
         parts.append(f"<h2>{heading}</h2><p>{places}</p><pre>")
         parts.append(html.escape(decode(row.tokens[:1])))
         for first, stop, text in whole_characters(row.tokens[1:], decode):

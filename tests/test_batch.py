@@ -322,6 +322,8 @@ def test_each_token_has_its_loss_and_the_worst_are_marked(capsys):
     assert each["'b'"] == "-" and each["'c'"] == "1.00" and each["'l'"] == "-"
     assert len(each) == 20 and list(each)[-1] == "'u'" and text == f"  {'abcdefghijklmnopqrstu'!r}"
     assert [x for x in each.values() if "*" in x] == [f"*{n}.00" for n in range(15, 20)]
+    batch.print_row(row._replace(scored=scored & False), lambda ids: "x")
+    assert "loss -;" in capsys.readouterr().out  # not 0: nothing is scored
 
 
 def test_the_page_shows_characters_of_several_tokens():
