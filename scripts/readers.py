@@ -266,10 +266,15 @@ def check_columns(file: File, names: list[str], options: Options):
             raise UserError(DATA, what, fix)
 
 
+MESSAGE = ("role", "content")
+"""The fields of a chat's message that are read."""
+
+
 def bytes_type(t: pa.DataType) -> pa.DataType:
-    """The type, with bytes in place of text, also within lists and structs."""
+    """The type, with bytes in place of text, also within lists and structs.  Of a struct only the
+    fields of a message are left: others, such as times in nanoseconds, may have no Python value."""
     if pa.types.is_struct(t):
-        return pa.struct([field.with_type(bytes_type(field.type)) for field in t])
+        return pa.struct([x.with_type(bytes_type(x.type)) for x in t if x.name in MESSAGE])
     if pa.types.is_list(t):
         return pa.list_(bytes_type(t.value_type))
     if pa.types.is_large_list(t):
@@ -454,7 +459,7 @@ def message_of(value, number: int) -> tuple[str, str]:
     form = 'a message is {"role": .., "content": ..}'
     if not isinstance(value, dict):
         raise ValueError(f"message {number} is of type {type(value).__name__}; {form}")
-    message = {key: as_text(value.get(key)) for key in ("role", "content")}
+    message = {key: as_text(value.get(key)) for key in MESSAGE}
     for key, x in message.items():
         if not isinstance(x, str):
             raise ValueError(f"message {number}: {key} is not text; {form}")

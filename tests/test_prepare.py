@@ -1051,6 +1051,17 @@ def test_a_chat_that_is_not_utf8_in_a_table_is_one_bad_row(tmp_path):
     assert [(row["row"], row["why"]) for row in skipped_of(tmp_path / "out")] == [(2, "not UTF-8")]
 
 
+def test_other_fields_of_a_message_in_a_table_are_not_read(tmp_path):
+    """Python has no such time and no such date: without care for them no row could be read."""
+    fields = [("at", pa.timestamp("ns")), ("content", pa.string()), ("day", pa.date32())]
+    kind = pa.list_(pa.struct([("role", pa.string()), *fields]))
+    chats = [[dict(role="assistant", at=123456789, content=x, day=10**7)] for x in "abc"]
+    parquet.write_table(pa.table(dict(chat=pa.array(chats, kind))), tmp_path / "a.parquet")
+    flags = ["--field", "chat", "--tokenizer", "byte", "--out", tmp_path / "out"]
+    prepare("--input", tmp_path / "a.parquet", *flags)
+    assert sorted(all_documents(tmp_path / "out")) == [f"assistant: {x}\n" for x in "abc"]
+
+
 # ---- splits and repeats
 
 
