@@ -364,7 +364,10 @@ def cut_dataset(file: File, options: Options) -> list[tuple]:
 
 
 def read_dataset(dataset, piece: Piece, options: Options) -> Iterator[dict]:
-    yield from dataset.shard(num_shards=piece.stop, index=piece.start)
+    dataset = dataset.shard(num_shards=piece.stop, index=piece.start)
+    if dataset.column_names:  # else images and sounds of other columns would be decoded
+        dataset = dataset.select_columns(columns_of(options))
+    yield from dataset
 
 
 # ---- formats

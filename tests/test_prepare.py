@@ -1377,9 +1377,15 @@ def test_a_streamed_data_set_is_read_through_its_library(tmp_path):
     """A local folder stands in for the hub's data set of the same name."""
     rows, out = text_rows(), tmp_path / "out"
     (tmp_path / "org/name").mkdir(parents=True)
+    # What `datasets` writes of a column of images: it would decode each that is read.
+    image = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    features = dict(text={"dtype": "string", "_type": "Value"}, image={"_type": "Image"})
+    about = {"huggingface": json.dumps(dict(info=dict(features=features)))}
     for n in range(3):
-        lines = json_lines([dict(text=x) for x in rows[n::3]])
-        (tmp_path / f"org/name/train-{n}.jsonl").write_bytes(lines)
+        some = rows[n::3]
+        images = pa.array([dict(bytes=b"no image", path=None)] * len(some), image)
+        table = pa.table(dict(text=some, image=images)).replace_schema_metadata(about)
+        parquet.write_table(table, tmp_path / f"org/name/train-{n}.parquet")
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
     request = ["--tokenizer", "byte", "--val_fraction", 0.2, "--out", out]
     done = run(SCRIPT, "--input", "hf://org/name::train", *request, cwd=tmp_path, env=env)
