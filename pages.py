@@ -36,6 +36,11 @@ class Block(NamedTuple):
     digest: bytes = b""
 
 
+def open_at_once(path: str, flags: int) -> int:
+    """An opener for open() that does not wait for a writer if a pipe has taken the file's place."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
 def fetch(blocks: list[Block]) -> list[bytes | Exception]:
     """The bytes of each block, fewer where its file ends before, or why they cannot be read.  All
     requests to a bucket are under way at once."""
@@ -46,7 +51,7 @@ def fetch(blocks: list[Block]) -> list[bytes | Exception]:
     found = []
     for block in blocks:
         try:
-            with open(block.path, "rb") as f:
+            with open(block.path, "rb", opener=open_at_once) as f:
                 found.append(os.pread(f.fileno(), block.stop - block.start, block.start))
         except OSError as e:
             found.append(e)
@@ -189,6 +194,7 @@ class PageReader:
                 if isinstance(data, FileNotFoundError):
                     raise shards.missing_error(block.path) from None
                 if isinstance(data, Exception):
+                    shards.check_is_file(block.path)
                     raise data
                 if not block.digest:
                     found[block] = data

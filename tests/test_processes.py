@@ -135,22 +135,32 @@ def test_a_hang_ends_with_exit_9_and_the_stacks(base, waits):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("damage", ["cut", "removed"])
-def test_data_that_vanish_under_a_run_end_it_with_a_checkpoint(base, corpus, tmp_path, damage):
+@pytest.mark.parametrize("damage, words", [
+    ("cut", "was changed while the run used it"),
+    ("removed", "is missing from"),
+    ("pipe", "not a file but a folder, pipe or device|was changed"),  # changed after it was read
+    ("folder", "not a file but a folder, pipe or device|was changed"),
+])  # fmt: skip
+def test_data_that_vanish_under_a_run_end_it_with_a_checkpoint(
+    base, corpus, tmp_path, damage, words
+):
     data = shutil.copytree(corpus / "train", tmp_path / "data")
     (data / "manifest.json").unlink()  # with it, these few pages would stay in memory
     cfg, run = new_run(base, damage, train=dict(steps=100_000), data=dict(train=str(data)))
     cfg = replace(cfg, checkpoint=replace(cfg.checkpoint, every=1000), mesh=config.Mesh(1, 1, 1))
-    process = start(cfg)
+    process = start(cfg, "--run.hang_timeout=10")
     wait_for_step(process, run, 7)
     for shard in data.glob("*.npy"):
         if damage == "cut":
             os.truncate(shard, 1000)
         else:
             shard.unlink()
+        if damage == "pipe":
+            os.mkfifo(shard)
+        elif damage == "folder":
+            shard.mkdir()
     code, _, err = finish(process)
-    word = "was changed while the run used it" if damage == "cut" else "is missing from"
-    assert code == DATA and word in err and "Traceback" not in err
+    assert code == DATA and re.search(words, err) and "Traceback" not in err
     saved = max(int(p.name) for p in (run / "checkpoints").iterdir())
     assert saved >= 7 and len(rows(run)) == saved
 
