@@ -120,12 +120,13 @@ class SavedCheckpoints:
         return ocp.CheckpointManagerOptions(read_only=True)
 
     def reject_pipes(self):
-        """Reject checkpoints whose metadata are a pipe or device.  Orbax reads the metadata of all
-        checkpoints when it is opened, and would wait for ever."""
-        files = [] if is_remote(self.path) else paths_in(self.path, "*/_CHECKPOINT_METADATA")
-        for file in files:
-            if not stat.S_ISREG(os.lstat(file).st_mode):
-                self.reject(file.parent.name, f"has a {file.name} that is not a regular file")
+        """Reject what is a pipe or device in place of a checkpoint or of its metadata.  Orbax reads
+        the metadata of all checkpoints when it is opened, and replaces what has the name of one
+        that it writes; it would wait for ever."""
+        for path in [] if is_remote(self.path) else paths_in(self.path, "*"):
+            file = path / "_CHECKPOINT_METADATA" if path.is_dir() else path
+            if os.path.lexists(file) and not stat.S_ISREG(os.lstat(file).st_mode):
+                self.reject(path.name, f"is damaged: {file.name} is not a regular file")
 
     def reject_step(self, step: int, why: str):
         """Reject a checkpoint that is damaged.  why: a phrase such as "failed verification"."""

@@ -206,7 +206,9 @@ def test_junk_beside_the_checkpoints_is_not_restored(copy, junk):
 
 
 @pytest.mark.usefixtures("time_limit")
-@pytest.mark.parametrize("change", ["rename", "copy", "swap", "pipe", "pipe of metadata"])
+@pytest.mark.parametrize(
+    "change", ["rename", "copy", "swap", "pipe", "pipe of metadata", "pipe alone"]
+)
 def test_a_checkpoint_under_another_name_is_damaged(copy, change):
     """A folder that was renamed, copied or swapped, or that holds a pipe, is moved away; the newest
     that is left is restored."""
@@ -221,6 +223,9 @@ def test_a_checkpoint_under_another_name_is_damaged(copy, change):
             (where / old).rename(where / new)
     elif change == "pipe":
         os.mkfifo(where / "20" / "params" / "pipe")
+    elif change == "pipe alone":
+        shutil.rmtree(where / "20")
+        os.mkfifo(where / "20")
     else:
         (where / "20" / "_CHECKPOINT_METADATA").unlink()
         os.mkfifo(where / "20" / "_CHECKPOINT_METADATA")
