@@ -96,8 +96,10 @@ def value_flags(name: str, value) -> list[str]:
         if not all(isinstance(x, str) and not x.startswith("-") for x in value):
             raise ValueError(f"{name}={json.dumps(value)} is not a list of words")
         return [f"--{name}", *value]
-    if isinstance(value, list) and isinstance(default, tuple):
-        return [f"--{name}", *(str(int(str(x))) for x in value)]  # int(1.5) would round
+    if isinstance(default, tuple) and isinstance(value, list):
+        if not all(type(x) is int for x in value):
+            raise ValueError(f"{name}={json.dumps(value)} is not a list of whole numbers")
+        return [f"--{name}", *map(str, value)]
     # tyro refuses unknown fields, and suggests known ones.
     fits = default is None or is_text == isinstance(default, str) or name == "mesh.dp"
     if isinstance(value, (str, int, float, bool)) and fits:

@@ -223,11 +223,12 @@ def test_dp_may_be_slices_and_their_ranks_here_and_in_a_file(tmp_path, capsys):
     ('{"run": {"name": 3}}', "run.name=3 is not of type str"),
     ('{"model": {"nonesuch": [1]}}', "model.nonesuch=[1] is not a setting"),
     ('{"model": {"nonesuch": null}}', "model.nonesuch=null is not a setting"),
-    ('{"train": {"profile": [1.5, 2]}}', "1.5"),
+    ('{"train": {"profile": [1.5, 2]}}', "[1.5, 2] is not a list of whole numbers"),
+    ('{"train": {"profile": ["1", "2"]}}', '["1", "2"] is not a list of whole numbers'),
     ('{"run": {"accept": ["--fresh"]}}', 'run.accept=["--fresh"] is not a list of words'),
     ("[" * 100_000, "recursion"),
     ("\xff\x00", "can't decode"),
-], ids=range(17))  # fmt: skip
+], ids=range(18))  # fmt: skip
 def test_a_malformed_config_file_is_an_error_not_a_traceback(text, words, tmp_path):
     path = tmp_path / "config.json"
     path.write_bytes(text.encode("latin-1"))
