@@ -58,11 +58,12 @@ def differences(facts: dict[str, str]) -> dict[str, str]:
 def compare_settings(cfg: Config):
     """Raise UserError USAGE if another process of the run was started with other settings; warn if
     it has other versions."""
-    # --fresh is left out, because only process 0 acts on it.
-    settings = config.settings(cfg) | dict(eval_only=cfg.eval_only)
+    # --fresh is left out, because a restart of process 0 may have dropped it.
+    settings = config.settings(cfg) | dict(eval_only=cfg.eval_only, rollback=cfg.rollback)
     shared = {name: str(value) for name, value in settings.items() if name not in OWN_FLAGS}
     refuse_differences(shared, "start all processes of a run with the same flags")
-    ours = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    files = [*Path(__file__).parent.glob("*.py"), *Path(__file__).parent.glob("scripts/*.py")]
+    ours = b"".join(path.read_bytes() for path in sorted(files))
     versions = dict(python=platform.python_version(), jax=jax.__version__)
     versions |= dict(jaxlib=jaxlib.__version__, trifold=hashlib.sha256(ours).hexdigest()[:12])
     for name, values in differences(versions).items():

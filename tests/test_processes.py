@@ -23,7 +23,7 @@ import connect
 import errors
 import processes
 import train
-from errors import DATA, DISTRIBUTED, HUNG, INTERRUPTED, USAGE
+from errors import DATA, DISTRIBUTED, HUNG, INTERRUPTED, USAGE, UserError
 
 # ---- one process
 
@@ -258,6 +258,29 @@ def test_other_versions_in_a_process_are_a_warning(monkeypatch, capsys):
     what = f"jax is {jax.__version__} in process 0, 0.1 in process 1"
     warning = f"warning: the processes run different versions: {what}\n"
     assert capsys.readouterr().err == warning
+
+
+def test_a_rollback_that_one_process_lacks_is_an_error(monkeypatch):
+    """Only process 0 acts on it, so that of another one alone would have no effect."""
+
+    def exchange(value) -> list:
+        return [value, "another digest" if isinstance(value, str) else value | dict(rollback="3")]
+
+    monkeypatch.setattr(processes, "exchange", exchange)
+    with pytest.raises(UserError, match="rollback differs: -1 in process 0, 3 in process 1"):
+        processes.compare_settings(config.tiny())
+
+
+def test_the_compared_version_is_that_of_the_scripts_too(monkeypatch, tmp_path):
+    """train.py imports some of them."""
+    seen, script = [], tmp_path / "scripts" / "chips.py"
+    script.parent.mkdir()
+    monkeypatch.setattr(processes, "__file__", str(tmp_path / "processes.py"))
+    monkeypatch.setattr(processes, "differences", lambda facts: seen.append(facts) or {})
+    for text in "old", "new":
+        script.write_text(text)
+        processes.compare_settings(config.tiny())
+    assert seen[1]["trifold"] != seen[3]["trifold"]
 
 
 @pytest.mark.slow
