@@ -105,12 +105,13 @@ def supervise(cfg: Config) -> int:
             return code
         before, newest = newest, newest_checkpoint(cfg, newest)
         tries = 1 if newest != before else tries + 1
-        say(f"training ended with {last_end}; the newest checkpoint is {newest}")
-        if tries > cfg.run.restarts:
-            say(f"gave up after {cfg.run.restarts} restarts without a new checkpoint")
+        most = cfg.run.restarts
+        why = f"training ended with {last_end}; the newest checkpoint is {newest}"
+        if tries > most:
+            say(f"{why}; gave up after {most} restarts without a new checkpoint")
             return code
         wait = min(60, 2**tries)
-        say(f"try {tries} of at most {cfg.run.restarts} without a new checkpoint, in {wait} s")
+        say(f"{why}; try {tries} of at most {most} without a new checkpoint, in {wait} s")
         for _ in range(10 * wait):
             time.sleep(0.1)
             if child.told_to_stop:
