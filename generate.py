@@ -126,7 +126,8 @@ def next_logits(weights, cache, token_MBS, length_MB, n_new: int, cfg: Config):
 
     @jax.shard_map(in_specs=(own, own, row_spec, row_spec), out_specs=(P(*row_spec, "tp"), own))
     def per_device(weights, cache, token_MBS, length_MB):
-        start_MB = jnp.zeros_like(length_MB) if cache is None else length_MB - n_new
+        prompt = cache is None
+        start_MB = jnp.zeros_like(length_MB) if prompt else length_MB - n_new
         index_MBL = start_MB[..., None] + jnp.arange(n_new)
         all_MBS = lax.all_gather(token_MBS, "pp", axis=0, tiled=True)
         all_MBL = lax.all_gather(index_MBL, "pp", axis=0, tiled=True)
@@ -134,14 +135,15 @@ def next_logits(weights, cache, token_MBS, length_MB, n_new: int, cfg: Config):
         def make_span(m):
             index_BL = all_MBL[m]
             if not cfg.data.document_mask:
-                return Span(index_BL, index_BL, decoding=True)
+                return Span(index_BL, index_BL, decoding=True, prompt=prompt)
             document_BS, position_BS = document_ids(all_MBS[m], cfg.data.end_id)
             document_BL = jnp.take_along_axis(document_BS, index_BL, 1)
             position_BL = jnp.take_along_axis(position_BS, index_BL, 1)
-            return Span(index_BL, position_BL, document_BL, document_BS, decoding=True)
+            options = dict(decoding=True, prompt=prompt)
+            return Span(index_BL, position_BL, document_BL, document_BS, **options)
 
         w, (_, B, S) = drop_device_dims(weights), token_MBS.shape
-        cache = empty_cache(w, cfg, B, S) if cache is None else drop_device_dims(cache)
+        cache = empty_cache(w, cfg, B, S) if prompt else drop_device_dims(cache)
         new_MBL, s = jnp.take_along_axis(token_MBS, index_MBL, 2), lax.axis_index("pp")
         x_BLD, _ = apply_embedding(w, new_MBL[0], make_span(s), cfg)
         if "prefix" in w:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 from cases import (
@@ -65,6 +66,27 @@ def test_cached_logits_are_those_of_the_whole_row_in_bfloat16(cfg):
     """In the mean: both are 0.01 from float32, and the worst of a thousand tokens 0.1."""
     cfg = replace(cfg, train=replace(cfg.train, dtype="bfloat16"))
     assert 1e-4 < cached_errors(cfg, (1, 1, 1)).mean() < 0.03
+
+
+@pytest.mark.parametrize("n_rows", [1, 2])
+def test_decoding_copies_no_cache_and_a_prompt_has_no_scores_in_memory(n_rows):
+    """By the memory of the compiled programs, besides what they are given and return."""
+    S, m = 2048, replace(PLAIN.model, d_head=64)
+    cfg = replace(PLAIN, model=m, train=replace(PLAIN.train, seq_len=S), mesh=config.Mesh(1, 1, 1))
+    cfg = utils.start_mesh(cfg, rows=n_rows)
+    weights = generate.decoding_weights(params_of(cfg), cfg)
+    rows = generate.place_rows([[1] * 9] * n_rows, S, cfg)
+    cache = jax.eval_shape(lambda *args: generate.next_logits(*args, S, cfg), weights, None, *rows)[
+        1
+    ]
+
+    def temporary_bytes(cache, n_new: int) -> int:
+        program = generate.next_logits.lower(weights, cache, *rows, n_new, cfg).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    in_a_layer = min(x.size * 4 for x in jax.tree.leaves(cache))
+    assert temporary_bytes(cache, 1) < in_a_layer
+    assert temporary_bytes(None, S) < 4 * n_rows * m.n_heads * S**2
 
 
 # ---- drawing
