@@ -135,6 +135,7 @@ def cpu_reasons(cfg: Config) -> dict:
 # ---- ranges
 
 BIG = 2**31 - 1
+WIDEST = 2**20  # XLA aborts where an array has 2**63 elements
 
 MAY_BE_MINUS_1 = {"mesh.dp", "mesh.pp", "mesh.tp", "train.eval_batches", "data.end_id"}
 MAY_BE_MINUS_1 |= {"run.process_id"}  # without run.coordinator
@@ -142,10 +143,16 @@ MAY_BE_MINUS_1 |= {"run.process_id"}  # without run.coordinator
 LIMITS = {
     (1, BIG): (
         "run.start_timeout mesh.dp mesh.pp mesh.tp mesh.virtual_stages log.every "
-        "model.vocab_size model.d_model model.n_heads model.n_kv_heads model.d_head model.d_ff "
-        "model.n_active model.n_groups model.n_active_groups model.rope_original "
-        "train.seq_len train.batch_size train.grad_accum train.steps train.eval_batches "
-        "train.sample_tokens train.loss_chunk"
+        "model.vocab_size model.rope_original train.seq_len train.batch_size train.grad_accum "
+        "train.steps train.eval_batches train.sample_tokens train.loss_chunk"
+    ),
+    (1, WIDEST): (
+        "model.d_model model.n_heads model.n_kv_heads model.d_head model.d_ff "
+        "model.n_active model.n_groups model.n_active_groups"
+    ),
+    (0, WIDEST): (
+        "model.n_experts model.n_shared model.d_expert model.q_rank model.kv_rank "
+        "model.d_rope model.d_value"
     ),
     (1, math.inf): "model.n_layers",  # pattern_problems has its limit
     (1.0, 1e6): "model.rope_factor",
@@ -179,7 +186,7 @@ def range_problems(cfg: Config):
             continue
         low, high = limits
         if not (low <= x <= high or (x == -1 and auto)):  # "not", so that NaN is a problem too
-            good = f"between {low} and {high}" if high < BIG or x > BIG else f"at least {low}"
+            good = f"between {low} and {high}" if high < WIDEST or x > high else f"at least {low}"
             fix = f"set --{name} to a value in this range{', or to -1' if auto else ''}"
             yield Problem(f"{name}={x} must be {good}", fix)
 
