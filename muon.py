@@ -98,10 +98,10 @@ def scale_by_muon(cfg: Config) -> optax.GradientTransformation:
         leaves, treedef = jax.tree.flatten(momentum)
 
         @jax.shard_map(in_specs=(specs,), out_specs=specs)
-        def per_device(parts):
+        def update_parts(parts):
             return [update_of_part(x, p, cfg.train.dtype) for x, p in zip(parts, own, strict=True)]
 
-        return treedef.unflatten(per_device(leaves))
+        return treedef.unflatten(update_parts(leaves))
 
     trace = optax.trace(cfg.optim.muon_momentum, nesterov=True)
     return optax.chain(trace, optax.stateless(updates_of))

@@ -15,7 +15,8 @@ from utils import AXES
 COLOURS = dict(slice="#b07aa1", dp="#4e79a7", pp="#f28e2b", tp="#59a14f")
 # Titles for the functions that are bodies of loops in the step; others keep their names.
 WORDS = dict(
-    per_device="update on one device",
+    per_device="loss and gradient on one device",
+    update_parts="Muon on one device",
     accumulate="accumulation step",
     tick="tick of the pipeline",
     block="layers",
@@ -128,9 +129,9 @@ def step_svg(step_jaxpr: Callable, cfg: Config, device_kind: str) -> str:
     mesh = " ".join(f"{axis}={getattr(cfg.mesh, axis)}" for axis in AXES)
     speeds = f"; times by the data sheet, if nothing overlaps ({chip.kind})" if chip else ""
     note = f"{mesh}: work and received bytes of a device{speeds}"
-    elements, y = [f'<text x="10" y="20">{escape(note)}</text>'], 30
+    elements, y = [f'<text x="10" y="20">{escape(note)}</text>'], 24
     for box in boxes:
-        drawn, y = draw(box, chip, max(map(received, boxes)), 10, y)
+        drawn, y = draw(box, chip, max(map(received, boxes)), 10, y + 6)
         elements += drawn
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{y + 10}"'
     style = 'font-family="sans-serif" font-size="13">'

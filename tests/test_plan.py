@@ -772,7 +772,9 @@ def test_every_loop_of_the_picture_has_a_name_that_is_no_code():
     cfg = configure((1, 1, 1), cfg, attention="xla", seq_len=8192, batch_size=1)
     picture = step_picture.step_svg(train.step_jaxpr, cfg, CHIP.kind)
     assert not re.findall('bold">([^<]*[_&][^<]*)', picture)
-    assert "block of attention" in picture and "step of Muon" in picture
+    titles = re.findall('bold">([^<]+)', picture)
+    assert {"block of attention", "step of Muon"} <= {title.partition(",")[0] for title in titles}
+    assert all(titles.count(f"{x} on one device") == 1 for x in ("loss and gradient", "Muon"))
 
 
 def test_the_picture_writes_numbers_of_any_size_without_exponents():
