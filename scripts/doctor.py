@@ -331,12 +331,16 @@ def merge(answers: list[dict]) -> list[Row]:
 REPORTED = r"(JAX|XLA|NCCL|TPU|SLURM|OMPI|PMI)_\w+|LIBTPU_INIT_ARGS|CUDA_VISIBLE_DEVICES|NPROC"
 
 
+SECRET = re.compile("KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|JWT", re.I)
+"""What the names of variables with secrets have."""
+
+
 def scrub(text: str) -> str:
     """The text without passwords in addresses, and values of variables named like secrets."""
     # The longest first, because one value may be the beginning of another.
     by_length = sorted(os.environ.items(), key=lambda x: -len(x[1]))
     for name, value in by_length:
-        if re.search("KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|JWT", name, re.I) and len(value) > 5:
+        if SECRET.search(name) and len(value) > 5:  # a shorter one would be found in other words
             text = text.replace(value, "***").replace(json.dumps(value)[1:-1], "***")
     text = re.sub(r"(://)[^\s\"]*@", r"\1***@", text)
     return re.sub(r"(://[^\s\"?]*\?)[^\s\"]+", r"\1***", text)  # such as the signature of a link
@@ -353,6 +357,7 @@ def main(args: Args, cfg: Config):
             utils.say(f"{'':15} fix: {fix}")
     if args.report and utils.is_lead():
         shown = {name: x for name, x in os.environ.items() if re.fullmatch(REPORTED, name)}
+        shown |= dict.fromkeys(filter(SECRET.search, shown), "***")
         facts = rundir.run_record(cfg)
         facts |= dict(table=table, processes=answers, environment=shown)
         files.write_whole(files.absolute_path(args.report), scrub(json.dumps(facts, indent=1)))

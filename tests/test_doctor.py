@@ -62,6 +62,7 @@ def rows(out: str, status: str) -> dict[str, list[str]]:
 def test_without_a_config_it_looks_at_the_machine_and_tells_no_secret(tmp_path):
     planted = dict(WANDB_API_KEY="canary-7f3a" + "0" * 40, SLURM_JWT='canary-"91d0')
     planted |= dict(NCCL_TOPO_FILE="https://me:canary-55e1@host/topology", OTHER="canary-other")
+    planted |= dict(SLURM_PASSWORD="91d0")
     began = time.monotonic()
     doctor = start(
         "--report",
@@ -80,7 +81,10 @@ def test_without_a_config_it_looks_at_the_machine_and_tells_no_secret(tmp_path):
     text = (tmp_path / "out.json").read_text()
     report = json.loads(text)
     environment = dict(
-        SLURM_NTASKS="1", SLURM_JWT="***", NCCL_TOPO_FILE="https://***@host/topology"
+        SLURM_NTASKS="1",
+        SLURM_JWT="***",
+        SLURM_PASSWORD="***",
+        NCCL_TOPO_FILE="https://***@host/topology",
     )
     assert environment.items() <= report["environment"].items()
     assert report["versions"]["jax"] == jax.__version__ and report["train"]["dtype"] == "float32"
