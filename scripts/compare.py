@@ -52,7 +52,10 @@ class Curves:
         self.label = (f"./{run}" if run.startswith("_") else run).replace("$", r"\$")
         train, evals = read_metrics(path)
         cfg = cli.parse(["--config", f"{run}/config.json"])  # raises UserError for a damaged one
-        self.facts = record_facts(read_record(path))
+        record = read_record(path)
+        self.facts = record_facts(record)
+        if parent := record.get("parent"):
+            self.facts["run.start_from"] = f"{parent['path']}@{parent['step']}"
         step, tokens, seconds, rate, self.loss = (
             np.array([row[name] for row in train], float)  # a null is NaN
             for name in ("step", "tokens", "step_time", "tokens_per_sec", "loss")

@@ -266,10 +266,11 @@ def test_compare_shows_what_differs(trained, tmp_path):
     record = json.loads((other / "config.json").read_text())
     lr = record["optim"]["lr"]
     record["optim"] |= dict(lr=2 * lr)
+    record |= dict(parent=dict(path="runs/a", step=3))
     (other / "config.json").write_text(json.dumps(record))
     rows = [json.loads(line) for line in (other / "metrics.jsonl").read_text().splitlines()]
     rows = [row | dict(loss=row["loss"] + 1) for row in rows]
-    for row in rows:  # as of a branch, which has its parent's tokens
+    for row in rows:  # of a branch, which has its parent's tokens
         row |= dict(tokens=row["tokens"] + 10_000) if row["kind"] == "train" else {}
     rows[0] |= dict(loss=None)
     (other / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -278,6 +279,7 @@ def test_compare_shows_what_differs(trained, tmp_path):
     assert done.returncode == 0, done.stderr
     cells = [re.split("  +", line) for line in done.stdout.splitlines()[:-1]]
     names = ["", "tokens", "seconds", "FLOPs", "training loss", "validation loss", "optim.lr"]
+    names += ["run.start_from"]
     assert [row[0] for row in cells] == names
     assert cells[0][1:] == [str(trained), str(other)]
     assert [float(x) for x in cells[1][1:]] == [20 * 1024, 20 * 1024 + 10_000]
@@ -285,6 +287,7 @@ def test_compare_shows_what_differs(trained, tmp_path):
     for _, *loss in cells[4:6]:
         assert float(loss[1]) - float(loss[0]) == pytest.approx(1, abs=2e-4)
     assert cells[6] == ["optim.lr", str(lr), str(2 * lr)]
+    assert cells[7] == ["run.start_from", "null", '"runs/a@3"']
     assert out.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert run("scripts/compare.py", trained, "--out", out).returncode == USAGE
     shutil.copy(trained / "config.json", tmp_path)
