@@ -72,12 +72,13 @@ def main(args: Args):
     """Print where the run is, how long and how fast it trained, its last evaluation and sample."""
     run = absolute_path(args.run)
     (train, evals), samples = read_metrics(run), read_rows(run / "samples.jsonl", "step", "text")
-    skipped = [None in (x["loss"], x["grad_norm"]) or x.get("spike", 0) > 0 for x in train]
-    last, n_skipped = train[-1], sum(skipped)
+    last, skipped = train[-1], sum(None in (row["loss"], row["grad_norm"]) for row in train)
+    if n_spikes := sum(row.get("spike", 0) > 0 for row in train):
+        skipped = f"{skipped} not finite and {n_spikes} spikes"
     rate = statistics.median(row["tokens_per_sec"] for row in train)
     print(f"run directory    {run} (loss.png, metrics.jsonl, checkpoints/)")
     amount = f"{last['step']:,} updates, {last['tokens']:,} tokens"
-    print(f"trained          {amount}, {rate:,.0f} tokens/s, {n_skipped} skipped")
+    print(f"trained          {amount}, {rate:,.0f} tokens/s, {skipped} skipped")
     for row in {row.get("set"): row for row in evals}.values():  # the last of each set
         loss, n_tokens, bits = (row[k] for k in ("loss", "tokens", "bits_per_byte"))
         name = f" of {row['set']}" if "set" in row else ""
