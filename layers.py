@@ -248,23 +248,18 @@ def multiply(dims: str, x, w, dtype=None):
     remat=dots keeps float32 arrays there.)  If `has_slow_bfloat16`, float32 copies are multiplied:
     on an Intel Xeon an update of a model of 5 million parameters took 0.69 times as long.  Not if x
     has few rows, as in decoding, where copying w would take longer than the product.
-
-    In float32 a w of [columns, summed], such as a tied head, comes first if x has few rows: of the
-    first array XLA packs parts as it goes, of the second all of it.  gpt2_124m's head takes half
-    the time for 8 rows.  The barrier keeps XLA from swapping them again.
     """
     assert x.dtype == w.dtype, (dims, x.dtype, w.dtype)
+    if platform() != "cpu":
+        return jnp.einsum(dims, x, w, preferred_element_type=dtype)
     x_dims, w_dims, y_dims = re.split(",|->", dims)
     rows, columns = ("".join(d for d in y_dims if d not in of) for of in (w_dims, x_dims))
     n_rows = math.prod(x.shape[x_dims.index(d)] for d in rows)
-    if platform() != "cpu":
-        return jnp.einsum(dims, x, w, preferred_element_type=dtype)
+    is_plain = rows and x_dims.startswith(rows) and y_dims == rows + columns
+    if n_rows < 64 and is_plain and (x.dtype == jnp.float32 or not has_slow_bfloat16()):
+        return multiply_few_rows(dims, x, w, rows, columns).astype(dtype or x.dtype)
     if x.dtype == jnp.float32:
-        if not (1 < n_rows < 64 and y_dims == rows + columns and w_dims.startswith(columns)):
-            return jnp.einsum(dims, x, w, preferred_element_type=dtype)
-        turned = f"{w_dims},{x_dims}->{columns}{rows}"
-        y = lax.optimization_barrier(jnp.einsum(turned, w, x, preferred_element_type=dtype))
-        return jnp.moveaxis(y, range(len(columns)), range(-len(columns), 0))
+        return jnp.einsum(dims, x, w, preferred_element_type=dtype)
     if n_rows >= 64 and has_slow_bfloat16():
         y = jnp.einsum(dims, x.astype(jnp.float32), w.astype(jnp.float32))
         return y.astype(dtype or x.dtype)
@@ -274,6 +269,25 @@ def multiply(dims: str, x, w, dtype=None):
     dims = re.sub(r"(\w+),", r"a\1,a", dims)
     y = jnp.einsum(dims, x[None], w[None], preferred_element_type=jnp.float32)
     return y.astype(dtype or x.dtype)
+
+
+def multiply_few_rows(dims: str, x, w, rows: str, columns: str):
+    """`multiply` on a CPU, in float32, for an x with few rows, as in decoding.  rows, columns: the
+    dims of the product, which those of x begin with, and the others."""
+    multiply_32 = partial(jnp.einsum, preferred_element_type=jnp.float32)
+    x_dims, w_dims, _ = re.split(",|->", dims)
+    is_one_row = math.prod(x.shape[: len(rows)]) == 1
+    if is_one_row and x.dtype == jnp.bfloat16:
+        # Twice, because XLA would convert all of w for a single row: a token of gpt2_124m takes 33
+        # instead of 300 ms.
+        return multiply_32(dims, jnp.repeat(x, 2, 0), w)[:1]
+    if is_one_row or x.dtype == jnp.bfloat16 or not w_dims.startswith(columns):
+        return multiply_32(dims, x, w)
+    # A w of [columns, summed], such as a tied head, comes first: of the first array XLA packs parts
+    # as it goes, of the second all of it.  gpt2_124m's head takes half the time for 8 rows.  The
+    # barrier keeps XLA from swapping them again.
+    y = lax.optimization_barrier(multiply_32(f"{w_dims},{x_dims}->{columns}{rows}", w, x))
+    return jnp.moveaxis(y, range(len(columns)), range(-len(columns), 0))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))

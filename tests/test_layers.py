@@ -147,6 +147,22 @@ def test_cpus_with_slow_bfloat16_multiply_float32_copies(
         assert [("bf16" not in line) for line in products] == [has_copies]
 
 
+@pytest.mark.parametrize("n_rows", [1, 2, 9])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_products_of_a_few_rows_copy_no_weights(dtype, n_rows, monkeypatch):
+    """And are right, whatever the order of the weights' dims."""
+    on_mesh(RICH)
+    monkeypatch.setattr(layers, "has_slow_bfloat16", lambda: False)
+    rng, sizes = np.random.default_rng(0), dict(B=1, L=n_rows, D=96, H=4, K=24, V=500)
+    for dims in "BLD,DHK->BLHK", "BLHK,HKD->BLD", "BLD,VD->BLV":
+        shapes = [[sizes[d] for d in part] for part in dims.split("->")[0].split(",")]
+        x, w = (jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
+        want = np.einsum(dims, *(np.asarray(a, np.float64) for a in (x, w)))
+        program = jax.jit(partial(layers.multiply, dims, dtype=jnp.float32)).lower(x, w).compile()
+        np.testing.assert_allclose(np.float64(program(x, w)), want, 1e-5, 1e-5)
+        assert program.memory_analysis().temp_size_in_bytes < w.size * 2, dims
+
+
 @pytest.mark.parametrize("kind, vendor, flags, is_slow", [
     ("x86_64", "GenuineIntel", "avx2", True),
     ("x86_64", "AuthenticAMD", "avx512f", True),
