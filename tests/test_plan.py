@@ -536,7 +536,7 @@ def test_a_plan_for_gpus_counts_their_attention_kernel_without_a_gpu():
 
 REFUSED = [
     (["--topology", "v5e:1", "--train.batch_size", 2**20], "workspace overflow"),
-    (["--topology", "v5e:1", "--model.d_ff", 2**20, "--model.d_model", 128], "moments overflow"),
+    (["--topology", "v5e:1", "--model.d_ff", 2**20, "--model.d_model", 96], "moments overflow"),
     (["--topology", "v5:9"], "topology='v5:9'"),
     (["--topology", "v5e:8", "--mesh.dp", 2], "= 2*1*1 = 2, but v5e:8 has 8 devices"),
     (["--topology", "v5e:8", "--mesh.pp", 3], "mesh.pp=3 must divide model.n_layers=8"),
