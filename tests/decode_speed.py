@@ -1,10 +1,11 @@
-"""Milliseconds of a decoded token of gpt2_124m in float32 on one core, by Trifold and by
-transformers, for each number of rows; the medians of three measurements in turns.
+"""Milliseconds of a decoded token of gpt2_124m on one core, by Trifold and by transformers, for
+each number of rows, in float32 or the dtype given first; medians of three measurements in turns.
 
 One core, because a token reads all weights: the threads of several share the memory's speed, and
 the time that they wait for it would count for each of them.
 
     JAX_PLATFORMS=cpu .venv-interop/bin/python tests/decode_speed.py 1 8 32
+    JAX_PLATFORMS=cpu .venv-interop/bin/python tests/decode_speed.py bfloat16 1 8 32
 
 Prints a JSON object for each number of rows.
 """
@@ -50,11 +51,12 @@ def seconds(decode, n: int) -> float:
 
 def main():
     torch.set_num_threads(1)
-    preset = config.PRESETS["gpt2_124m"]()
-    precise = replace(preset.train, dtype="float32")
-    preset = replace(preset, mesh=config.Mesh(1, 1, 1), train=precise)
-    network = GPT2LMHeadModel(GPT2Config()).eval()
-    for n_rows in map(int, sys.argv[1:]):
+    preset, numbers = config.PRESETS["gpt2_124m"](), sys.argv[1:]
+    dtype = "float32" if numbers[0].isdigit() else numbers.pop(0)
+    settings = dict(mesh=config.Mesh(1, 1, 1), train=replace(preset.train, dtype=dtype))
+    preset = replace(preset, **settings)
+    network = GPT2LMHeadModel(GPT2Config()).to(getattr(torch, dtype)).eval()
+    for n_rows in map(int, numbers):
         cfg = utils.start_mesh(preset, rows=n_rows)
         prompts = np.random.default_rng(0).integers(50257, size=(n_rows, 16))
         params = model.init_params(cfg)
