@@ -67,7 +67,7 @@ class Span(NamedTuple):
     decoding: bool = False
     """The queries are new tokens at the ends of rows whose keys are in the cache."""
     prompt: bool = False
-    """In decoding: the queries are whole rows, so that all keys are theirs."""
+    """In decoding: the queries are whole rows, from their first token; no key is in the cache."""
 
     @property
     def tp_dim(self) -> int:
@@ -209,9 +209,7 @@ def decoding_attention(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg, width: int, sink
     S, G = k_BSGK.shape[1:3]
     q_BGRLK = q_BLHK.reshape(B, L, G, H // G, K).transpose(0, 2, 3, 1, 4)
     k_BGSK, v_BGSW = k_BSGK.swapaxes(1, 2), v_BSGW.swapaxes(1, 2)
-    # The keys come first, because XLA on a CPU would transpose those of a single query.
-    score_BGSRL = einsum("BGSK,BGRLK->BGSRL", k_BGSK, q_BGRLK, jnp.float32)
-    score_BGRLS = jnp.moveaxis(score_BGSRL, 2, -1)
+    score_BGRLS = einsum("BGRLK,BGSK->BGRLS", q_BGRLK, k_BGSK, jnp.float32)
     score_BGRLS *= softmax_scale(cfg, width)
     score_BGRLS = softcap(score_BGRLS, cfg.model.attn_softcap)
     distance_BLS = span.index_BL[..., None] - jnp.arange(S)
@@ -231,7 +229,8 @@ def decoding_attention(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg, width: int, sink
 def xla_attention(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg, width: int, sink_H=None):
     """Plain JAX in blocks: supports every option on every platform."""
     options = dict(scale=softmax_scale(cfg, width), cap=cfg.model.attn_softcap, window=span.window)
-    return block_attention(q_BLHK, k_BSGK, v_BSGW, span.document_BL, sink_H, **options)
+    arrays = q_BLHK, k_BSGK, v_BSGW, span.document_BL, sink_H
+    return block_attention(*arrays, loop=span.prompt, **options)
 
 
 def cudnn_attention(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg, width: int):
@@ -327,7 +326,7 @@ warn_once = functools.cache(warn)
 
 
 def attend(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg, width: int, sink_H=None):
-    """Causal softmax attention: of whole rows by the kernel that train.attention and the platform
+    """Causal softmax attention: in training by the kernel that train.attention and the platform
     choose, of prompts by `xla_attention`, and of new tokens by `decoding_attention`.
 
     width: of a key head, for `softmax_scale`.  sink_H: of each query head, a score that no key has;
@@ -372,8 +371,8 @@ def score_stats(q_BLHK, k_BSGK, span: Span, cfg, width: int) -> dict:
 
 
 def update_cache(cache, new: dict, span: Span) -> tuple[dict, dict]:
-    """(the cache with the new tokens' keys and values at their places, all keys and values in the
-    order of `new`).  Without a cache (None) both are `new`, and for prompts the second is.
+    """(cache, seen): the cache with the new keys and values at their places, and all that queries
+    may see, in the order of `new`.  In a prompt, and without a cache (None), they see only `new`.
 
     The cache has its heads before its tokens, [B, G, S, K], in the order of `decoding_attention`'s
     products: XLA would copy all of it for each token otherwise.
@@ -381,9 +380,10 @@ def update_cache(cache, new: dict, span: Span) -> tuple[dict, dict]:
     if cache is None:
         return new, new
     index_BL, written = span.index_BL, new
-    if index_BL.size == 1:
+    if index_BL.size == 1 and all(x.dtype == jnp.float32 for x in new.values()):
         # Written twice: XLA turns a single write into one that it repeats for each reader, in a
         # copy of the cache.  gpt2_124m with 1,024 tokens on a CPU: 38 instead of 121 ms a token.
+        # In bfloat16 twice takes 1.2 times as long as once.
         index_BL, written = jax.tree.map(lambda x: jnp.repeat(x, 2, 1), (index_BL, new))
     places = jnp.arange(len(index_BL))[:, None], ..., index_BL, slice(None)
     cache = {name: cache[name].at[places].set(x) for name, x in written.items()}
@@ -440,8 +440,8 @@ def gqa_table(cfg: Config) -> dict:
 
 
 def gqa(x_BLD, w, cfg, span: Span, cache):
-    """Grouped-query attention (Ainslie et al. 2023).  Returns y_BLD, the keys and values, and
-    `score_stats`.
+    """Grouped-query attention (Ainslie et al. 2023).  Returns y_BLD, the cache (without one
+    the new keys and values), and `score_stats`.
 
     x is gathered over tp; the outputs of the heads are summed over tp and scattered.
     """
@@ -491,8 +491,8 @@ def mla_table(cfg: Config) -> dict:
 def mla(x_BLD, w, cfg, span: Span, cache):
     """Multi-head latent attention (DeepSeek-V2, section 2.1; V3, section 2.1.1).
 
-    Returns y_BLD, the latents of the keys and values, and `score_stats`.  The latents are gathered
-    over tp and cached: kv_rank + d_rope numbers a token.
+    Returns y_BLD, the cache (without one the new latents of keys and values), and `score_stats`.
+    The latents are gathered over tp and cached: kv_rank + d_rope numbers a token.
     """
     h_BLJ, c_BLI, k_BLT = mla_latents(x_BLD, w, cfg, span)
     cache, kv = update_cache(cache, dict(c=c_BLI, k=k_BLT), span)
@@ -555,7 +555,8 @@ ATTENTION = dict(
     mla=(mla_table, mla),
 )
 """model.attention: the table of its weights, and the function (x_BLD, w, cfg, Span, cache) ->
-(y_BLD, what a cache keeps of the tokens, statistics that are summed over devices)."""
+(y_BLD, the cache or without one what it keeps of the tokens, statistics that are summed over
+devices)."""
 
 
 def attention_of(cfg: Config):

@@ -25,7 +25,7 @@ def check(cfg: Config) -> Config:
         problems += pattern
     else:
         problems += [*divisor_problems(cfg), *pipeline_problems(cfg)]
-        problems += [*no_effect_problems(cfg), *model_problems(cfg)]
+        problems += [*no_effect_problems(cfg), *model_problems(cfg), *size_problems(cfg)]
     problems += other_problems(cfg)
     if problems:
         raise UserError(USAGE, problems=problems)
@@ -128,15 +128,13 @@ def cpu_reasons(cfg: Config) -> dict:
     return dict(
         microbatches=f"at most {CPU_TOKENS} tokens or one row in each, so that caches hold them",
         remat=f"all activations take {fits} 1 GiB",
-        unroll="a loop over layers would copy" if t.unroll > 1 else loop,
+        unroll="a loop over layers would copy their arrays" if t.unroll > 1 else loop,
     )
 
 
 # ---- ranges
 
 BIG = 2**31 - 1
-WIDEST = 2**20  # XLA aborts where an array has 2**63 elements
-
 MAY_BE_MINUS_1 = {"mesh.dp", "mesh.pp", "mesh.tp", "train.eval_batches", "data.end_id"}
 MAY_BE_MINUS_1 |= {"run.process_id"}  # without run.coordinator
 
@@ -146,14 +144,15 @@ LIMITS = {
         "model.vocab_size model.rope_original train.seq_len train.batch_size train.grad_accum "
         "train.steps train.eval_batches train.sample_tokens train.loss_chunk"
     ),
-    (1, WIDEST): (
-        "model.d_model model.n_heads model.n_kv_heads model.d_head model.d_ff "
+    (1, 2**20): (
+        "model.d_model model.d_ff model.n_heads model.n_kv_heads "
         "model.n_active model.n_groups model.n_active_groups"
     ),
-    (0, WIDEST): (
-        "model.n_experts model.n_shared model.d_expert model.q_rank model.kv_rank "
-        "model.d_rope model.d_value"
+    (0, 2**20): (
+        "model.n_experts model.n_shared model.d_expert model.q_rank model.kv_rank model.d_value"
     ),
+    (1, 2**14): "model.d_head",  # `attention.rope` makes a matrix of this width
+    (0, 2**14): "model.d_rope",
     (1, math.inf): "model.n_layers",  # pattern_problems has its limit
     (1.0, 1e6): "model.rope_factor",
     (1e-6, 1e6): "model.rope_low model.rope_high",
@@ -186,9 +185,20 @@ def range_problems(cfg: Config):
             continue
         low, high = limits
         if not (low <= x <= high or (x == -1 and auto)):  # "not", so that NaN is a problem too
-            good = f"between {low} and {high}" if high < WIDEST or x > high else f"at least {low}"
+            good = f"between {low} and {high}" if high < 2**14 or x > high else f"at least {low}"
             fix = f"set --{name} to a value in this range{', or to -1' if auto else ''}"
             yield Problem(f"{name}={x} must be {good}", fix)
+
+
+def size_problems(cfg: Config):
+    """Layers that are too wide together, because XLA aborts where an array has 2**63 bytes."""
+    m = cfg.model
+    heads = m.n_heads * max(m.d_head, m.d_rope, m.d_value)
+    experts = m.d_expert * max(m.n_experts, m.n_shared)
+    n = m.n_layers * max(m.d_model, m.q_rank, m.kv_rank) * max(heads, 2 * m.d_ff, 2 * experts)
+    if n > 2**53:
+        what = f"a weight of all layers together may have {n:,} numbers, more than {2**53:,}"
+        yield Problem(what, "set the model's widths, n_layers and n_experts to less")
 
 
 # ---- layer patterns and divisors

@@ -370,7 +370,9 @@ def train_loop(run, store, state: State, train: Dataset, vals, tasks, stop, cfg:
             state, metrics = program(state, *train.batch(step))
             log.add_update(step + 1, metrics)
         if times := profile.learned_times(step + 1):
-            programs = log.run_untimed(partial(compile_steps, times=times), step + 1, train, cfg)
+            # A new function, so that the eta leaves this compilation out too.
+            recompile = partial(compile_steps, times=times)
+            programs = log.run_untimed(recompile, step + 1, train, cfg)
     store.close()
     profile.report()
     log.close()

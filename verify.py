@@ -120,10 +120,11 @@ class SavedCheckpoints:
         return ocp.CheckpointManagerOptions(read_only=True)
 
     def reject_pipes(self):
-        """Reject what is a pipe or device in place of a checkpoint or of its metadata.  Orbax reads
-        the metadata of all checkpoints when it is opened, and replaces what has the name of one
-        that it writes; it would wait for ever."""
+        """Reject a pipe or device in place of a checkpoint or of its metadata.  Orbax would never
+        end: it reads the metadata of all checkpoints when it is opened, and what it replaces."""
         for path in [] if is_remote(self.path) else paths_in(self.path, "*"):
+            if not path.is_dir() and not path.name.isdigit():
+                continue
             file = path / "_CHECKPOINT_METADATA" if path.is_dir() else path
             if os.path.lexists(file) and not stat.S_ISREG(os.lstat(file).st_mode):
                 self.reject(path.name, f"is damaged: {file.name} is not a regular file")

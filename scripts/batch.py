@@ -268,10 +268,10 @@ def to_html(args: Args, rows: list[Row], decode) -> str:
         parts.append(f"<h2>{heading}</h2><p>{places}</p><pre>")
         parts.append(html.escape(decode(row.tokens[:1])))
         for first, stop, text in whole_characters(row.tokens[1:], decode):
-            nll = row.nll[first:stop]
-            red = f' style="background: rgba(220,40,30,{min(1, float(max(nll)) / 10):.2f})"'
+            nll = row.nll[first:stop][row.scored[first:stop]]
+            red = f"rgba(220,40,30,{min(1, float(max(nll, default=0)) / 10):.2f})"
             losses = " ".join(f"{x:.2f}" for x in nll)
-            facts = f'title="{losses}"{red}' if row.scored[first] else 'class="masked"'
+            facts = f'title="{losses}" style="background: {red}"' if losses else 'class="masked"'
             parts.append(f"<span {facts}>{html.escape(text)}</span>")
         parts.append("</pre>")
     return "".join(parts)
@@ -288,13 +288,15 @@ def main(args: Args, cfg: config.Config, data_cfg: config.Config):
 
     def decode(ids: list[int]) -> str:
         if tokenizer is None:
-            return "".join(f"{n} " for n in ids)
+            return " ".join(map(str, ids))
         return tokenizer.decode(ids, skip_special_tokens=False)
 
     for row in rows:
         print_row(row, decode)
     if args.html:
-        files.write_whole(files.absolute_path(args.html), to_html(args, rows, decode))
+        space = "" if tokenizer else " "
+        page = to_html(args, rows, lambda ids: decode(ids) + space)
+        files.write_whole(files.absolute_path(args.html), page)
 
 
 if __name__ == "__main__":

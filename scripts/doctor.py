@@ -332,7 +332,7 @@ REPORTED = r"(JAX|XLA|NCCL|TPU|SLURM|OMPI|PMI)_\w+|LIBTPU_INIT_ARGS|CUDA_VISIBLE
 
 
 SECRET = re.compile("KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|JWT", re.I)
-"""What the names of variables with secrets have."""
+"""A variable with one of these in its name may hold a secret."""
 
 
 def scrub(text: str) -> str:

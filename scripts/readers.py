@@ -378,7 +378,7 @@ def parse_json(line: bytes):
         return None
     row = json.loads(line.decode("utf-8-sig"))
     if not isinstance(row, dict):  # of a string, parts_of would take all as the text
-        raise ValueError(f"{type(row).__name__} in place of an object")
+        raise ValueError(f"{'null' if row is None else type(row).__name__} in place of an object")
     return row
 
 

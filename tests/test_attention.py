@@ -150,7 +150,7 @@ def test_portions_of_attention_fit_the_platform(monkeypatch):
     on_mesh(PLAIN)
 
     def choose(P, R, L):
-        return blockwise.choose_options(P, R, L, scale=1.0, cap=0.0, window=0)
+        return blockwise.choose_options(P, R, L, scale=1.0, cap=0.0, window=0, loop=False)
 
     how = choose(64, 2, 256)
     assert (how.block, how.unrolled, how.pairs_at_once) == (64, True, 4)

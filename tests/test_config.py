@@ -92,6 +92,8 @@ MOE = ["--model.pattern", "moe", "--model.n_experts", "4", "--model.d_expert", "
     (["--model.n_layers", "2147483647"], ["model.n_layers=2147483647 must be at most 10000"]),
     (["--model.d_model", "2000000", "--model.d_ff", "2000000"],
      ["d_model=2000000 must be between 1 and 1048576", "d_ff=2000000 must be between 1 and"]),
+    (["--model.d_model", "1048576", "--model.n_heads", "1048576", "--model.d_head", "16384"],
+     ["more than 9,007,199,254,740,992"]),
     (["--model.n_layers", "1000000000000"],
      ["model.n_layers=1000000000000 must be at most 10000"]),
     (["--model.pattern", "dense*2,mo", "--optim.lr=-1"],

@@ -1,6 +1,7 @@
 """Decoding: greedy text, the cache, and how tokens are drawn."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import numpy as np
@@ -76,9 +77,8 @@ def test_decoding_copies_no_cache_and_a_prompt_has_no_scores_in_memory(n_rows):
     cfg = utils.start_mesh(cfg, rows=n_rows)
     weights = generate.decoding_weights(params_of(cfg), cfg)
     rows = generate.place_rows([[1] * 9] * n_rows, S, cfg)
-    cache = jax.eval_shape(lambda *args: generate.next_logits(*args, S, cfg), weights, None, *rows)[
-        1
-    ]
+    prompt = partial(generate.next_logits, n_new=S, cfg=cfg)
+    _, cache = jax.eval_shape(prompt, weights, None, *rows)
 
     def temporary_bytes(cache, n_new: int) -> int:
         program = generate.next_logits.lower(weights, cache, *rows, n_new, cfg).compile()
