@@ -200,8 +200,12 @@ def test_junk_beside_the_checkpoints_is_not_restored(copy, junk):
     else:
         for name in ("foo", "-3", "30.orbax-checkpoint-tmp", "1e3"):
             (where / name).mkdir()
+        links = Path(where / "latest"), Path(where / "last")
+        for link, target in zip(links, ("40", "20/_CHECKPOINT_METADATA"), strict=True):
+            link.symlink_to(where / target)
     step, found = restore(run, cfg)
     assert step == 20
+    assert junk != "names" or all(link.is_symlink() for link in links)
     assert_restored(found, states[20])
 
 
