@@ -440,8 +440,9 @@ def gqa_table(cfg: Config) -> dict:
 
 
 def gqa(x_BLD, w, cfg, span: Span, cache):
-    """Grouped-query attention (Ainslie et al. 2023).  Returns y_BLD, the cache (without one
-    the new keys and values), and `score_stats`.
+    """Grouped-query attention (Ainslie et al. 2023).
+
+    Returns y_BLD, the cache (without one the new keys and values), and `score_stats`.
 
     x is gathered over tp; the outputs of the heads are summed over tp and scattered.
     """
@@ -555,8 +556,8 @@ ATTENTION = dict(
     mla=(mla_table, mla),
 )
 """model.attention: the table of its weights, and the function (x_BLD, w, cfg, Span, cache) ->
-(y_BLD, the cache or without one what it keeps of the tokens, statistics that are summed over
-devices)."""
+(y_BLD, the cache, statistics that are summed over devices).  Without a cache the second is what one
+would keep of the tokens."""
 
 
 def attention_of(cfg: Config):

@@ -272,8 +272,8 @@ def multiply(dims: str, x, w, dtype=None):
 
 
 def multiply_few_rows(dims: str, x, w, rows: str, columns: str):
-    """`multiply` on a CPU, in float32, for an x with few rows, as in decoding.  rows, columns: the
-    dims of the product, which those of x begin with, and the others."""
+    """`multiply` on a CPU, in float32, for an x with few rows, as in decoding.  rows: the dims that
+    the product has from x, the first of both; columns: those that it has from w."""
     multiply_32 = partial(jnp.einsum, preferred_element_type=jnp.float32)
     x_dims, w_dims, _ = re.split(",|->", dims)
     is_one_row = math.prod(x.shape[: len(rows)]) == 1

@@ -149,12 +149,13 @@ def test_attention_in_blocks_has_the_types_that_shard_map_checks(monkeypatch):
 def test_portions_of_attention_fit_the_platform(monkeypatch):
     on_mesh(PLAIN)
 
-    def choose(P, R, L):
-        return blockwise.choose_options(P, R, L, scale=1.0, cap=0.0, window=0, loop=False)
+    def choose(P, R, L, loop=False):
+        return blockwise.choose_options(P, R, L, scale=1.0, cap=0.0, window=0, loop=loop)
 
     how = choose(64, 2, 256)
     assert (how.block, how.unrolled, how.pairs_at_once) == (64, True, 4)
     assert choose(6, 1, 4096).unrolled and not choose(6, 1, 4097).unrolled
+    assert not choose(6, 1, 256, loop=True).unrolled
     for how in (choose(7, 1, 64), choose(6, 4, 4096), choose(5, 2, 32768)):
         assert 1 <= how.pairs_at_once <= 7
     monkeypatch.setattr(blockwise, "platform", lambda: "gpu")

@@ -854,7 +854,7 @@ BAD_LINES = [
     b'{"text": "good three"}',
 ]
 WHY = {2: "Expecting", 4: "empty", 5: "is of type int", 6: "is missing", 7: "not UTF-8"}
-WHY |= {8: "not UTF-8", 9: "list in place of", 10: "recursion", 11: "NoneType in place of"}
+WHY |= {8: "not UTF-8", 9: "list in place of", 10: "recursion", 11: "null in place of"}
 WHY |= {12: "str in place of"}
 
 
