@@ -9,8 +9,10 @@ Dimension key: A accumulation steps, M microbatches, B sequences, L sequence len
 
 import hashlib
 import json
+from bisect import bisect_right
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from itertools import accumulate
 
 import jax
 import numpy as np
@@ -93,8 +95,9 @@ class TokenFiles(Source):
         self.shards, self.masks, manifest = found.shards, found.masks, found.manifest
         self.cfg, self.fingerprint = cfg, fingerprint(found)
         self.pages = PageReader(self.shards, cfg)
-        self.ends = np.cumsum([shard.n_tokens for shard in self.shards])
-        self.n_tokens = int(self.ends[-1])
+        # The index in the whole set of each shard's first token, and at last n_tokens.
+        self.starts = [0, *accumulate(shard.n_tokens for shard in self.shards)]
+        self.n_tokens = self.starts[-1]
         self.vocab_size = manifest.get("vocab_size", 0)
         self.end_id = manifest.get("eot_id", -1)
         if manifest and not any(self.masks):
@@ -127,34 +130,30 @@ class TokenFiles(Source):
         """int32 [len(starts), length]: what begins at these tokens of the files, self.shards or
         self.masks.  Tokens after the last are -1; masks are 1 there, and where there is none.
 
-        A window may lie in several shards.  Each piece is (file, first, end): the file's tokens
-        first to end - 1, which are copied to their place in the window."""
+        A window may lie in several shards.  Each piece is (place, n, first, end): tokens first to
+        end - 1 of file n are copied to that place in the window."""
         fill = -1 if files is self.shards else 1
         windows = np.full((len(starts), length), fill, np.int32)
-        places, pieces = [], []
+        pieces = []
         for window, at in zip(windows, starts.tolist(), strict=True):
             for n, first, end in self.spans(at, min(at + length, self.n_tokens)):
                 if files[n] is not None:
-                    begin = first + self.first_token(n) - at
-                    places.append((window[begin : begin + end - first], n, first))
-                    pieces.append((files[n], first, end))
-        for (place, n, first), piece in zip(places, self.pages.read(pieces), strict=True):
+                    begin = first + self.starts[n] - at
+                    pieces.append((window[begin : begin + end - first], n, first, end))
+        found = self.pages.read([(files[n], first, end) for _, n, first, end in pieces])
+        for (place, n, first, _), tokens in zip(pieces, found, strict=True):
             if files is self.shards:
-                self.check_tokens(piece, n, first)
-            place[:] = piece
+                self.check_tokens(tokens, n, first)
+            place[:] = tokens
         return windows
-
-    def first_token(self, n: int) -> int:
-        """The index in the whole set of shard n's first token."""
-        return int(self.ends[n]) - self.shards[n].n_tokens
 
     def spans(self, start: int, stop: int):
         """(n, first, end) of each shard that has some of the set's tokens start to stop - 1: they
         are tokens first to end - 1 of shard n."""
         while start < stop:
-            n = int(np.searchsorted(self.ends, start, side="right"))
-            end = min(stop, int(self.ends[n]))
-            yield n, start - self.first_token(n), end - self.first_token(n)
+            n = bisect_right(self.starts, start) - 1
+            end = min(stop, self.starts[n + 1])
+            yield n, start - self.starts[n], end - self.starts[n]
             start = end
 
     def windows_of(self, block: Block) -> range:
@@ -163,7 +162,7 @@ class TokenFiles(Source):
         for n, file in [*enumerate(self.shards), *enumerate(self.masks)]:
             if file and file.path == block.path:
                 places = ((at - file.offset) // file.itemsize for at in (block.start, block.stop))
-                start, stop = (self.first_token(n) + max(0, place) for place in places)
+                start, stop = (self.starts[n] + max(0, place) for place in places)
                 # Window w has tokens w * L to w * L + L.
                 return range(max(0, (start - 1) // L), (stop - 1) // L + 1)
         return range(0)
@@ -239,10 +238,9 @@ class Mixture(Source):
     def __init__(self, cfg: Config, split: str, parts: dict[str, Part]):
         self.parts = {name: open_source(cfg, split, part.path) for name, part in parts.items()}
         self.cfg, sources, L = cfg, [*self.parts.values()], cfg.train.seq_len
-        n_windows = [(source.n_tokens - 1) // L for source in sources]
-        self.ends = np.cumsum(n_windows)
-        self.first_window = self.ends - n_windows  # of each source
-        self.n_tokens = int(self.ends[-1]) * L + 1
+        # The first window of each source, and at last the number of all windows.
+        self.starts = np.cumsum([0, *((source.n_tokens - 1) // L for source in sources)])
+        self.n_tokens = int(self.starts[-1]) * L + 1
         self.vocab_size = max(source.vocab_size for source in sources)
         self.end_id = max(source.end_id for source in sources)
         self.tokenizer = next((x.tokenizer for x in sources if x.tokenizer is not None), None)
@@ -263,11 +261,11 @@ class Mixture(Source):
 
     def gather(self, numbers: np.ndarray, readers: list, dtype) -> np.ndarray:
         """Each window as its source's reader returns it; all 1 if that returns None."""
-        sources = np.searchsorted(self.ends, numbers, side="right")
+        sources = np.searchsorted(self.starts, numbers, side="right") - 1
         found = np.ones((len(numbers), self.cfg.train.seq_len + 1), dtype)
         for n, read in enumerate(readers):
             if (here := sources == n).any():
-                part = read(numbers[here] - self.first_window[n])
+                part = read(numbers[here] - self.starts[n])
                 if part is not None:
                     found[here] = part
         return found

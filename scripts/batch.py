@@ -98,7 +98,7 @@ def describe_row(source, window: int, cfg) -> list[str]:
     end_id = cfg.data.end_id if cfg.data.end_id >= 0 else source.end_id
     start = window * L
     for n, a, b in source.spans(start, min(start + L + 1, source.n_tokens)):
-        shard, first = source.shards[n], source.first_token(n)
+        shard, first = source.shards[n], source.starts[n]
         tokens = source.read(first + a, first + b)
         starts = [f"{a + int(i) + 1:,}" for i in np.flatnonzero(tokens[:-1] == end_id)]
         line = f"{shard.path.name} tokens {a:,} to {b - 1:,}"
