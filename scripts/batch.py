@@ -49,7 +49,7 @@ def parse() -> tuple[Args, config.Config, config.Config]:
     batch = dict(batch_size=t.batch_size, batch_ramp=t.batch_ramp)
     data_cfg = replace(cfg, train=replace(cfg.train, **batch))
     cli.check_at_least(args, row=-1)
-    # The parent has made the updates before, and with its own data.
+    # The updates before belong to the parent, which made them with its own data.
     parent = json.loads(files.absolute_path(file).read_text()).get("parent", {})
     first = parent["step"] + 1 if parent.get("start_with") == "state" else 1
     if not first <= args.step <= cfg.train.steps:
@@ -68,7 +68,6 @@ if __name__ == "__main__":  # before jax is imported, see train.py
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 
 import processes
 import rowfile
@@ -83,7 +82,7 @@ from tasks import load_tokenizer
 
 
 def find_checkpoint_step(run, step: int) -> int:
-    """That of the newest checkpoint from before update `step`, or else of the oldest."""
+    """The step of the newest checkpoint before update `step`; without one, of the oldest."""
     saved = files.saved_steps(run)
     if not saved:
         raise errors.UserError(errors.CHECKPOINT, f"{run} has no checkpoint", "leave --loss out")
@@ -102,13 +101,11 @@ def describe_row(source, window: int, cfg) -> list[str]:
         tokens = source.read(first + a, first + b)
         starts = [f"{a + int(i) + 1:,}" for i in np.flatnonzero(tokens[:-1] == end_id)]
         line = f"{shard.path.name} tokens {a:,} to {b - 1:,}"
-        if end_id >= 0:
-            if files.is_remote(shard.path):
-                number = " in a document without a number: counting would fetch all before it"
-            else:
-                number = f" in document {count_documents(source, end_id, first, first + a):,}"
-            line += f"{number}; others begin at {', '.join(starts)}" if starts else number
-        lines.append(line)
+        if end_id >= 0 and files.is_remote(shard.path):
+            line += " in a document without a number: counting would fetch all before it"
+        elif end_id >= 0:
+            line += f" in document {count_documents(source, end_id, first, first + a):,}"
+        lines.append(line + (f"; others begin at {', '.join(starts)}" if starts else ""))
     return lines
 
 
@@ -158,9 +155,9 @@ class Row(NamedTuple):
     """Lines of describe_row."""
     tokens: list[int]
     scored: np.ndarray
-    """Whether each token after the first is."""
+    """Whether each token after the first is scored."""
     nll: np.ndarray | None
-    """Their losses; None without --loss and --html."""
+    """The losses of these tokens; None without --loss and --html."""
 
     def mean(self) -> str:
         return f"{self.nll[self.scored].mean():.4f}" if self.scored.any() else "-"
@@ -168,7 +165,7 @@ class Row(NamedTuple):
 
 def score_rows(params, tokens_BL, targets_BL, cfg: config.Config) -> np.ndarray:
     """nll_BL, a part of the rows at a time."""
-    t, sharding = cfg.train, NamedSharding(jax.sharding.get_mesh(), token_spec())
+    t, sharding = cfg.train, utils.shardings(token_spec())
     n_rows, found = len(tokens_BL), []
 
     def put(array_BL, fill: int):
