@@ -89,8 +89,8 @@ def read_question(line: bytes) -> tuple[list[tuple[str, str]], int | None]:
             raise ValueError(f"it has {' and '.join(found)}, but only one may be there")
     queries = x.get("context_options", [x.get("query", x.get("context"))])
     answers, gold = x.get("choices", [x.get("continuation")]), x.get("gold")
-    lists = [texts for texts in (queries, answers) if isinstance(texts, list) and texts]
-    if len(lists) < 2 or not all(isinstance(x, str) for x in queries + answers) or "" in answers:
+    are_lists = all(isinstance(texts, list) and texts for texts in (queries, answers))
+    if not are_lists or not all(isinstance(x, str) for x in queries + answers) or "" in answers:
         raise ValueError("its query or its choices are missing, empty or not text")
     pairs = list(product(queries, answers))
     is_number = type(gold) is int and 0 <= gold < len(pairs)
@@ -130,15 +130,19 @@ class Tasks:
         self.n_batches = -(-len(self.rows) // cfg.train.batch_size)
 
     def add_file(self, name: str, file: str, lines: list[bytes]) -> list[Problem]:
-        """Append the questions of a file.  Returns its first problem, if it has one."""
-        task, number = f"{name}/{file.rpartition('/')[2].removesuffix('.jsonl')}", 0
+        """Append the questions of a file, and a row for each of their choices.  Returns the file's
+        first problem, if it has one."""
+        task = f"{name}/{file.rpartition('/')[2].removesuffix('.jsonl')}"
         if task in self.questions:
             what = f"{file}: {name} has another file of this name"
             return [Problem(what, "rename it, or give it a NAME of its own")]
         try:
             for number, line in enumerate(lines, 1):  # noqa: B007
                 if line.strip():
-                    self.add(task, *read_question(line))
+                    pairs, gold = read_question(line)
+                    numbers = range(len(self.rows), len(self.rows) + len(pairs))
+                    self.questions.setdefault(task, []).append((numbers, gold))
+                    self.rows += [self.make_row(*pair) for pair in pairs]
         except ValueError as e:
             return [Problem(f"{file}, line {number}: {e}", self.FIX)]
         return [] if task in self.questions else [Problem(f"{file} has no questions", self.FIX)]
@@ -148,15 +152,9 @@ class Tasks:
         n, cut = len(self.rows), f"; of {n_cut:,} only the end fits train.seq_len"
         return f"{n:,} choices in {len(self.questions)} file(s){cut if n_cut else ''}"
 
-    def add(self, task: str, pairs: list[tuple[str, str]], gold: int | None):
-        """Append a question, and a row for each of its choices.  Raises ValueError."""
-        numbers = range(len(self.rows), len(self.rows) + len(pairs))
-        self.questions.setdefault(task, []).append((numbers, gold))
-        self.rows += [self.make_row(*pair) for pair in pairs]
-
     def make_row(self, query: str, answer: str) -> tuple[list[int], int]:
         """The row of a choice.  Its tokens are scored from the first one that differs from those of
-        the query alone."""
+        the query alone.  Raises ValueError."""
         before, L = query.rstrip(), self.cfg.train.seq_len
         space = query[len(before) :] or ("" if answer[:1].isspace() else " ")
         ids = encode(self.tokenizer, before + (space if before else "") + answer)
