@@ -217,7 +217,7 @@ def take_whole(file: File, options: Options) -> list[tuple]:
 class ZstdText(io.RawIOBase):
     """The text of a .zst file, frame after frame.
 
-    zstandard's own reader takes the place where a file was cut for its end.
+    zstandard's own reader does not notice that the end of a file is missing.
     """
 
     def __init__(self, f):
@@ -227,12 +227,12 @@ class ZstdText(io.RawIOBase):
         return True
 
     def readinto(self, buffer) -> int:
-        while not self.text and (self.packed or (packed := self.f.read(4096))):
+        while not self.text and (packed := self.packed or self.f.read(4096)):
             if not self.frame:
                 # 2 GB, the most of `zstd --long`, which large dumps of the web are made with.
                 decompressor = zstandard.ZstdDecompressor(max_window_size=2**31)
                 self.frame = decompressor.decompressobj()
-            self.text = memoryview(self.frame.decompress(self.packed or packed))
+            self.text = memoryview(self.frame.decompress(packed))
             self.packed = self.frame.unused_data
             if self.frame.eof:
                 self.frame = None
@@ -398,7 +398,6 @@ class Format(NamedTuple):
 
 # C4 and Dolma have lines of JSON in files ending in .json.gz.  A .json file is text, because among
 # source code it seldom has a row in each line.
-LINES = (".jsonl", ".ndjson")
 COMPRESSED = tuple(f"{x}{end}" for x in (".jsonl", ".json", ".ndjson") for end in (".gz", ".zst"))
 
 # {suffix or another name: format}.  Files of other suffixes are "text", or with --document_per_line
@@ -406,7 +405,7 @@ COMPRESSED = tuple(f"{x}{end}" for x in (".jsonl", ".json", ".ndjson") for end i
 FORMATS = {
     "text": Format(cut_text, read_text, bytes.decode),
     "lines": Format(cut_lines, read_range, parse_line),
-    **dict.fromkeys(LINES, Format(cut_lines, read_range, parse_json)),
+    **dict.fromkeys((".jsonl", ".ndjson"), Format(cut_lines, read_range, parse_json)),
     **dict.fromkeys(COMPRESSED, Format(take_whole, read_compressed, parse_json)),
     ".parquet": Format(cut_parquet, read_parquet, dict),
     ".arrow": Format(cut_arrow, read_arrow, dict),
@@ -481,12 +480,10 @@ def parts_of(value, options: Options) -> list[tuple[str, bool]]:
     for name in columns_of(options):
         x = as_text(value.get(name))
         fields.append(x)
-        if not isinstance(x, (str, list)):
+        if not isinstance(x, str if name == options.prompt_field else (str, list)):
             what = "is missing" if x is None else f"is of type {type(x).__name__}, not text"
             raise ValueError(f"field {name!r} {what}")
     text, *prompts = fields
-    if any(isinstance(prompt, list) for prompt in prompts):
-        raise ValueError(f"field {options.prompt_field!r} is of type list, not text")
     if isinstance(text, str):
         return [(prompt, False) for prompt in prompts] + [(text, True)] if text else []
     if prompts:
