@@ -63,18 +63,17 @@ def read_tokenizer(path: str, end: str) -> Tokenizer:
         what = f"--tokenizer {path} cannot be read: {str(e)[:200]}"
         raise UserError(DATA, what, "give a tokenizer.json of the tokenizers library") from None
     special = [x.content for x in tokenizer.get_added_tokens_decoder().values() if x.special]
-    if special and not end and tokenizer.token_to_id(END) is None:
+    lacks_end = tokenizer.token_to_id(END) is None
+    if special and not end and lacks_end:
         what = f"--tokenizer {path} has no {END}; its special tokens are {first_ten(special)}"
         fix = "name the one that ends a document with --end_token; "
         raise UserError(USAGE, what, fix + f"--end_token {shlex.quote(END)} adds that one")
     end = end or END
     if end == END:
-        is_new = tokenizer.token_to_id(END) is None
         tokenizer.add_special_tokens([END])
-        if is_new:
-            n = tokenizer.token_to_id(END)
-            print(f"{path} has no {END}: it is added as id {n}; name another with --end_token")
     ids, end_id = [*tokenizer.get_vocab().values()], tokenizer.token_to_id(end)
+    if end == END and lacks_end:
+        print(f"{path} has no {END}: it is added as id {end_id}; name another with --end_token")
     if end_id is None:
         what = f"--end_token {end} is no token of --tokenizer {path}"
         raise UserError(USAGE, what, "name the token that ends a document there")
