@@ -22,6 +22,7 @@ import re
 import signal
 import sys
 import sysconfig
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -410,14 +411,12 @@ def find_repeats(tasks: list[Task], args: Args, n_workers: int) -> list[Task]:
 
 def skipped_rows(tasks: list[Task], all_facts: Iterable[dict]) -> Iterator[dict]:
     """The rows that were skipped and listed, numbered from the start of their files."""
-    file, n_rows = None, 0  # rows of the file so far
+    n_rows = Counter()  # of each file so far
     for task, facts in zip(tasks, all_facts, strict=True):
         before = []  # rows of the file before each piece
         for piece, n in zip(task.pieces, facts["rows"], strict=True):
-            if piece.source != file:
-                file, n_rows = piece.source, 0
-            before.append(n_rows)
-            n_rows += n
+            before.append(n_rows[piece.source])
+            n_rows[piece.source] += n
         for i, row, why in facts["skipped"]:
             yield dict(file=task.pieces[i].source, row=before[i] + row, why=why)
 
