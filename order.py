@@ -72,9 +72,8 @@ class Pattern:
             raise UserError(DATA, f"the weights {given} {repeat}", "give weights of fewer digits")
         self.sources = spread(self.weights.tolist())
         one_hot = self.sources[:, None] == np.arange(len(names))
-        zero = np.zeros((1, len(names)), np.int64)
         # Each source's rows before a row of a period.
-        self.before_row = np.concatenate([zero, one_hot.cumsum(0)])
+        self.before_row = np.pad(one_hot.cumsum(0), ((1, 0), (0, 0)))
 
     def count_rows(self, n_rows) -> np.ndarray:
         """How many of the first n_rows are each source's; n_rows: a number or an array."""
