@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import re
-import stat
 import tokenize
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -37,8 +36,8 @@ COPY_AGAIN = "copy it again, or make the data set again"
 
 
 def n_ids(tokenizer) -> int:
-    """One more than a tokenizer's highest id, also of what it puts before a text, which may be no
-    token of it.  Its get_vocab_size() is less where ids have gaps."""
+    """One more than the highest id of a tokenizer, including the ids that it puts before a text,
+    which its vocabulary may lack.  Its get_vocab_size() is less where ids have gaps."""
     return 1 + max([*tokenizer.get_vocab().values(), *tokenizer.encode("").ids], default=-1)
 
 
@@ -192,7 +191,7 @@ def bin_shard(path: epath.Path) -> Shard:
 
 def check_is_file(path: epath.Path):
     """Raise UserError for a folder, pipe or device of this machine; a pipe may never end."""
-    if not is_remote(path) and path.exists() and not stat.S_ISREG(os.stat(path).st_mode):
+    if not is_remote(path) and path.exists() and not os.path.isfile(path):
         fix = "put a file there, or set --data.train or --data.val to another data set"
         raise UserError(DATA, f"{path} is not a file but a folder, pipe or device", fix)
 
@@ -385,12 +384,12 @@ def fingerprint(found: TokenSet) -> str:
         known = shard.sha256 or shard.pages_digest.hex()
         return known or hashlib.sha256(sample_bytes(shard)).hexdigest()
 
-    def describe(shard: Shard, mask: Shard | None) -> list:
+    def facts_of(shard: Shard, mask: Shard | None) -> list:
         facts = [shard.n_tokens, shard.dtype, digest(shard)]
         facts += [shard.offset] if shard.pages_digest else []
         return facts + ([f"mask {digest(mask)}"] if mask else [])
 
     with ThreadPoolExecutor(32) as pool:  # samples in a bucket take a request each
         each = map if found.manifest else pool.map  # with a manifest there is nothing to read
-        facts = [*each(describe, found.shards, found.masks)]
+        facts = [*each(facts_of, found.shards, found.masks)]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
