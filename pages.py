@@ -69,8 +69,8 @@ def is_page(block: Block, data: bytes) -> bool:
 
 class DiskCache:
     """Pages on local disk under the names of their digests, for this run and later ones; those used
-    last are kept, up to a number of bytes.  A page of which only a part was written, by a process
-    that was killed, fails `is_page` and is fetched again."""
+    last are kept, up to a number of bytes.  A page that a killed process has written only in part
+    fails `is_page` and is fetched again."""
 
     def __init__(self, folder: str, limit: int):
         self.folder, self.limit = make_private_folder(folder, "data.cache"), limit
@@ -126,13 +126,13 @@ class PageReader:
     MEMORY = 64 * 2**20
     """Bytes of pages that are kept in memory."""
 
-    def __init__(self, of_set: list[Shard], cfg: Config):
+    def __init__(self, all_shards: list[Shard], cfg: Config):
         self.lock = threading.Lock()
         self.memory, self.size = OrderedDict(), 0  # {digest: page}, those used last at the end
         self.states = {}  # {path: its state when it was first read}
         self.disk = None
         # All shards are in one place and of one format.  To ask each of 100,000 took 0.7 s.
-        first = of_set[0]
+        first = all_shards[0]
         if cfg.data.cache_gb and first.pages_digest and is_remote(first.path):
             cache = os.path.join(tempfile.gettempdir(), f"trifold-pages-{os.getuid()}")
             if cfg.data.cache:

@@ -176,7 +176,8 @@ def say_what_is_text(files: list[File], kinds: list[str]):
 
 
 def cut_corpus(files: list[File], options: Options, val_fraction: float) -> list[Piece]:
-    """Raises UserError USAGE for flags about fields or lines, if no file has any."""
+    """The pieces of all files.  Raises UserError USAGE for flags about fields or lines, if no file
+    has any."""
     kinds = [readers.kind_of(file, options) for file in files]
     say_what_is_text(files, kinds)
     if {*kinds} <= {"text", "lines"} and (options.prompt_field or options.field != "text"):
@@ -187,16 +188,16 @@ def cut_corpus(files: list[File], options: Options, val_fraction: float) -> list
     if options.document_per_line and "lines" not in kinds:
         what = "--document_per_line is given, but no file has lines of text: all are tables"
         raise UserError(USAGE, what, "leave it out: each row of a table is a document")
-    texts = [file for file in files if file.size] or files
-    if len(texts) == 1 and readers.kind_of(texts[0], options) == "text":
-        return readers.split_text(texts[0], val_fraction)
+    not_empty = [file for file in files if file.size] or files
+    if len(not_empty) == 1 and readers.kind_of(not_empty[0], options) == "text":
+        return readers.split_text(not_empty[0], val_fraction)
     with ThreadPoolExecutor(16) as pool:  # in a bucket, each file takes a moment
         found = pool.map(readers.cut_file, files, repeat(options))
         return list(chain.from_iterable(found))
 
 
-def join(pieces: list[Piece]) -> list[Piece]:
-    """The pieces, with those joined that follow each other in a file, so that it is opened once."""
+def join_pieces(pieces: list[Piece]) -> list[Piece]:
+    """The pieces.  Those that follow each other in a file become one, so that it is opened once."""
     found = []
     for piece in pieces:
         last = found[-1] if found else None
@@ -374,7 +375,7 @@ def check_or_reset(out: epath.Path, recipe: dict, times: str):
         if differ == ["documents"] and found == [path] and (path.parent / "refused").exists():
             for file in files_made(out):
                 file.unlink()
-            # Last, because without it the files would be taken for another's.
+            # Last: without progress/ the other files would look like those of another program.
             return remove_progress(out)
         if differ:
             what = f"{path.parent} was made with other {', '.join(differ)}"
@@ -570,7 +571,7 @@ def main(args: Args):
     plan = make_plan(args, out, pieces, options, recipe, times)
     common = str(out), options, args.shard_tokens, recipe["end_token"], plan["threshold"]
     lists = group_by_size(pieces, plan["size"])
-    tasks = [Task(n, join(found), *common) for n, found in enumerate(lists)]
+    tasks = [Task(n, join_pieces(found), *common) for n, found in enumerate(lists)]
     n_workers = count_workers(args, pieces)
     if args.dedup:
         tasks = find_repeats(tasks, args, n_workers)

@@ -390,8 +390,8 @@ class Format(NamedTuple):
     cut: Callable[[File, Options], list[tuple]]
     """The pieces of a file, each as the fields of Piece from `start` on."""
     read: Callable[..., Iterator]
-    """(what open_source returns, piece, options) -> the lines, rows or texts of the piece; for some
-    that cannot be read, the error."""
+    """(what open_source returns, piece, options) -> the lines, rows or texts of the piece,
+    and errors in place of those that cannot be read."""
     parse: Callable
     """A line, row or text -> the text or the row's fields; None for a blank line."""
 
@@ -511,7 +511,7 @@ def read_row(row: int, raw, piece: Piece, options: Options) -> Document | Skippe
     except (ValueError, RecursionError) as e:
         return Skipped(row, NOT_UTF8 if isinstance(e, UnicodeError) else str(e)[:200])
     is_part = piece.split_hash is not None
-    # Repeats of a long text are cut alike.
+    # A part is known by its place, because repeats of a long text are cut at the same places.
     hashed = f"{piece.split_hash} {piece.start}".encode() if is_part else data
     key = hashlib.blake2b(hashed, digest_size=16).digest()
     split_hash = piece.split_hash if is_part else split_hash_of(key)

@@ -54,9 +54,11 @@ def bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def read_tokenizer(path: str, end: str) -> Tokenizer:
-    """end: the token that ends a document.  END is added if it is not there, and stands for "" too
-    unless the tokenizer has only special tokens of its own.  Raises UserError DATA, and USAGE for
-    an end token that is not there or has to be chosen."""
+    """The tokenizer in a file.  end: the token that ends a document; "" stands for END.
+
+    END is added to a tokenizer that lacks it.  Raises UserError DATA, and USAGE if the tokenizer
+    lacks another `end`, or if `end` is "" and it has special tokens but not END.
+    """
     try:
         tokenizer = parse_tokenizer(read_limited(path))
     except Exception as e:  # libraries of buckets have errors of their own
