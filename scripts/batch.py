@@ -165,18 +165,15 @@ class Row(NamedTuple):
 
 def score_rows(params, tokens_BL, targets_BL, cfg: config.Config) -> np.ndarray:
     """nll_BL, a part of the rows at a time."""
-    t, sharding = cfg.train, utils.shardings(token_spec())
-    n_rows, found = len(tokens_BL), []
-
-    def put(array_BL, fill: int):
-        rows = np.pad(array_BL, ((0, t.batch_size - len(array_BL)), (0, 0)), constant_values=fill)
-        return jax.device_put(rows.reshape(t.grad_accum, t.microbatches, -1, t.seq_len), sharding)
-
-    for first in range(0, n_rows, t.batch_size):
-        rows = slice(first, first + t.batch_size)
-        batch = put(tokens_BL[rows], 0), put(targets_BL[rows], -1)
-        found.append(np.asarray(train.eval_step(params, *batch, cfg)[2]).reshape(-1, t.seq_len))
-    return np.concatenate(found)[:n_rows]
+    t, sharding, found = cfg.train, utils.shardings(token_spec()), []
+    padding = (0, -len(tokens_BL) % t.batch_size), (0, 0)
+    tokens = np.pad(tokens_BL, padding).reshape(-1, t.batch_size, t.seq_len)
+    targets = np.pad(targets_BL, padding, constant_values=-1).reshape(tokens.shape)
+    for pair in zip(tokens, targets, strict=True):
+        batch = [x.reshape(t.grad_accum, t.microbatches, -1, t.seq_len) for x in pair]
+        nll = train.eval_step(params, *jax.device_put(batch, sharding), cfg)[2]
+        found.append(np.asarray(nll).reshape(-1, t.seq_len))
+    return np.concatenate(found)[: len(tokens_BL)]
 
 
 def last_update(run) -> int:
