@@ -134,10 +134,8 @@ DTYPES = ("uint16", "uint32", "int32", "int64")
 
 # What numpy raises for a damaged header, which it parses as a Python literal, and for a file that
 # cannot be read.
-NPY_ERRORS = (
-    *(ValueError, OSError, SyntaxError, TypeError, IndexError, MemoryError, RecursionError),
-    tokenize.TokenError,
-)
+NPY_ERRORS = (ValueError, OSError, SyntaxError, TypeError, IndexError, MemoryError, RecursionError)
+NPY_ERRORS += (tokenize.TokenError,)
 
 
 def npy_shard(path: epath.Path) -> Shard:
