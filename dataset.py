@@ -245,9 +245,7 @@ class Mixture(Source):
         self.end_id = max(source.end_id for source in sources)
         self.tokenizer = next((x.tokenizer for x in sources if x.tokenizer is not None), None)
         total = sum(part.weight for part in parts.values())
-        facts = [
-            [name, str(parts[name].weight / total), x.fingerprint] for name, x in self.parts.items()
-        ]
+        facts = [[n, str(x.weight / total), self.parts[n].fingerprint] for n, x in parts.items()]
         self.fingerprint = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
     def __str__(self):
