@@ -65,7 +65,7 @@ class Pattern:
         scale = math.lcm(*(part.denominator for part in parts))
         whole = [int(part * scale) for part in parts]
         self.weights = np.array(whole) // math.gcd(*whole)
-        self.period = int(self.weights.sum())
+        self.period = sum(whole) // math.gcd(*whole)  # as Python ints, which do not overflow
         if self.period > LONGEST_PERIOD:
             given = ",".join(f"{name}={float(weights[name])}" for name in weights)
             repeat = f"repeat after {self.period:,} rows, above {LONGEST_PERIOD:,}"
