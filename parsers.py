@@ -77,11 +77,12 @@ def read_ramp(text: str, batch_size: int) -> dict[int, int]:
     ramp = {}
     for word in filter(None, text.split(",")):
         match = re.fullmatch(r"(\d{1,12}):(\d{1,9})", word)
-        if not match or not int(match[2]):
+        start, size = map(int, match.groups()) if match else (0, 0)
+        if not size:
             raise ValueError(f"{word!r} is not UPDATES:SEQUENCES")
-        if int(match[1]) <= max(ramp, default=-1) or not (ramp or int(match[1]) == 0):
+        if start <= max(ramp, default=-1) or (start and not ramp):
             raise ValueError(f"{word!r} does not begin at 0, or not after the word before it")
-        ramp[int(match[1])] = int(match[2])
+        ramp[start] = size
     return ramp or {0: batch_size}
 
 
