@@ -431,8 +431,9 @@ def run_all(tasks: list[Task], args: Args, n_workers: int) -> list[dict]:
     names = {path.name for path in folder.iterdir()}
     missing = [task for task in tasks if task.path(".json").name not in names]
     results = run_tasks(write_shards, missing, n_workers, args.ray)
-    n_bytes, n_missing = (sum(task.size for task in some) for some in (tasks, missing))
-    bar = progress_bar(total=n_bytes, initial=n_bytes - n_missing, desc="tokenize")
+    total = sum(task.size for task in tasks)
+    done = total - sum(task.size for task in missing)
+    bar = progress_bar(total=total, initial=done, desc="tokenize")
     all_facts, n_documents, n_tokens = [], 0, 0
     with bar, closing(results):
         for task in tasks:
