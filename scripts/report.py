@@ -25,10 +25,6 @@ class Args:
     """A run directory, local or gs://."""
 
 
-def parse() -> Args:
-    return tyro.cli(Args, use_underscores=True, description=__doc__)
-
-
 # Of the rows of metrics.jsonl: {kind: the fields that are read here and in compare.py}.
 FIELDS = dict(
     train=("loss", "grad_norm", "tokens", "step_time", "tokens_per_sec"),
@@ -68,9 +64,9 @@ def read_metrics(run: epath.Path) -> tuple[list[dict], list[dict]]:
     return train, evals
 
 
-def main(args: Args):
+def main():
     """Print where the run is, how long and how fast it trained, its last evaluation and sample."""
-    run = absolute_path(args.run)
+    run = absolute_path(tyro.cli(Args, use_underscores=True, description=__doc__).run)
     (train, evals), samples = read_metrics(run), read_rows(run / "samples.jsonl", "step", "text")
     last, skipped = train[-1], sum(None in (row["loss"], row["grad_norm"]) for row in train)
     if n_spikes := sum(row.get("spike", 0) > 0 for row in train):
@@ -91,4 +87,4 @@ def main(args: Args):
 
 
 if __name__ == "__main__":
-    quit_on_error(main, quit_on_error(parse))
+    quit_on_error(main)
