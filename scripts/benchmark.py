@@ -259,15 +259,15 @@ def make_torch(name: str, window_BL, cfg: Config) -> Contestant:
     """
     if missing := [name for name in ("torch", "transformers") if not find_spec(name)]:
         raise UserError(errors.USAGE, f"{' and '.join(missing)} not installed")
-    if platform() not in ("cpu", "gpu"):
-        raise UserError(errors.USAGE, f"is not measured on {platform()}")
+    if jax.default_backend() not in ("cpu", "gpu"):
+        raise UserError(errors.USAGE, f"is not measured on {jax.default_backend()}")
     if cfg.optim.name != "adamw":
         raise UserError(errors.USAGE, f"is not measured with optim.name={cfg.optim.name}")
     import torch
 
     from scripts import torch_peers
 
-    device = dict(cpu="cpu", gpu="cuda")[platform()]
+    device = dict(cpu="cpu", gpu="cuda")[jax.default_backend()]
     training = torch_peers.Training(name, window_BL, cfg, device)
     start = time.perf_counter()
     state, metrics = training.step(training.begin())
@@ -306,10 +306,6 @@ def make_peers(names, window_BL, cfg: Config) -> tuple[list[Contestant], dict[st
 # ---- measurements
 
 
-def platform() -> str:
-    return jax.devices()[0].platform
-
-
 def read_clocks():
     """Wall seconds, and CPU seconds of all threads."""
     return np.array([time.perf_counter(), time.process_time()])
@@ -334,7 +330,7 @@ def multiply_repeatedly(x, w, times: int):
 
 def matmul_flops(dtype: str) -> float:
     """FLOP/s of a device in large matmuls by `layers.multiply`; on a CPU, FLOP per CPU second."""
-    on_cpu = platform() == "cpu"
+    on_cpu = jax.default_backend() == "cpu"
     n, times = (2048, 3) if on_cpu else (8192, 50)
     x = jax.random.normal(jax.random.key(0), (n, n), dtype)
     w = x / n**0.5  # keeps the size of the products' elements
@@ -360,7 +356,7 @@ def summarize(contestant: Contestant, turns: list, matmul_rate: float, cfg: Conf
     """
     wall, cpu = np.median(turns, axis=0).tolist()
     tokens, flops_per_token = cfg.train.batch_size * cfg.train.seq_len, model.flops_per_token(cfg)
-    rate = tokens / cpu if platform() == "cpu" else tokens / wall / contestant.n_devices
+    rate = tokens / cpu if jax.default_backend() == "cpu" else tokens / wall / contestant.n_devices
     mesh_peak, mfu, mfu_palm = utils.peak_flops(cfg), None, None
     if mesh_peak is not None:
         peak = mesh_peak / math.prod(cfg.mesh.sizes)
@@ -413,7 +409,7 @@ def measure(args: Args, cfg: Config, others: dict[str, tuple[Config, Mesh]]) -> 
 
     cfg: for the ambient mesh.  others: for more meshes, by the names of their contestants.
     """
-    t, n_steps = cfg.train, args.steps or (3 if platform() == "cpu" else 20)
+    t, n_steps = cfg.train, args.steps or (3 if jax.default_backend() == "cpu" else 20)
     shape, rng = (t.batch_size, t.seq_len + 1), np.random.default_rng(cfg.run.seed)
     window_BL = rng.integers(cfg.model.vocab_size, size=shape, dtype=np.int32)
     contestants = [make_trifold(window_BL, cfg)]
@@ -449,7 +445,7 @@ def main(args: Args, others: dict[str, Config], cfg: Config):
         other = utils.resolve_here(other, plan_remat=train.plan_remat)
         resolved[name] = other, utils.make_mesh(other)
     result, t = measure(args, cfg, resolved), cfg.train
-    per = "CPU second" if platform() == "cpu" else "second and device"
+    per = "CPU second" if jax.default_backend() == "cpu" else "second and device"
     size = f"{model.param_count(cfg):,} parameters, {t.batch_size} x {t.seq_len} tokens a step"
     utils.say(f"{cfg.run.name}: {size}, {t.dtype}\n{format_table(result['rows'])}")
     utils.say(f"matmul: {result['matmul_flops'] / 1e12:.3f} TFLOP per {per}")
