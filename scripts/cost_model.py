@@ -545,6 +545,11 @@ def memory_by_class(jaxpr: Jaxpr, cfg: Config, chip: Chip) -> dict:
     return {k: found[k] for k in ("weights", "moments", "gradients", "activations", "workspace")}
 
 
+def with_largest_batch(cfg: Config) -> Config:
+    """cfg with the largest batch of train.batch_ramp, whose updates need the most memory."""
+    return replace(cfg, train=replace(cfg.train, batch_size=max(checks.batch_sizes(cfg))))
+
+
 def choose_remat(step_jaxpr: Callable, cfg: Config, chip: Chip) -> str:
     """The automatic train.remat on accelerators: dots for a dense model in one stage on GPUs, if
     the plan of that takes at most four fifths of the memory, else layer.
@@ -557,8 +562,7 @@ def choose_remat(step_jaxpr: Callable, cfg: Config, chip: Chip) -> str:
     """
     if chip.platform == "tpu" or cfg.mesh.pp > 1 or cfg.model.n_experts:
         return "layer"
-    largest = max(checks.batch_sizes(cfg))
-    dots = replace(cfg, train=replace(cfg.train, remat="dots", batch_size=largest))
+    dots = with_largest_batch(replace(cfg, train=replace(cfg.train, remat="dots")))
     jaxpr = trace_step(step_jaxpr, dots, chip)
     need = sum(memory_by_class(jaxpr, dots, chip).values())
     return "dots" if need <= 0.8 * chip.memory else "layer"

@@ -265,14 +265,9 @@ def print_search(found: dict):
 # ---- the command
 
 
-def with_largest_batch(cfg: Config) -> Config:
-    """cfg with the largest batch of train.batch_ramp, whose updates need the most memory."""
-    return replace(cfg, train=replace(cfg.train, batch_size=max(checks.batch_sizes(cfg))))
-
-
 def print_best_plans(args: Args, cfg: Config):
     """Print the plans that --search finds.  Raises UserError USAGE where none fits."""
-    found = search(with_largest_batch(cfg), *parse_topology(args.topology), args.slices)
+    found = search(cost_model.with_largest_batch(cfg), *parse_topology(args.topology), args.slices)
     if args.json:
         print(json.dumps(found))
     else:
@@ -306,7 +301,7 @@ def main(args: Args, cfg: Config):
     chip, slice_size = parse_topology(args.topology)
     n_devices = args.slices * slice_size
     remat = cfg.train.remat
-    cfg = with_largest_batch(checks.resolve(cfg, n_devices, slices=args.slices))
+    cfg = cost_model.with_largest_batch(checks.resolve(cfg, n_devices, slices=args.slices))
     check_devices(args, cfg, n_devices)
     if args.compile:  # first, because the compiler may be missing
         devices = compiled_cost.target_devices(args.topology, chip, slice_size, args.slices)
