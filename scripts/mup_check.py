@@ -185,10 +185,6 @@ def rate_transfer(args: Args, cfg: config.Config, base: int, bar) -> dict:
     return found
 
 
-def slope(widths, values) -> float:
-    return float(np.polyfit(np.log(widths), np.log(values), 1)[0])
-
-
 def best_rate(rates, losses) -> float:
     """That of the lowest loss; NaN if all rates diverge."""
     return rates[int(np.argmin(losses))] if np.isfinite(losses).any() else np.nan
@@ -217,11 +213,11 @@ def draw(args: Args, table: dict):
 def main(args: Args, cfg: config.Config):
     check_output("out", args.out)
     n_runs = len(args.coordinate_widths) + len(args.seeds) * len(args.widths) * len(args.rates)
-    table, cfg = {}, utils.start_mesh(cfg)
+    table, cfg, log_widths = {}, utils.start_mesh(cfg), np.log(args.coordinate_widths)
     with tqdm(total=2 * n_runs, unit="run") as bar:
         for name, base in (("standard", 0), ("muP", args.widths[0])):
             found = dict(sizes=coordinate_check(args, cfg, base, bar))
-            slopes = {k: slope(args.coordinate_widths, x) for k, x in found["sizes"].items()}
+            slopes = {k: np.polyfit(log_widths, np.log(x), 1)[0] for k, x in found["sizes"].items()}
             found["losses"] = rate_transfer(args, cfg, base, bar)
             best = {w: best_rate(args.rates, x) for w, x in found["losses"].items()}
             table[name] = found | dict(slopes=slopes, best_rates=best)
