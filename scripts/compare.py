@@ -66,12 +66,11 @@ class Curves:
         self.evals = {}  # {name of the set: {row of self.costs: loss}}
         newest = {row.get("set", ""): row.get("data") for row in evals}
         for row in evals:
-            data = newest[row.get("set", "")]
-            if row.get("data", data) != data:
-                continue  # of other validation data
-            at = min(np.searchsorted(step, row["step"]), len(step) - 1)
-            loss = np.nan if row["loss"] is None else row["loss"]
-            self.evals.setdefault(row.get("set", ""), {})[at] = loss
+            name = row.get("set", "")
+            if row.get("data", newest[name]) == newest[name]:  # not of earlier validation data
+                at = min(np.searchsorted(step, row["step"]), len(step) - 1)
+                loss = np.nan if row["loss"] is None else row["loss"]
+                self.evals.setdefault(name, {})[at] = loss
 
 
 def smooth(x, n: int):
