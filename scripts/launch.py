@@ -156,9 +156,9 @@ def run_on_all(commands: dict[str, list[str]], dry_run: bool) -> tuple[int, int]
         finally:  # also after a second Ctrl-C
             for worker in workers:
                 worker.end()
-        failed = {w.code for w in workers} - {0, INTERRUPTED}
-        for worker in workers if failed else []:
-            worker.report()
+        if {w.code for w in workers} - {0, INTERRUPTED}:
+            for worker in workers:
+                worker.report()
     codes = {DISTRIBUTED if w.code is None or w.code > 127 else w.code for w in workers} - {0}
     return min(codes - TEMPORARY.keys() or codes, default=0), max(w.update for w in workers)
 
