@@ -321,8 +321,9 @@ def merge(answers: list[dict]) -> list[Row]:
             groups.setdefault(words, []).append((row.score, n, row))
     table = []
     for found in sorted(groups.values(), key=lambda found: STATUSES.index(found[0][2].status)):
-        (_, n, row), ids = min(found), {n for _, n, _ in found}
-        where = f" ({name_ids(ids)}; shown: {n} on {answers[n]['host']})"
+        _, worst, row = min(found)
+        ids = {n for _, n, _ in found}
+        where = f" ({name_ids(ids)}; shown: {worst} on {answers[worst]['host']})"
         table.append(row._replace(what=row.what + where * (len(answers) > 1)))
     return table
 
