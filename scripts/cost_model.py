@@ -404,11 +404,6 @@ class Memory:
         for array in self.arrays_of(values):
             array.end = at
 
-    def free_inputs(self, op: Op, at: int) -> set:
-        """The inputs of operation number `at` that may be written over, as nothing reads them
-        later."""
-        return {x for x in op.inputs if x in self.writable and self.last_read[x] == at}
-
     def is_stored(self, op: Op) -> bool:
         """Whether XLA writes an operation's outputs to memory."""
         if op.name in STORED:
@@ -467,7 +462,8 @@ def peak_memory(jaxpr: Jaxpr, weight_shapes: set, preallocated=(), overwritable=
     memory = Memory(flat, weight_shapes, writable, {flat.results[i] for i in preallocated})
     in_use = [Counter() for _ in range(len(flat.ops) + 1)]  # at each operation, and at the end
     for at, op in enumerate(flat.ops):
-        free = memory.free_inputs(op, at)
+        # The inputs that may be written over, because nothing reads them later.
+        free = {x for x in op.inputs if x in memory.writable and memory.last_read[x] == at}
         if memory.is_stored(op):
             memory.read(op.inputs, at)
             in_use[at] = body_memory(op, weight_shapes, free)
