@@ -184,9 +184,9 @@ def main(args: Args, cfg: config.Config):
     manager = TaskManager(include_path=args.include_path)
     names = [name.strip() for name in args.tasks.split(",")]
     if unknown := [name for name in names if name not in manager.task_index]:
-        what = f"the harness knows no task {errors.or_list([*map(repr, unknown)])}"
-        fix = "name one of `python -m lm_eval ls tasks`, or give the folder of your own with "
-        raise errors.UserError(errors.USAGE, what, fix + "--include_path")
+        what = f"the harness knows no task {errors.or_list(map(repr, unknown))}"
+        fix = "name one of `python -m lm_eval ls tasks`, or give your folder as --include_path"
+        raise errors.UserError(errors.USAGE, what, fix)
     run = files.absolute_path(args.run)
     tokenizer = tasks.load_tokenizer(run / "tokenizer.json", cfg, "copy the model's there")
     lm = Run(runstate.load_params(run, cfg, args.step, args.weights), tokenizer, cfg)
