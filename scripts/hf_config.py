@@ -364,9 +364,9 @@ def read_scaling(keys: Keys, name: str, kind: str, rope: dict) -> dict:
             fields |= dict(yarn_mscale=mscale, yarn_mscale_all_dim=all_dim)
         else:
             keys.require("mscale_all_dim", all_dim, 0)
-        usual = attention.yarn_magnitudes(replace(Model(), **fields))[0]
-        factor = rope.pop("attention_factor", usual)
-        keys.require("attention_factor", factor if abs(factor - usual) > 1e-6 else usual, usual)
+        ours = attention.yarn_magnitudes(replace(Model(), **fields))[0]
+        given = rope.pop("attention_factor", ours)
+        keys.require("attention_factor", given if abs(given - ours) > 1e-6 else ours, ours)
         truncate = rope.pop("truncate", True)
         if name == "gemma3_text" and truncate is False:
             what = "config.json: truncate=False has no effect in transformers' gemma3_text"
