@@ -35,8 +35,8 @@ from scripts.chips import Chip
 
 @contextmanager
 def assume_hopper(chip: Chip):
-    """A context in which JAX uses the kernels of a Hopper GPU if `chip` is one, also where there is
-    none.
+    """A context in which JAX uses the kernels of a Hopper GPU if `chip` is one, also on a machine
+    without such a GPU.
 
     Otherwise JAX would ask a local GPU for its compute capability, its cuDNN version and its cores.
     This replaces the two private functions that ask for the capability and the version.  For the
@@ -281,7 +281,7 @@ def peak_flops(chip: Chip) -> float:
 
 # ---- memory
 
-# XLA stores what these operations read, and values that two matmuls read, because each would
+# XLA stores what these operations read, and values that two matmuls read: otherwise each would
 # compute them again.
 READ_FROM_MEMORY = {*COLLECTIVES, *HAVE_BODIES, *KERNELS}
 # It fuses most operations into those that use their outputs, but stores the outputs of these.

@@ -182,7 +182,7 @@ DEAD = {"FAILED", "SUSPENDING", "SUSPENDED", "PREEMPTED", "TERMINATED"}
 """The states from which a pod does not come back."""
 PERMANENT = "ALREADY_EXISTS|INVALID_ARGUMENT|PERMISSION_DENIED|UNAUTHENTICATED|auth login|"
 PERMANENT += "required property|unrecognized arguments"
-"""What gcloud's message has where trying again is of no use."""
+"""A pattern of the messages of gcloud after which trying again is of no use."""
 
 
 class CloudError(Exception):
@@ -320,8 +320,8 @@ class Tpu:
         return workers
 
     def run(self, workers: list, folder: str, command: list[str]) -> tuple[int, int]:
-        """run_on_all.  flock makes each machine wait until a command that an earlier connection has
-        left there has ended."""
+        """Run a command in a folder of all workers, see run_on_all.  If an earlier connection has
+        left a command running on a machine, flock waits there until that has ended."""
         lock = ["flock", "-F", "-E", f"{INTERRUPTED}", "-w", "1000"]
         lock += [os.path.relpath("trifold.lock", folder)]
         words = [f"--command={remote(folder, [*lock, *command])}"]
@@ -486,7 +486,7 @@ class Ssh:
     def problems(self) -> list[Problem]:
         return problems_with(
             self,
-            # Quoted, as all words that a host gets, ~ would be a name.
+            # The folder is quoted, so a host would take ~ for a name.
             folder=(re.match("[^~]", self.folder), "Trifold's folder on the hosts, without ~"),
             port=(0 < self.port < 65536, "a number from 1 to 65535"),
             ssh=(self.ssh_words, "a program and its options, such as 'ssh -p 2222'"),
@@ -538,7 +538,7 @@ def parse(words: list[str]) -> Tpu | Slurm | Ssh:
         found.append(Problem("--fresh would start the run over at each restart", fix))
     own = [field.name for field in fields(args)]
     for before, word in zip(["", *args.extra], args.extra, strict=False):
-        # One that is misspelt, or stands before the name of the subcommand.
+        # A flag of launch.py that is misspelt, or stands before the name of the subcommand.
         close = get_close_matches(word.partition("=")[0].removeprefix("--"), own, 1, 0.8)
         if isinstance(args, Ssh) or close or not re.match("--[a-z]", word):
             fix = "see --help; give its flags after tpu, slurm or ssh, others as --flag=value"
@@ -558,7 +558,7 @@ def interrupt(number, frame):
     """The handler of SIGINT, SIGTERM and SIGHUP.  At a terminal, the first Ctrl-C asks first."""
     if number == signal.SIGHUP:
         leave_terminal()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a second one is an answer
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C means yes
     if number == signal.SIGINT and sys.stdin.isatty():
         os.write(2, b"\nlaunch: stop and clean up? [y/N] ")
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
@@ -570,7 +570,7 @@ def interrupt(number, frame):
 
 def main():
     args = parse(sys.argv[1:])
-    # A shell script has what it starts with & ignore Ctrl-C, which is meant for others.
+    # What a shell script starts with & ignores Ctrl-C, which is meant for other processes.
     handle_stops(interrupt, stay_ignored=STOPS)
     sys.exit(args.launch())
 
