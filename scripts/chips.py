@@ -106,8 +106,8 @@ SLICES = {chip: FLAT if chip in IS_FLAT else CUBES.format(n) for chip, n in LARG
 
 
 def can_exist(chip: str, sizes: list[int]) -> bool:
-    """False where certainly no slice of this TPU, or part of a host, has this shape; a single size
-    is a number of chips in any shape."""
+    """Whether a slice of this TPU, or a part of a host, may have this shape; a single size is a
+    number of chips in any shape."""
     n, dims, any_shape = math.prod(sizes), sum(x > 1 for x in sizes), len(sizes) == 1
     is_power = n.bit_count() == 1
     if chip in IS_FLAT:

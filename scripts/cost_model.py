@@ -371,8 +371,8 @@ def last_reads(ops: list[Op]) -> dict[int, int]:
     """{value: the number of the last operation that reads it}"""
     updated, found = {op.outputs[0]: op.inputs[0] for op in ops if op.name in IN_PLACE}, {}
     for at, op in enumerate(ops):
-        # XLA makes a select between an array and its update part of the update, so that the update
-        # is in place although the select reads the old array after it.
+        # XLA fuses a select between an array and its update into the update, which is then in place
+        # although the select reads the old array.
         old = {updated.get(x) for x in op.inputs} if op.name == "select_n" else ()
         found |= {x: at for x in op.inputs if x not in old}
     return found
@@ -454,8 +454,8 @@ def body_memory(op: Op, weight_shapes: set, free: set) -> Counter:
 def peak_memory(jaxpr: Jaxpr, weight_shapes: set, preallocated=(), overwritable=()) -> Counter:
     """Bytes by class in use at the operation of `jaxpr` where their sum is largest.
 
-    Not counted are the arguments, and the results at the indices `preallocated`, for which the
-    caller has memory.  Arguments at the indices `overwritable` may be written over.
+    The arguments are not counted, nor are the results at the indices `preallocated`: the caller has
+    memory for them.  Arguments at the indices `overwritable` may be written over.
     """
     flat = flatten(jaxpr)
     writable = {flat.arguments[i] for i in overwritable}

@@ -156,7 +156,7 @@ def write_config(cfg: Config, dtype: str, end_id: int | None, start_id: int | No
 
 
 def likely_family(m: Model) -> str:
-    """A family that has this model, if any has; write_config checks whether it does."""
+    """The family of this model if it has one, which write_config checks."""
     moe, kinds = moe_layers(m), all_kinds(m)
     signs = dict(  # the first family whose sign is true is the one
         deepseek_v3=m.attention == "mla",

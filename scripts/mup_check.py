@@ -186,7 +186,7 @@ def rate_transfer(args: Args, cfg: config.Config, base: int, bar) -> dict:
 
 
 def best_rate(rates, losses) -> float:
-    """That of the lowest loss; NaN if all rates diverge."""
+    """The rate with the lowest loss; NaN if all diverge."""
     return rates[int(np.argmin(losses))] if np.isfinite(losses).any() else np.nan
 
 
