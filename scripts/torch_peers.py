@@ -32,8 +32,7 @@ def with_padding(cfg: Config) -> Config:
 
 def initial_weights(family: str, cfg: Config) -> dict:
     """{name: tensor} of Hugging Face's model of that family, with Trifold's initial weights."""
-    params = utils.leaf_table(jax.jit(model.init_params, static_argnums=0)(cfg))
-    params = {path: np.asarray(x) for path, x in params.items()}
+    params = utils.leaf_table(jax.device_get(jax.jit(model.init_params, static_argnums=0)(cfg)))
     tensors = hf_families.tensor_maps(family, with_padding(cfg))
 
     def tensor(t):
