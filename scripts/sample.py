@@ -46,19 +46,10 @@ class Args(cli.RunArgs):
 
 def parse() -> tuple[Args, config.Config]:
     args = tyro.cli(Args, use_underscores=True, description=__doc__)
-    ranges = dict(
-        tokens=(1, 10**9),
-        temperature=(0, 100),
-        top_k=(0, 10**9),
-        top_p=(1e-9, 1),
-        seed=(0, 2**32),
-        seq_len=(0, 10**7),
-    )
-    problems = [
-        errors.Problem(f"{n}={x} must be between {low} and {high}", f"set --{n} inside that range")
-        for n, (low, high) in ranges.items()
-        if not low <= (x := getattr(args, n)) <= high
-    ]
+    problems = cli.too_low(args, tokens=1, temperature=0, top_k=0, top_p=1e-9, seed=0, seq_len=0)
+    if args.top_p > 1:
+        what = f"top_p={args.top_p} must be at most 1"
+        problems.append(errors.Problem(what, "set --top_p 1 or less"))
     if "" in args.stop:
         problems.append(errors.Problem("stop has an empty text", "leave it out"))
     if problems:
