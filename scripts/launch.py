@@ -477,7 +477,7 @@ class Ssh:
             words = shlex.split(self.ssh)
         except ValueError:  # a quotation mark without its second one
             return []
-        return words if re.match("[^-]", "".join(words[:1])) else []
+        return words if words and re.match("[^-]", words[0]) else []
 
     @property
     def tool(self) -> str:
