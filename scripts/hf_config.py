@@ -366,7 +366,7 @@ def read_scaling(keys: Keys, name: str, kind: str, rope: dict) -> dict:
             keys.require("mscale_all_dim", all_dim, 0)
         ours = attention.yarn_magnitudes(replace(Model(), **fields))[0]
         given = rope.pop("attention_factor", ours)
-        keys.require("attention_factor", given if abs(given - ours) > 1e-6 else ours, ours)
+        keys.require("attention_factor", ours if abs(given - ours) <= 1e-6 else given, ours)
         truncate = rope.pop("truncate", True)
         if name == "gemma3_text" and truncate is False:
             what = "config.json: truncate=False has no effect in transformers' gemma3_text"

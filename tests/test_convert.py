@@ -492,6 +492,7 @@ def test_all_tensors_that_do_not_fit_are_reported_at_once(tmp_path):
         ("llama", dict(hidden_act="gelu"), "hidden_act='gelu', but only 'silu'"),
         ("llama", dict(rope_scaling=dict(type="dynamic", factor=2.0)), "rope_type='dynamic'"),
         ("llama", dict(rope_scaling=dict(type="yarn", factor=2.0, attention_factor=3.0)), "3.0"),
+        ("llama", dict(rope_scaling=dict(type="yarn", factor=2.0, attention_factor=np.nan)), "nan"),
         ("llama", dict(rope_scaling=YARN), "mscale_all_dim=0.8, but only 0"),
         ("llama", dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5, but only 1"),
         ("llama", dict(clip_qkv=8.0), "clip_qkv=8.0 is not known"),

@@ -64,9 +64,13 @@ def test_every_prefix_has_each_source_within_one_row_of_its_weight(seed):
             np.testing.assert_array_equal(pattern.count_rows(row + 1), count)
 
 
-def test_weights_of_too_many_digits_are_refused():
+def test_weights_of_too_many_digits_are_refused(time_limit):
     with pytest.raises(UserError, match="repeat after 1,000,000 rows"):
         weights_of(a="0.333333", b="0.666667")
+    # The sum of these is above 2**63.
+    large = {f"s{n}": f"999999999.99999999{n}" for n in range(10)}
+    with pytest.raises(UserError, match="repeat after 9,999,999,999,999,999,945 rows"):
+        weights_of(**large)
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 64, 1000, 5_000_000_000])
