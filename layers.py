@@ -463,8 +463,24 @@ def hidden_units(gate, up, activation: str):
             return jax.nn.gelu(gate, approximate=True) * up
         case "relu2":  # So et al. 2021
             return jax.nn.relu(up) ** 2
-        case kind:  # Hendrycks and Gimpel 2016
-            return jax.nn.gelu(up, approximate=kind == "gelu_tanh")
+        case "gelu_tanh":
+            return jax.nn.gelu(up, approximate=True)
+        case _:
+            return exact_gelu(up)
+
+
+@jax.custom_jvp
+def exact_gelu(x):
+    """x times the standard normal distribution function of x (Hendrycks and Gimpel 2016).  Its
+    derivative is given below, because in jax 0.12 that of erfc fails inside shard_map."""
+    return jax.nn.gelu(x, approximate=False)
+
+
+@exact_gelu.defjvp
+def exact_gelu_jvp(primals, tangents):
+    (x,), (dx,) = primals, tangents
+    density = jnp.exp(-0.5 * x * x) * (2 * math.pi) ** -0.5
+    return exact_gelu(x), (0.5 * lax.erfc(-x * 0.5**0.5) + x * density) * dx
 
 
 def hidden_units_32(gate, up, activation: str):

@@ -1,8 +1,10 @@
-"""The building blocks of a layer: dropout, and the order of tokens that are gathered over tp."""
+"""The building blocks of a layer: activations, dropout, and the order of tokens that are gathered over tp."""
 
+import math
 import re
 from dataclasses import replace
 from functools import partial
+from typing import get_args, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,7 @@ import model
 import runstate
 import train
 import utils
+from architecture import Model
 
 # ---- rows
 
@@ -52,6 +55,55 @@ def test_a_tpu_has_the_gradients_of_other_platforms(monkeypatch):
     for x, y in zip(got, want, strict=True):
         assert x.dtype == y.dtype == jnp.bfloat16
         np.testing.assert_allclose(jnp.float32(x), jnp.float32(y), rtol=2**-7)
+
+
+# ---- activations
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def tanh_gelu(x):
+    return 0.5 * x * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3)))
+
+
+ACTIVATIONS = dict(  # in float64
+    swiglu=lambda gate, up: gate * sigmoid(gate) * up,
+    swiglu_clamped=lambda gate, up: (
+        np.minimum(gate, 7) * sigmoid(1.702 * np.minimum(gate, 7)) * (np.clip(up, -7, 7) + 1)
+    ),
+    geglu_tanh=lambda gate, up: tanh_gelu(gate) * up,
+    gelu=lambda gate, up: up * (1 + np.vectorize(math.erf)(up / 2**0.5)) / 2,
+    gelu_tanh=lambda gate, up: tanh_gelu(up),
+    relu2=lambda gate, up: np.maximum(up, 0) ** 2,
+)
+
+
+def test_every_activation_is_tested():
+    assert {*ACTIVATIONS} == {*get_args(get_type_hints(Model)["activation"])}
+
+
+@pytest.mark.parametrize("on", ["cpu", "gpu"])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_an_activation_has_its_formulas_value_and_gradient(name, on, monkeypatch):
+    cfg = on_mesh(RICH, (1, 1, 2), model=dict(activation=name))
+    monkeypatch.setattr(layers, "platform", lambda: on)
+    rng = np.random.default_rng(0)
+    gate, up, grad = rng.normal(scale=4, size=(3, 2, 500))
+
+    @jax.jit
+    @jax.shard_map(in_specs=P("tp"), out_specs=P("tp"))
+    def run(gate, up, grad):
+        y, backward = jax.vjp(lambda gate, up: layers.activate(gate, up, cfg), gate, up)
+        return y, *backward(grad)
+
+    formula, h = ACTIVATIONS[name], 1e-6
+    gate_slope = (formula(gate + h, up) - formula(gate - h, up)) / (2 * h)
+    up_slope = (formula(gate, up + h) - formula(gate, up - h)) / (2 * h)
+    want = formula(gate, up), grad * gate_slope, grad * up_slope
+    for x, y in zip(run(*map(jnp.float32, (gate, up, grad))), want, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-3)
 
 
 # ---- dropout
