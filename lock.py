@@ -31,8 +31,9 @@ def busy_error(path: epath.Path, owner: str) -> UserError:
     return UserError(errors.BUSY, what, fix)
 
 
-def new_owner() -> dict:
-    return dict(host=socket.gethostname(), pid=os.getpid(), id=uuid.uuid4().hex)
+def new_owner() -> str:
+    """The text of a lock that this process takes now."""
+    return json.dumps(dict(host=socket.gethostname(), pid=os.getpid(), id=uuid.uuid4().hex))
 
 
 class FileLock:
@@ -46,7 +47,7 @@ class FileLock:
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(self.file, 0)
-            os.write(self.file, json.dumps(new_owner()).encode())
+            os.write(self.file, new_owner().encode())
         except OSError as e:  # such as a full disk; left open, it would refuse this process later
             os.close(self.file)
             if isinstance(e, BlockingIOError):
@@ -72,8 +73,7 @@ class FileLock:
                 is_ours = True
             seconds = 0 if is_ours else seconds + 1
         what = f"{self.path} is gone: the run directory was moved or removed under this run"
-        fix = f"move it back, in place of what is in {self.path.parent} now, "
-        fix += f"and {AGAIN}"
+        fix = f"move it back, in place of what is in {self.path.parent} now, and {AGAIN}"
         write_error(f"{UserError(errors.BUSY, what, fix)}\n")
         os._exit(errors.BUSY)
 
@@ -116,15 +116,15 @@ class BucketFile:
 
 class Lease:
     """The lock of a run in a bucket: an object that its owner writes again every `renew_every`
-    seconds.  Another run takes it over when it has not changed for three times as long.  Raises
-    UserError BUSY."""
+    seconds.  Another run takes it over when its generation has not changed for three times as long.
+    Raises UserError BUSY."""
 
     def __init__(self, path: epath.Path):
         self.path, self.file, self.released = path, BucketFile(path), threading.Event()
         self.renew_every = float(os.environ.get("TRIFOLD_LEASE_BEAT", 15))  # shorter in tests
         self.owner = new_owner()
         free = self.wait_until_free()
-        self.generation = self.write(0, free)
+        self.generation = self.write(free)
         if self.generation is None:  # another run that started at the same time was faster
             raise busy_error(path, self.file.read()[1])
         self.thread = threading.Thread(target=self.renew_until_released, daemon=True)
@@ -145,22 +145,19 @@ class Lease:
                 raise busy_error(self.path, owner)
         return found
 
-    def write(self, beat: int, generation: str) -> str | None:
+    def write(self, generation: str) -> str | None:
         """The new generation; None if another run has written the lease."""
-        text = json.dumps(self.owner | dict(beat=beat))
-        if written := self.file.write(text, generation):
+        if written := self.file.write(self.owner, generation):
             return written
         # If the answer to our last write was lost, the lease is still ours, of a newer generation.
         found, there = self.file.read()
-        return self.file.write(text, found) if self.owner["id"] in there else None
+        return self.file.write(self.owner, found) if there == self.owner else None
 
     def renew_until_released(self):
         """The lease's thread; ends the whole process when another run has taken the lease."""
-        beat = 0
         while not self.released.wait(self.renew_every):
-            beat += 1
             try:
-                generation = self.write(beat, self.generation)
+                generation = self.write(self.generation)
                 if generation is None:
                     error = busy_error(self.path, self.file.read()[1] or "the lease is gone")
                     write_error(f"{error}\n")
