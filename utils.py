@@ -286,8 +286,7 @@ def with_slices(*axes: str) -> tuple[str, ...]:
 
 def shardings(specs):
     """A tree of PartitionSpecs as NamedShardings on the ambient mesh."""
-    on_ambient_mesh = partial(NamedSharding, jax.sharding.get_mesh())
-    return jax.tree.map(on_ambient_mesh, specs, is_leaf=lambda x: isinstance(x, P))
+    return jax.tree.map(partial(NamedSharding, jax.sharding.get_mesh()), specs)
 
 
 # ---- compiling
