@@ -101,11 +101,7 @@ def state_from_items(items: dict) -> State:
 
 def with_shardings(shapes, specs):
     """The shapes with their shardings on the ambient mesh."""
-
-    def leaf(x, sharding):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-    return jax.tree.map(leaf, shapes, utils.shardings(specs))
+    return jax.tree.map(lambda x, y: x.update(sharding=y), shapes, utils.shardings(specs))
 
 
 def abstract_state(cfg: Config) -> State:
