@@ -234,7 +234,7 @@ class Profile:
     def __init__(self, run: epath.Path, program, step_jaxpr: Callable, cfg: Config, start: int):
         """program: the compiled update, or None if the run makes no update; step_jaxpr: as in
         step_svg; start: the number of updates before the first."""
-        self.run, self.cfg, self.path = run, cfg, run / "profile"
+        self.cfg, self.path = cfg, run / "profile"
         self.learns = cfg.train.pgle and program is not None and learns_from_traces()
         self.first, n_updates = cfg.train.profile
         if self.learns and self.first <= start:
