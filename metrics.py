@@ -7,6 +7,7 @@ step returns needs no line here; a dict of arrays needs an entry in panels.PANEL
 import gc
 import time
 
+import jax
 import numpy as np
 from etils import epath
 
@@ -152,12 +153,9 @@ class MetricsLog:
             return
         (step, metrics), self.pending = self.pending, None
         utils.wait_for(metrics)
-        arrays = {
-            name: {key: np.asarray(x, np.float64) for key, x in part.items()}
-            for name, part in metrics.items()
-            if isinstance(part, dict)
-        }
-        scalars = {name: float(metrics[name]) for name in SCALARS | metrics if name not in arrays}
+        numbers = jax.tree.map(lambda x: np.asarray(x, np.float64), metrics)
+        arrays = {name: x for name, x in numbers.items() if isinstance(x, dict)}
+        scalars = {name: float(numbers[name]) for name in SCALARS | numbers if name not in arrays}
         speed = self.measure_speed(step)
         self.write_update(step, scalars, speed)
         is_first_or_last = step in (self.steps_before + 1, self.cfg.train.steps)
