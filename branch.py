@@ -73,10 +73,6 @@ class Parent:
         names = {n for n in self.meta["leaves"] if n.startswith(f"{item}/")}
         return names == utils.leaf_table({item: abstract[item]}).keys()
 
-    def has_settings(self, settings: dict) -> bool:
-        """Whether the parent's checkpoint was saved with these settings, {name: value}."""
-        return all(self.meta["must"].get(name) == x for name, x in settings.items())
-
     def restore(self, abstract: dict, cfg: Config) -> dict:
         """The items of `abstract`, verified.  Learned positions beyond the parent's get the initial
         values of a new run, and moments of 0."""

@@ -157,7 +157,7 @@ def branch_state(run, source, cfg: Config) -> State:
 def items_of_parent(parent: Parent, abstract: dict, source, cfg: Config) -> set[str]:
     """The items of a checkpoint that a branch with run.start_with=state takes from its parent."""
     found = {item for item in abstract if parent.has(item, abstract)} | {"params"}
-    if not parent.has_settings(batch_settings(cfg, source.fingerprint)):
+    if not batch_settings(cfg, source.fingerprint).items() <= parent.meta["must"].items():
         found -= {"recent_norms"}  # other batches have other gradient norms
     return found
 
