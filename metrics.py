@@ -16,6 +16,7 @@ import utils
 from boards import open_boards
 from config import Config
 from errors import UserError, describe
+from model import flops_per_token
 from panels import PANELS, write_png
 from parsers import read_sets
 from rowfile import RowFile
@@ -97,15 +98,13 @@ class MetricsLog:
     """
 
     def __init__(
-        self, run: epath.Path, cfg: Config, step: int, flops_per_token: float, tokens_by_source,
-        fingerprints: dict,
-    ):  # fmt: skip
-        """step: the update the run resumes from.  flops_per_token: forward and backward.
-        tokens_by_source: as Dataset.tokens_by_source.  fingerprints: {(kind, set): fingerprint} of
-        what this start evaluates."""
+        self, run: epath.Path, cfg: Config, step: int, tokens_by_source, fingerprints: dict
+    ):
+        """step: the update the run resumes from.  tokens_by_source: as Dataset.tokens_by_source.
+        fingerprints: {(kind, set): fingerprint} of what this start evaluates."""
         self.cfg, self.run, self.steps_before = cfg, run, step
         self.tokens_by_source = tokens_by_source
-        self.flops_per_token, self.peak = flops_per_token, utils.peak_flops(cfg)
+        self.flops_per_token, self.peak = flops_per_token(cfg), utils.peak_flops(cfg)
         self.start = self.clock = time.perf_counter()  # of this start, and of the update under way
         self.compiled = set()  # the functions that run_untimed has called
         self.pending = None  # (step, metrics) of the newest update, not written yet

@@ -339,8 +339,7 @@ def train_loop(run, store, state: State, train: Dataset, vals, tasks, stop, cfg:
     utils.run_on_lead(record_start, run, cfg, train.source, start)
     fingerprints = {("eval", val.name): val.source.fingerprint for val in vals}
     fingerprints |= {("tasks", ""): tasks.fingerprint} if tasks else {}
-    flops = model.flops_per_token(cfg)
-    log = MetricsLog(run, cfg, start, flops, train.tokens_by_source, fingerprints)
+    log = MetricsLog(run, cfg, start, train.tokens_by_source, fingerprints)
     if cfg.checkpoint.best:
         store.keep_best(log.past.best_losses())
     # Before the first checkpoint, because compiling may fail, or show that memory is too small.

@@ -130,7 +130,7 @@ def start_two(first: Config, second: Config | None = None, cwd=(None, None), n_p
 def open_log(run: Path, cfg: Config, step: int) -> metrics.MetricsLog:
     """The log of a run whose updates all have train.batch_size sequences."""
     n = cfg.train.batch_size * cfg.train.seq_len
-    return metrics.MetricsLog(epath.Path(run), cfg, step, 1.0, lambda step: {"": step * n}, {})
+    return metrics.MetricsLog(epath.Path(run), cfg, step, lambda step: {"": step * n}, {})
 
 
 def contents(run: Path) -> dict:
