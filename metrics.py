@@ -267,11 +267,8 @@ class MetricsLog:
 
 
 def print_eval(step: int, result: dict):
-    def number(x):
-        return "-" if x is None else f"{x:.4f}"
-
-    loss, bits = number(result["loss"]), number(result["bits_per_byte"])
-    n = result["tokens"]
+    numbers, n = (result["loss"], result["bits_per_byte"]), result["tokens"]
+    loss, bits = ("-" if x is None else f"{x:.4f}" for x in numbers)
     name = f"{result['set']} " if "set" in result else ""
     say(f"update {step}  {name}validation loss {loss}  bits per byte {bits}  over {n:,} tokens")
 
