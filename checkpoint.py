@@ -29,8 +29,8 @@ ocp.type_handlers.register_type_handler(jax.Array, HANDLER, override=True)
 
 
 class Retries:
-    """The saves that have failed since one was complete: why, when to try again, and when the run
-    ends instead."""
+    """The saves that have failed since the last complete one: why, when to try again, and when the
+    run ends instead."""
 
     def __init__(self, patience: float):
         """patience: seconds for which saving may fail."""

@@ -117,8 +117,8 @@ def write_whole(path: epath.Path, data: bytes | str):
 
 
 def make_private_folder(path: str, name: str) -> Path:
-    """A folder of this user's that no one else can write to; made if it is not there.  name: of the
-    setting that gives it.  Raises UserError USAGE and STORAGE."""
+    """A folder that only this user can write to, made if it is missing.  name: the setting that
+    gives its path.  Raises UserError USAGE and STORAGE."""
     folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)

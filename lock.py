@@ -61,7 +61,7 @@ class FileLock:
         threading.Thread(target=self.watch_until_released, daemon=True).start()
 
     def watch_until_released(self):
-        seconds = 0  # how long the file has been missing, or another file
+        seconds = 0  # how long the file has been missing or replaced
         while seconds < 5:  # a network disk may show an old state for a moment
             if self.released.wait(1):
                 return

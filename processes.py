@@ -169,8 +169,8 @@ class Stop:
     def agree_to_stop(self, error: BaseException | None = None, is_update: bool = False) -> bool:
         """Poll, and return whether to stop now, the same in every process.
 
-        error: why this process cannot go on, at the latest after the poll that comes NOTICE later;
-        a single process stops at once.  is_update: an update follows this poll.
+        error: why this process has to stop.  A single process stops at once; several go on together
+        until NOTICE polls later.  is_update: an update follows this poll.
         """
         if is_update:
             before, self.last_update = self.last_update, time.monotonic()
@@ -357,8 +357,8 @@ def hide_late_errors(unraisable):
         sys.__unraisablehook__(unraisable)
 
 
-# What the messages of errors contain after another process of the run is lost: of a collective, and
-# of others too.
+# What error messages contain after another process of the run is lost: those of collectives, and
+# those of everything else too.
 LOST_IN_COLLECTIVE = r"Gloo|[Cc]onnection closed by peer"
 LOST_PEER = rf"{LOST_IN_COLLECTIVE}|coordination service|heartbeat|[Bb]arrier|UNAVAILABLE"
 

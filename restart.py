@@ -77,7 +77,7 @@ class Child:
 
 
 def temporary_reason(code: int) -> str:
-    """Why training has ended with this code, or minus a signal; "" if that will not pass."""
+    """Why training has ended with this code, or minus a signal; "" if a restart cannot help."""
     if code < 0:
         names = {number.value: number.name for number in signal.Signals}
         return f"signal {names.get(-code, -code)}"  # a real-time one has no name

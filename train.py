@@ -14,7 +14,7 @@ from contextlib import suppress
 
 
 def quit_early(number, frame):
-    """The handler of signals to stop until main makes its Stop; there is nothing to save yet."""
+    """Handles signals to stop until main makes its Stop; there is nothing to save yet."""
     with suppress(OSError):  # nothing may read it any more
         os.write(2, b"\ninterrupted while starting: nothing is lost, run the same command again\n")
     os._exit(75)  # errors.INTERRUPTED, which is not imported yet
@@ -286,8 +286,8 @@ def save(store, step: int, state: State, last: bool, stop):
 
 
 def evaluate_if_due(params, step: int, vals, tasks, log: MetricsLog, stop, cfg: Config) -> bool:
-    """Score the validation sets and the tasks that the log does not have for this step, if an
-    evaluation is due; returns whether it was."""
+    """If an evaluation is due, score the validation sets and tasks that the log does not have for
+    this step.  Returns whether there were any."""
     if not is_due(step, cfg.train.eval_every, cfg) or log.past.is_evaluated(step):
         return False
     for val in vals:
@@ -308,7 +308,7 @@ def sample_if_due(params, step: int, train: Dataset, log: MetricsLog, cfg: Confi
 
 def read_upcoming(step: int, train: Dataset, vals, cfg: Config) -> BaseException | None:
     """Begin to read the next batches and the next evaluation.  Returns the error of a batch that
-    cannot be read; an evaluation's counts only if that is at most processes.NOTICE updates away."""
+    cannot be read.  Errors of an evaluation wait until it is processes.NOTICE updates away."""
     with jax.profiler.TraceAnnotation(DATA_WAIT):
         due = next_evaluation(step, cfg)
         error = train.first_error(range(step, cfg.train.steps))
