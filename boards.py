@@ -4,7 +4,6 @@ import json
 import netrc
 import os
 import tempfile
-from contextlib import contextmanager
 from dataclasses import asdict
 from numbers import Real
 
@@ -16,7 +15,7 @@ from config import Config
 from errors import UserError, describe
 from files import is_remote, local_folder, upload_folder
 from panels import PANELS
-from utils import say, warn
+from utils import only_warn, say, warn
 
 
 def row_fields(row: dict) -> dict:
@@ -32,7 +31,9 @@ def row_fields(row: dict) -> dict:
 
 def open_boards(run: epath.Path, cfg: Config, step: int) -> list:
     """The boards that the run uses.  Each has send, upload and close, whose failures are only
-    warnings.  step: the update the run resumes from.  Raises as start_wandb."""
+    warnings, because metrics.jsonl has all rows.  step: the update the run resumes from.
+
+    Raises as start_wandb."""
     boards = []
     if session := start_wandb(run, cfg):
         boards.append(Wandb(session))
@@ -41,15 +42,6 @@ def open_boards(run: epath.Path, cfg: Config, step: int) -> list:
     if cfg.log.tensorboard:
         boards.append(TensorBoard(run, step))
     return boards
-
-
-@contextmanager
-def only_warn(what: str):
-    """Turn an error of the block into a warning, because metrics.jsonl has all rows."""
-    try:
-        yield
-    except Exception as e:  # these packages and storage raise many types
-        warn(f"{what} ({describe(e)})")
 
 
 class TensorBoard:

@@ -16,11 +16,10 @@ from etils import epath
 from jax.experimental.profiler import get_profiled_instructions_proto
 
 from config import SLICE, Config
-from errors import describe
 from files import local_folder, paths_in, upload_folder, write_whole
 from metrics import MetricsLog
 from scripts.step_picture import step_svg
-from utils import AXES, exchange, is_lead, run_on_lead, say, warn
+from utils import AXES, exchange, is_lead, only_warn, run_on_lead, say, warn
 
 UPDATE, DATA_WAIT = "update", "data wait"  # the events with which the host marks a trace
 
@@ -247,11 +246,9 @@ class Profile:
         self.hlo = program.as_text() if is_needed else ""
         if self.hlo and cfg.log.hlo and is_lead():
             write_whole(run / "step.hlo.txt", self.hlo)
-            try:
+            with only_warn("no step.svg"):
                 picture = step_svg(step_jaxpr, cfg, jax.devices()[0].device_kind)
                 write_whole(run / "step.svg", picture)
-            except Exception as e:  # whatever it is, the run goes on without the picture
-                warn(f"no step.svg ({describe(e)})")
 
     @contextmanager
     def trace_update(self, step: int, log: MetricsLog):

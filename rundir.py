@@ -23,13 +23,13 @@ import config
 import errors
 from cli import check_record, to_json
 from config import Config
-from errors import Problem, UserError, describe
+from errors import Problem, UserError
 from files import free_name, is_remote, is_writable, move_folder, run_path, saved_steps, write_whole
 from lock import FileLock, Lease, take_lock
 from order import trained_before
 from restart import LAST_END
 from shards import check_tokenizer, tokenizer_text
-from utils import process_ids, run_on_lead, say, warn
+from utils import only_warn, process_ids, run_on_lead, say, warn
 
 
 def run_record(cfg: Config, fingerprint: str = "", old: dict | None = None) -> dict:
@@ -353,10 +353,8 @@ def record_start(path: epath.Path, cfg: Config, source, step: int):
 
 def record_end(path: epath.Path, end: str):
     """Record in history.jsonl why the run of this process ends, if it has trained."""
-    try:
+    with only_warn(f"{path / 'history.jsonl'} was not written"):  # not to hide why the run ends
         history = read_history(path)
         if history and history[-1].get("id") == START and "end" not in history[-1]:
             history[-1]["end"] = end
             write_history(path, history)
-    except Exception as e:  # must not hide why the run ends
-        warn(f"{path / 'history.jsonl'} was not written ({describe(e)})")

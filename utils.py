@@ -78,6 +78,15 @@ def warn(text: str):
 
 
 @contextmanager
+def only_warn(what: str):
+    """Turn an error of the block into a warning, whatever its type."""
+    try:
+        yield
+    except Exception as e:  # storage and many packages raise types of their own
+        warn(f"{what} ({errors.describe(e)})")
+
+
+@contextmanager
 def say_time(what: str):
     """Say how long the block took."""
     begin = time.monotonic()
