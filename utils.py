@@ -15,7 +15,7 @@ from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import compress, count
+from itertools import count
 
 import jax
 import numpy as np
@@ -167,17 +167,16 @@ def wait_for(tree):
     fail at once: blocking on a shard of another device would last until JAX gives up on the peer
     and aborts this process, 100 s later.  So this polls all of them.
     """
+
+    def is_pending(x) -> bool:
+        if is_ready := x.is_ready():
+            x.block_until_ready()  # raises if it has failed
+        return not is_ready
+
     if jax.process_count() > 1:
-        pending = [shard.data for x in jax.tree.leaves(tree) for shard in x.addressable_shards]
-        while pending:
-            # Asked once a round: if it were asked again below, a shard that failed in between would
-            # be dropped without an error.
-            ready = [x.is_ready() for x in pending]
-            for x in compress(pending, ready):
-                x.block_until_ready()  # raises if it has failed
-            pending = [x for x, done in zip(pending, ready, strict=True) if not done]
-            if pending:
-                time.sleep(0.001)
+        shards = [shard.data for x in jax.tree.leaves(tree) for shard in x.addressable_shards]
+        while shards := [x for x in shards if is_pending(x)]:
+            time.sleep(0.001)
     return tree
 
 
