@@ -93,11 +93,8 @@ def op_classes(hlo: str, sizes: tuple[int, ...]) -> dict[str, str]:
         name, opcode, rest = found.groups()
         kind = "" if opcode in ("while", "conditional", "call") else "compute"
         if re.search("replica_groups=|source_target_pairs=", rest):
-            axes = collective_axes(rest, sizes)
-            if axes is None:
-                kind = "unknown axes"
-            elif axes:  # else each group is one device, and the op only copies
-                kind = "+".join(axes)
+            axes = collective_axes(rest, sizes)  # none where each group is one device: a copy
+            kind = "unknown axes" if axes is None else "+".join(axes) or kind
             class_in_computation[computation] = kind
         elif re.search("-start|-done", name):
             for ref in re.findall(r"%([\w.-]+)", rest):
