@@ -30,22 +30,21 @@ class Parent:
 
     def __init__(self, cfg: Config, tokenizer: epath.Path | None):
         """tokenizer: that of the training data, if it has one."""
-        (self.path, step), self.start_with = read_name(cfg.run.start_from), cfg.run.start_with
+        self.path, step = read_name(cfg.run.start_from)
+        self.start_with = cfg.run.start_with
         utils.together(self.check, cfg, tokenizer)
         self.store = SavedCheckpoints(self.path)
         # Process 0 decides: a parent that still trains may save before another process looks.
-        found = utils.run_on_lead(self.store.find_step, step)
-        found = utils.exchange(found)[0]
-        if found is None:
+        self.step = utils.exchange(utils.run_on_lead(self.store.find_step, step))[0]
+        if self.step is None:
             raise UserError(CHECKPOINT, f"{self.path} has no checkpoint", "train it first")
-        self.step = found
         try:
-            self.meta = self.store.read_meta(found, {})
+            self.meta = self.store.read_meta(self.step, {})
         except Damaged as e:
-            self.store.reject_step(found, str(e))
-        if cfg.run.start_with == "state" and found > cfg.train.steps:
-            what = f"train.steps={cfg.train.steps}, but {cfg.run.start_from} has made {found}"
-            raise UserError(USAGE, what, f"set --train.steps above {found}")
+            self.store.reject_step(self.step, str(e))
+        if self.start_with == "state" and self.step > cfg.train.steps:
+            what = f"train.steps={cfg.train.steps}, but {cfg.run.start_from} has made {self.step}"
+            raise UserError(USAGE, what, f"set --train.steps above {self.step}")
 
     def check(self, cfg: Config, tokenizer: epath.Path | None):
         """Compare the parent's model and tokenizer with this run's."""
