@@ -204,8 +204,8 @@ def fixed_settings(cfg: Config, fingerprint: str | None) -> dict:
 
 def batch_settings(cfg: Config, fingerprint: str | None) -> dict:
     """Those of `fixed_settings` that decide what a batch is."""
-    t = {f"train.{name}": getattr(cfg.train, name) for name in ("seq_len", "batch_size")}
-    return t | {"data.train fingerprint": fingerprint}
+    sizes = {"train.seq_len": cfg.train.seq_len, "train.batch_size": cfg.train.batch_size}
+    return sizes | {"data.train fingerprint": fingerprint}
 
 
 def model_settings(cfg: Config) -> dict:
