@@ -74,7 +74,7 @@ class Parent:
 
     def restore(self, abstract: dict, cfg: Config) -> dict:
         """The items of `abstract`, verified.  Learned positions beyond the parent's get the initial
-        values of a new run, and moments of 0."""
+        values of a new run, and their moments are 0."""
 
         def with_parents_rows(path, x):
             name = utils.path_name(path)

@@ -100,8 +100,8 @@ def wait_for_greeting(server: socket.socket, r: Run, greeted: dict, deadline: fl
     except TimeoutError:
         missing = name_ids(set(range(1, r.num_processes)) - set(greeted))
         what = f"{missing} of {r.num_processes} did not come to run.coordinator={r.coordinator}"
-        fix = "start every process within run.start_timeout, and look at their logs"
         what += f" within {r.start_timeout} s"
+        fix = "start every process within run.start_timeout, and look at their logs"
         raise UserError(errors.DISTRIBUTED, what, fix) from None
     connection.settimeout(5)
     try:

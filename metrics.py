@@ -125,7 +125,7 @@ class MetricsLog:
             say(f"updates {step + 1} to {cfg.train.steps}")
 
     def warn_of_lost_rows(self, begin: int):
-        """begin: the number of updates after which the run's own begin."""
+        """begin: the update after which the run's own rows begin."""
         starts = [line.get("step") for line in run_on_lead(read_history, self.run) or []]
         firsts = [start + 1 for start in starts if isinstance(start, int)]
         step, there = self.steps_before, self.past.losses.keys()

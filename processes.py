@@ -214,8 +214,8 @@ class SaveBarrier:
         if any(stage in key for stage in self.STAGES):
             self.meet(timeout_ms)
         elif threading.current_thread() is not threading.main_thread():
-            # Orbax calls this around its flag of a save under way too: on the main thread as a save
-            # begins, and on another as it ends, whether it has failed or not.
+            # Orbax also calls this around its flag that a save is under way: on the main thread
+            # when a save begins, and on another when it ends, whether it has failed or not.
             self.end()
 
     def put(self, stage: int, failed: list[int]):
@@ -245,7 +245,7 @@ class SaveBarrier:
             self.passed += 1
 
     def end(self):
-        """Report that this process has ended: it has failed in the stages that it did not reach."""
+        """Report that this process's save has ended, and failed in the stages it did not reach."""
         with self.lock:
             stages = [] if self.ended else range(self.passed, len(self.STAGES))
             for stage in stages:

@@ -29,7 +29,7 @@ def ignore_stops():
 
 
 def discard(stream: int):
-    """Write nowhere what is written to a file descriptor from here on."""
+    """Discard what is written to a file descriptor from here on."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
 
 
