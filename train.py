@@ -422,8 +422,7 @@ def open_data(cfg: Config) -> tuple[Dataset, list[Dataset], Tasks | None]:
     """The training set, the validation sets and the tasks, the same in every process."""
     with utils.say_time("data"):
         train = utils.together(Dataset, cfg, "train")
-        names = read_sets(cfg.data.val)
-        vals = [utils.together(Dataset, train.cfg, "val", name) for name in names]
+        vals = [utils.together(Dataset, train.cfg, "val", name) for name in read_sets(cfg.data.val)]
         sources = {f"data.{x.split} {x.name}".strip(): x.source for x in (train, *vals)}
         utils.together(check_tokenizers, sources)
         tasks = utils.together(open_tasks, train.source.tokenizer, cfg) if cfg.eval.tasks else None
