@@ -13,7 +13,7 @@ import jax
 
 import errors
 from config import Config, Run
-from errors import Problem, UserError, write_error
+from errors import Problem, UserError, first_ten, write_error
 
 
 def join_processes(cfg: Config):
@@ -168,7 +168,8 @@ def aborted(number):
 
 def name_ids(ids) -> str:
     """process 1, or processes 1, 2 and 3, with at most ten numbers."""
-    *head, last = [str(n) for n in sorted(ids)][:10]
-    more = len(ids) - 10
-    last = f"{last} and {more} more" if more > 0 else last
+    ids = sorted(ids)
+    if len(ids) > 10:
+        return f"processes {first_ten(ids)}"
+    *head, last = map(str, ids)
     return f"processes {', '.join(head)} and {last}" if head else f"process {last}"

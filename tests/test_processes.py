@@ -28,6 +28,19 @@ from errors import DATA, DISTRIBUTED, HUNG, INTERRUPTED, USAGE, UserError
 # ---- one process
 
 
+@pytest.mark.parametrize(
+    "ids, words",
+    [
+        ({1}, "process 1"),
+        ({3, 1, 2}, "processes 1, 2 and 3"),
+        (range(13), "processes 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 3 more"),
+    ],
+    ids=str,
+)
+def test_processes_are_named_in_words(ids, words):
+    assert connect.name_ids(ids) == words
+
+
 def test_too_little_memory_is_two_lines_and_exit_2():
     main = "lambda cfg: jax.numpy.zeros(1 << 45).block_until_ready()"
     code = f"import config, jax, processes; processes.run_main({main}, config.tiny())"
