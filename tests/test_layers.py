@@ -1,4 +1,4 @@
-"""The building blocks of a layer: activations, dropout, and the order of tokens that are gathered over tp."""
+"""The building blocks of a layer: activations, dropout, the order of tokens gathered over tp."""
 
 import math
 import re
