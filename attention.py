@@ -35,10 +35,10 @@ from layers import (
     add_bias,
     compute_capability,
     einsum,
-    gather_over_tp,
+    gather,
     platform,
     rms_norm,
-    scatter_over_tp,
+    scatter_sum,
     softcap,
     to_residual,
     typed_kernel_outputs,
@@ -446,7 +446,7 @@ def gqa(x_BLD, w, cfg, span: Span, cache):
 
     x is gathered over tp; the outputs of the heads are summed over tp and scattered.
     """
-    x_BLD = gather_over_tp(x_BLD, span.tp_dim)
+    x_BLD = gather(x_BLD, "tp", span.tp_dim)
     q_BLHK = add_bias(einsum("BLD,DHK->BLHK", x_BLD, w["q_DHK"]), w.get("q_bias_HK"))
     k_BLGK = add_bias(einsum("BLD,DGK->BLGK", x_BLD, w["k_DGK"]), w.get("k_bias_GK"))
     v_BLGK = add_bias(einsum("BLD,DGK->BLGK", x_BLD, w["v_DGK"]), w.get("v_bias_GK"))
@@ -459,7 +459,7 @@ def gqa(x_BLD, w, cfg, span: Span, cache):
     cache, kv = update_cache(cache, new, span)
     k_BSGK, v_BSGK = kv["k"], kv["v"]
     y_BLHK = attend(q_BLHK, k_BSGK, v_BSGK, span, cfg, cfg.model.d_head, w.get("sink_H"))
-    y_BLD = scatter_over_tp(einsum("BLHK,HKD->BLD", y_BLHK, w["o_HKD"]), span.tp_dim)
+    y_BLD = scatter_sum(einsum("BLHK,HKD->BLD", y_BLHK, w["o_HKD"]), "tp", span.tp_dim)
     stats = score_stats(q_BLHK, k_BSGK, span, cfg, cfg.model.d_head)
     return add_bias(y_BLD, w.get("o_bias_D")), cache, stats
 
@@ -500,7 +500,7 @@ def mla(x_BLD, w, cfg, span: Span, cache):
     one_new_token = span.decoding and h_BLJ.shape[1] == 1
     attend_mla = attend_to_latents if one_new_token else attend_to_expanded
     y_BLHW, stats = attend_mla(h_BLJ, kv["c"], kv["k"], w, cfg, span)
-    y_BLD = scatter_over_tp(einsum("BLHW,HWD->BLD", y_BLHW, w["o_HWD"]), span.tp_dim)
+    y_BLD = scatter_sum(einsum("BLHW,HWD->BLD", y_BLHW, w["o_HWD"]), "tp", span.tp_dim)
     return add_bias(y_BLD, w.get("o_bias_D")), cache, stats
 
 
@@ -516,9 +516,9 @@ def mla_latents(x_BLD, w, cfg, span: Span):
     c_BLI = add_bias(einsum("BLD,DI->BLI", x_BLD, w["kv_down_DI"]), w.get("kv_down_bias_I"))
     c_BLI = rms_norm(c_BLI, w["kv_norm_I"], eps)
     k_BLT = add_bias(einsum("BLD,DT->BLT", x_BLD, w["k_rope_DT"]), w.get("k_rope_bias_T"))
-    h_BLJ = gather_over_tp(h_BLJ, span.tp_dim)
-    c_BLI = gather_over_tp(c_BLI, span.tp_dim)
-    k_BLT = gather_over_tp(k_BLT, span.tp_dim)
+    h_BLJ = gather(h_BLJ, "tp", span.tp_dim)
+    c_BLI = gather(c_BLI, "tp", span.tp_dim)
+    k_BLT = gather(k_BLT, "tp", span.tp_dim)
     return h_BLJ, c_BLI, rope(k_BLT[:, :, None], span, cfg)[:, :, 0]
 
 

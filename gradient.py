@@ -143,7 +143,7 @@ def score_and_gradient(w, grads, y_BLD, target_BL, n_tokens, cfg: Config):
 
     def scatter_and_norm(gains, y_BLD):
         """This stage's part of the sequence of the last stage's y_BLD, padded and normed."""
-        if pp > 1:  # XLA on a CPU would copy y even for a scatter to one stage
+        if pp > 1:  # for one stage XLA on a CPU would copy y
             y_BLD = jnp.pad(jnp.where(s == pp - 1, y_BLD, 0), ((0, 0), (0, padding), (0, 0)))
             y_BLD = scatter_sum(y_BLD, "pp", 1)
         return gather_rows(norm(y_BLD, gains, "norm", cfg))

@@ -149,6 +149,9 @@ def uses_gloo() -> bool:
 
 def gather(x, axis: str, dim: int):
     """The x of all shards of a mesh axis, one after the other along dim."""
+    # XLA would copy a single shard; for all weights, on a CPU, that takes longer than a new token.
+    if lax.axis_size(axis) == 1:
+        return x
     if uses_gloo():
         copies = jnp.concatenate([x] * lax.axis_size(axis), dim)
         return lax.all_to_all(copies, axis, dim, dim, tiled=True)
@@ -157,6 +160,8 @@ def gather(x, axis: str, dim: int):
 
 def scatter_sum(y, axis: str, dim: int):
     """The sum over a mesh axis; each shard keeps its own part along dim."""
+    if lax.axis_size(axis) == 1:
+        return y
     if uses_gloo():
         return lax.all_to_all(y[None], axis, dim + 1, 0, tiled=True).sum(0)
     return lax.psum_scatter(y, axis, scatter_dimension=dim, tiled=True)
@@ -164,9 +169,6 @@ def scatter_sum(y, axis: str, dim: int):
 
 def gather_over_dp(w: dict, table: dict) -> dict:
     """FSDP: gather weights over dp.  The transpose scatters the sum of their gradient."""
-    # With dp=1 XLA would still copy, which on a CPU costs more than a decoding step.
-    if lax.axis_size("dp") == 1:
-        return w
 
     def gather_weight(x, p: Param):
         if p.stays_sharded or "dp" not in p.spec:
@@ -182,32 +184,18 @@ def tp_part(x, dim):
     return lax.dynamic_slice_in_dim(x, lax.axis_index("tp") * size, size, dim)
 
 
-def gather_over_tp(x, dim: int):
-    """The x of all tp shards, one after the other along dim."""
-    if lax.axis_size("tp") == 1:  # XLA would copy
-        return x
-    return gather(x, "tp", dim)
-
-
-def scatter_over_tp(y, dim: int):
-    """The sum over tp; each shard keeps its own part along dim."""
-    if lax.axis_size("tp") == 1:
-        return y
-    return scatter_sum(y, "tp", dim)
-
-
 def gather_rows(x_BLD):
     """The x of all tp shards, one after the other as more rows: B * tp rows of L tokens each.
 
     For work on single tokens.  After gathering along the sequence, as attention does because it
     needs whole sequences, XLA copies the result once more.
     """
-    return gather_over_tp(x_BLD, 0)
+    return gather(x_BLD, "tp", 0)
 
 
 def scatter_rows(y_BLD):
     """The sum over tp of arrays in the order of `gather_rows`; each shard keeps its own rows."""
-    return scatter_over_tp(y_BLD, 0)
+    return scatter_sum(y_BLD, "tp", 0)
 
 
 def sequences_to_rows(x_BL):
