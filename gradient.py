@@ -181,12 +181,11 @@ def score_chunks(unembed, grads, x_BLD, target_BL, n_tokens, cfg: Config):
         (_, loss), (unembed_grads, x_grad) = gradient(unembed, *chunk)
         return add_trees(total, (loss, unembed_grads)), x_grad
 
-    B, L, D = x_BLD.shape
-    x_chunks = split_chunks(x_BLD.reshape(-1, D), cfg)
-    chunks = x_chunks, split_chunks(target_BL.reshape(-1), cfg, padding=-1)
+    chunks = split_chunks(x_BLD, target_BL, cfg)
     zero = lax.pcast(jnp.float32(0), with_slices(*BATCH), to="varying")
     (loss, grads), x_grad = lax.scan(add_chunk, (zero, grads), chunks)
-    return loss, grads, x_grad.reshape(-1, D)[: B * L].reshape(B, L, D)
+    x_grad = x_grad.reshape(-1, x_BLD.shape[-1])[: target_BL.size]
+    return loss, grads, x_grad.reshape(x_BLD.shape)
 
 
 # ---- what waits between the forward and the backward pass

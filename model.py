@@ -253,12 +253,15 @@ def logits(x_BLD, ends, cfg):
     return logit_BLV + padding_V
 
 
-def split_chunks(x, cfg: Config, padding=0):
-    """[tokens, ...] as [n, 1, tokens of a chunk, ...], at most train.loss_chunk each, padded."""
-    n = -(-x.shape[0] // cfg.train.loss_chunk)
-    size = -(-x.shape[0] // n)
-    widths = (0, n * size - x.shape[0]), *((0, 0),) * (x.ndim - 1)
-    return jnp.pad(x, widths, constant_values=padding).reshape(n, 1, size, *x.shape[1:])
+def split_chunks(x_BLD, target_BL, cfg: Config):
+    """(x, target): [n, 1, tokens, D] and [n, 1, tokens], n chunks of at most train.loss_chunk
+    tokens.  Padding has a target of -1."""
+    n_tokens, D = target_BL.size, x_BLD.shape[-1]
+    n = -(-n_tokens // cfg.train.loss_chunk)
+    padding = (0, -n_tokens % n)
+    x = jnp.pad(x_BLD.reshape(-1, D), (padding, (0, 0))).reshape(n, 1, -1, D)
+    target = jnp.pad(target_BL.reshape(-1), padding, constant_values=-1).reshape(n, 1, -1)
+    return x, target
 
 
 def cross_entropy(x_BLD, target_BL, ends, cfg):
@@ -596,8 +599,7 @@ def score_tokens(params, token_MBL, target_MBL, cfg: Config):
         x_BLD, target_BL = microbatch
         x_BLD = gather_rows(norm(x_BLD, params, "norm", cfg))
         target_BL = sequences_to_rows(target_BL)
-        x = split_chunks(x_BLD.reshape(-1, x_BLD.shape[-1]), cfg)
-        chunks = x, split_chunks(target_BL.reshape(-1), cfg, padding=-1)
+        chunks = split_chunks(x_BLD, target_BL, cfg)
         nll, _, is_top = lax.map(lambda chunk: cross_entropy(*chunk, params, cfg), chunks)
 
         def unchunk(x):
