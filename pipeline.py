@@ -190,68 +190,49 @@ def run_schedule(schedule: Schedule, work, example_BLD, example_saved, total, br
         (example_saved, example_BLD if schedule.output_waits else None),
     )
 
-    forward, backward = with_buffer(work, schedule)
+    # What waits is written to the buffer, and read from it, inside of a branch.  Outside of it XLA
+    # would copy it: gpt2_1.5b with pp 4 and remat=attention on v6e would need 1.7 GiB more and, by
+    # XLA's count, 1.9 times the time.
+    def forward(m, r, x_BLD, buffer, total):
+        y_BLD, saved, total = work.forward(m, r, x_BLD, total)
+        new = saved, y_BLD if schedule.output_waits else None
+        return y_BLD, put_in_buffer(buffer, new, m, r, size), total
 
-    def begin(m, state):
-        return work.begin(m, *state)
-
-    def score(m, state):
-        return work.score(m, *state)
+    def backward(m, r, buffer, grad_BLD, total):
+        saved, _ = take_from_buffer(buffer, m, r, size)
+        return work.backward(m, r, saved, grad_BLD, total)
 
     def tick(carry, t):
-        def when(is_due, f, state):
-            return branch(partial(is_due, t), f, state)
+        def when(is_due, f, *state):
+            return branch(partial(is_due, t), lambda state: f(*state), state)
 
         x_BLD, grad_BLD, buffer, total = carry
         # A buffer of size 1 is used up within a tick, so the loop does not carry it.
         buffer = buffer if size > 1 else empty
         m, r = schedule.microbatch_and_part(t - s)
-        x_BLD, total = when(schedule.does_begin, partial(begin, m), (x_BLD, total))
-        forward_state = x_BLD, buffer, total
-        y_BLD, buffer, total = when(schedule.does_forward, partial(forward, m, r), forward_state)
+        x_BLD, total = when(schedule.does_begin, partial(work.begin, m), x_BLD, total)
+        run_forward = partial(forward, m, r)
+        y_BLD, buffer, total = when(schedule.does_forward, run_forward, x_BLD, buffer, total)
 
         end_m, end_r = schedule.backward_microbatch_and_part(t, pp - 1)
+        end_BLD = y_BLD
         if schedule.output_waits:
             _, end_BLD = take_from_buffer(buffer, end_m, end_r, size)
-        else:
-            end_BLD = y_BLD
-        end_grad_BLD, total = when(schedule.does_score, partial(score, end_m), (end_BLD, total))
+        end_grad_BLD, total = when(schedule.does_score, partial(work.score, end_m), end_BLD, total)
 
         back_m, back_r = schedule.backward_microbatch_and_part(t, s)
         is_end = (s == pp - 1) & (back_r == schedule.parts - 1)
         grad_BLD = jnp.where(is_end, end_grad_BLD, grad_BLD)
         run_backward = partial(backward, back_m, back_r, buffer)
-        grad_BLD, total = when(schedule.does_backward, run_backward, (grad_BLD, total))
-        total = when(schedule.does_finish, partial(work.finish, back_m, grad_BLD), total)
+        grad_BLD, total = when(schedule.does_backward, run_backward, grad_BLD, total)
+        run_finish = partial(work.finish, back_m, grad_BLD)
+        total = branch(partial(schedule.does_finish, t), run_finish, total)
         sent = lax.ppermute(y_BLD, "pp", to_next), lax.ppermute(grad_BLD, "pp", to_previous)
         return (*sent, buffer if size > 1 else (), total), None
 
     zero_BLD = jnp.zeros_like(example_BLD)
     start = zero_BLD, zero_BLD, empty if size > 1 else (), total
     return lax.scan(tick, start, jnp.arange(schedule.ticks))[0][-1]
-
-
-def with_buffer(work, schedule: Schedule):
-    """(forward, backward) of the work, for `branch`: forward writes to the buffer what waits, and
-    backward reads it.
-
-    Both do so inside of the branch, because outside of it XLA would copy what is written and read:
-    gpt2_1.5b with pp 4 and remat=attention on v6e then needs 1.7 GiB more and, by XLA's count, 1.9
-    times the time.
-    """
-    size = schedule.buffer_size()
-
-    def forward(m, r, state):
-        x_BLD, buffer, total = state
-        y_BLD, saved, total = work.forward(m, r, x_BLD, total)
-        new = saved, y_BLD if schedule.output_waits else None
-        return y_BLD, put_in_buffer(buffer, new, m, r, size), total
-
-    def backward(m, r, buffer, state):
-        saved, _ = take_from_buffer(buffer, m, r, size)
-        return work.backward(m, r, saved, *state)
-
-    return forward, backward
 
 
 def put_in_buffer(buffer, new, m, r, size: int):
