@@ -455,12 +455,10 @@ def gqa(x_BLD, w, cfg, span: Span, cache):
         q_BLHK = rms_norm(q_BLHK, q_gain, cfg.model.norm_eps)
         k_BLGK = rms_norm(k_BLGK, k_gain, cfg.model.norm_eps)
     q_BLHK = rope(q_BLHK, span, cfg)
-    new = dict(k=rope(k_BLGK, span, cfg), v=v_BLGK)
-    cache, kv = update_cache(cache, new, span)
-    k_BSGK, v_BSGK = kv["k"], kv["v"]
-    y_BLHK = attend(q_BLHK, k_BSGK, v_BSGK, span, cfg, cfg.model.d_head, w.get("sink_H"))
+    cache, kv = update_cache(cache, dict(k=rope(k_BLGK, span, cfg), v=v_BLGK), span)
+    y_BLHK = attend(q_BLHK, kv["k"], kv["v"], span, cfg, cfg.model.d_head, w.get("sink_H"))
     y_BLD = scatter_sum(einsum("BLHK,HKD->BLD", y_BLHK, w["o_HKD"]), "tp", span.tp_dim)
-    stats = score_stats(q_BLHK, k_BSGK, span, cfg, cfg.model.d_head)
+    stats = score_stats(q_BLHK, kv["k"], span, cfg, cfg.model.d_head)
     return add_bias(y_BLD, w.get("o_bias_D")), cache, stats
 
 
