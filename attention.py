@@ -129,8 +129,8 @@ def rope_frequencies(width, m):
 
 
 def yarn_ramp(width, m) -> tuple[float, float]:
-    """The pairs at which YaRN's ramp from unscaled to divided frequencies starts and ends.  Outside
-    of the pairs it may end before it starts: transformers keeps the minus sign too."""
+    """The pairs at which YaRN's ramp from unscaled to divided frequencies starts and ends.  Where
+    both are outside of the range of pairs, end - start may be negative, as in transformers."""
 
     def pair_with(turns):
         log_ratio = np.log(m.rope_original / (turns * 2 * np.pi)) / np.log(m.rope_theta)

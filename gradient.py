@@ -214,8 +214,7 @@ class SavedArrays:
     def __init__(self, example):
         """example: a backward function, for a microbatch and part whose numbers vary over pp."""
         self.leaves, self.treedef = jax.tree.flatten(with_weights(example, None))
-        varying_axes = [jax.typeof(x).manual_axis_type.varying for x in self.leaves]
-        self.is_buffered = ["pp" in axes for axes in varying_axes]
+        self.is_buffered = ["pp" in jax.typeof(x).manual_axis_type.varying for x in self.leaves]
         self.example = self.pack(example)
 
     def pack(self, backward) -> list:

@@ -57,9 +57,9 @@ def compute_capability() -> float:
 def norm_table(cfg: Config, name: str = "norm") -> dict:
     """The weights of a norm of that name.
 
-    One after an attention or feed-forward begins with a small gain, for the reason of
-    `to_residual`.  Instead of gains of 1, this brings the validation loss of `tiny` after 30
-    updates from 5.36 to 4.48 with OLMo 2's norms, and from 5.92 to 4.73 with Gemma 3's.
+    A norm after an attention or feed-forward starts with a small gain, for the same reason as the
+    weights of `to_residual`.  After 30 updates of `tiny` the validation loss is then 4.48 with
+    OLMo 2's norms and 4.73 with Gemma 3's; with gains of 1 it is 5.36 and 5.92.
     """
     D = cfg.model.d_model
     initial = to_residual(cfg.model, 1).std if "post" in name else 1.0
@@ -68,11 +68,11 @@ def norm_table(cfg: Config, name: str = "norm") -> dict:
 
 
 def to_residual(m: Model, fan_in: int) -> Normal:
-    """Initial values of a projection to the residual stream, to which 2 n_layers of them add.
+    """Initial values of a projection to the residual stream, of which there are 2 n_layers.
 
-    They are so small because a tied embedding is small itself, and must not be lost in the sum: the
-    demo with tied embeddings ends at a validation loss of 4.50 instead of 4.83, and without at 4.51
-    either way.
+    They are so small because a tied embedding is small too, and must not be lost in the sum: with
+    tied embeddings the demo ends at a validation loss of 4.50 instead of 4.83, and with untied ones
+    at 4.51 either way.
     """
     return Normal(0.1 * (2 * (m.mup_base_depth or m.n_layers) * fan_in) ** -0.5)
 
@@ -139,10 +139,10 @@ def typed_kernel_outputs(module, axis_type):
 def uses_gloo() -> bool:
     """Whether collectives go through gloo: on CPUs, in a run of several processes.
 
-    There a reduce-scatter sometimes sends bytes that it has already overwritten (jax issue 40830):
-    with two processes on a busy machine, 4 of 5 runs of 300 updates had an update with a wrong
-    loss.  So `gather`, whose transpose is a reduce-scatter, and `scatter_sum` exchange by
-    all-to-all there; beside those 5 runs, 6 did so, and all their updates were right.
+    There a reduce-scatter sometimes sends bytes that it has already overwritten (jax issue 40830).
+    So `scatter_sum`, and `gather`, whose transpose is a reduce-scatter, use an all-to-all instead.
+    Of runs of 300 updates with two processes on a busy machine, 4 of 5 had an update with a wrong
+    loss; with all-to-all, at the same time, none of 6 had one.
     """
     return platform() == "cpu" and jax.distributed.is_initialized()
 
@@ -215,9 +215,10 @@ def rows_to_sequences(x_BL):
 
 @functools.cache
 def has_slow_bfloat16() -> bool:
-    """Whether to expect that bfloat16 products are slower than float32 ones on this host: on an x86
-    CPU without instructions for them (not measured), and on Intel's with those of AVX-512 but
-    without AMX, as in many virtual machines (80 against 133 billion operations a second)."""
+    """Whether bfloat16 products are probably slower than float32 ones on this host.  On Intel CPUs
+    that have AVX-512's instructions for them but not AMX's, as in many virtual machines, they are
+    (80 against 133 billion operations a second).  On x86 CPUs without such instructions that is
+    expected, and not measured."""
     if machine() != "x86_64":
         return False
     try:

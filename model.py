@@ -165,8 +165,8 @@ def mean_keys(cfg: Config) -> float:
 def flops_per_token(cfg: Config) -> float:
     """Forward and backward FLOPs of one token (PaLM, appendix B, but with the causal mask).
 
-    6 for each matmul weight that the token meets, the output head included and the embedding lookup
-    not; attention counts only the keys that a query sees.
+    6 for each weight of a matmul that the token goes through, with the output head but without the
+    embedding lookup; attention counts only the keys that a query sees.
     """
     m, table = cfg.model, leaf_table(param_table(cfg))
     lookups = {"position_LD"} if m.tie_embeddings else {"position_LD", "embed_VD"}
