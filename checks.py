@@ -20,10 +20,9 @@ def check(cfg: Config) -> Config:
     With train.batch_ramp, the cfg returned has its last size as train.batch_size.
     """
     cfg = replace(cfg, train=replace(cfg.train, batch_size=batch_sizes(cfg)[-1]))
-    problems = [*range_problems(cfg)]
-    if pattern := [*pattern_problems(cfg)]:  # the checks in the other branch parse the patterns
-        problems += pattern
-    else:
+    bad_patterns = [*pattern_problems(cfg)]
+    problems = [*range_problems(cfg), *bad_patterns]
+    if not bad_patterns:  # these checks parse the patterns
         problems += [*divisor_problems(cfg), *pipeline_problems(cfg)]
         problems += [*no_effect_problems(cfg), *model_problems(cfg), *size_problems(cfg)]
     problems += other_problems(cfg)
