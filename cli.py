@@ -348,8 +348,8 @@ def simulate_devices(mesh: Mesh, n_processes: int = 1):
 
 
 def prepare_streams():
-    """Open standard streams that are closed, as by 2>&-: the next open file would get the number of
-    one, and its messages.  What stdout cannot encode, it escapes."""
+    """Open standard streams that are closed, as by 2>&-.  Otherwise the next file that is opened
+    would get the number of one, and its messages.  What stdout cannot encode, it escapes."""
     for mode, name in ("r", "stdin"), ("w", "stdout"), ("w", "stderr"):
         if getattr(sys, name) is None:
             stream = open(os.devnull, mode)  # noqa: SIM115, until the process ends

@@ -9,9 +9,9 @@ expert: what is in them does not matter, and what comes out there is undefined a
 For `outer` in tiles one of the two factors must be zero there, and in the rows that pad an expert's
 rows to a multiple of Z.
 
-A platform's kernels, of JAX's own libraries, take experts of any size.  Elsewhere rows are
-multiplied in tiles of one expert each, for which each size must be a multiple of Z.  In this file
-Z=1 selects the kernels.
+TPUs and GPUs have kernels in JAX's own libraries, which take experts of any size.  Elsewhere rows
+are multiplied in tiles of one expert each, for which each size must be a multiple of Z.  In this
+file Z=1 selects the kernels.
 """
 
 import importlib

@@ -262,7 +262,7 @@ def multiply(dims: str, x, w, dtype=None):
 
 def multiply_few_rows(dims: str, x, w, rows: str, columns: str):
     """`multiply` on a CPU, in float32, for an x with few rows, as in decoding.  rows: the dims that
-    the product has from x, the first of both; columns: those that it has from w."""
+    the product has from x, which come first in both; columns: those that it has from w."""
     multiply_32 = partial(jnp.einsum, preferred_element_type=jnp.float32)
     x_dims, w_dims, _ = re.split(",|->", dims)
     is_one_row = math.prod(x.shape[: len(rows)]) == 1
@@ -281,10 +281,10 @@ def multiply_few_rows(dims: str, x, w, rows: str, columns: str):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))
 def einsum(dims: str, x, w, dtype=None, part: int | None = None):
-    """`multiply`, with gradients rounded to the arrays' dtype before they are multiplied in turn.
-    part: multiply w[part].  The backward pass cuts it from w again instead of keeping it.
+    """`multiply`, whose backward pass first rounds the product's gradient to the arrays' dtype;
+    otherwise a bfloat16 model would train at the speed of float32.
 
-    Without that rounding a bfloat16 model would train at the speed of float32.
+    part: multiply w[part], which the backward pass cuts from w again instead of keeping it.
     """
     return einsum_forward(dims, x, w, dtype, part)[0]
 
