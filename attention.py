@@ -416,6 +416,7 @@ def gqa_table(cfg: Config) -> dict:
     """The weights of `gqa`."""
     m, heads = cfg.model, P("tp", None)
     D, H, G, K = m.d_model, m.n_heads, m.n_kv_heads, m.d_head
+    bias, gain = partial(zero_bias, spec=heads), partial(norm_gain, adds_one=m.norm_offset)
     table = dict(
         q_DHK=to_heads(D, H, K),
         k_DGK=to_heads(D, G, K),
@@ -423,15 +424,10 @@ def gqa_table(cfg: Config) -> dict:
         o_HKD=from_heads(H, K, m),
     )
     if m.attn_bias:
-        table |= dict(
-            q_bias_HK=zero_bias(H, K, spec=heads),
-            k_bias_GK=zero_bias(G, K, spec=heads),
-            v_bias_GK=zero_bias(G, K, spec=heads),
-        )
+        table |= dict(q_bias_HK=bias(H, K), k_bias_GK=bias(G, K), v_bias_GK=bias(G, K))
         table |= dict(o_bias_D=zero_bias(D)) if m.attn_out_bias else {}
     if m.attn_sinks:
         table |= dict(sink_H=zero_bias(H, spec=P("tp")))
-    gain = partial(norm_gain, adds_one=m.norm_offset)
     if m.qk_norm and m.qk_norm_width == "head":
         table |= dict(q_norm_K=gain(K), k_norm_K=gain(K))
     elif m.qk_norm:
@@ -480,9 +476,8 @@ def mla_table(cfg: Config) -> dict:
     if m.q_rank:
         table |= dict(q_down_DJ=to_latent(D, J), q_norm_J=gain(J))
     if m.attn_bias:
-        table |= dict(
-            kv_down_bias_I=zero_bias(I), k_rope_bias_T=zero_bias(T), o_bias_D=zero_bias(D)
-        )
+        table |= dict(kv_down_bias_I=zero_bias(I), k_rope_bias_T=zero_bias(T))
+        table |= dict(o_bias_D=zero_bias(D))
         table |= dict(q_down_bias_J=zero_bias(J)) if m.q_rank else {}
     return table
 
