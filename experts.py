@@ -245,9 +245,8 @@ def run_experts(x_QD, gate_U, expert_U, w, cfg):
     start = jnp.append(jnp.cumsum(size_E) - size_E, O)  # pairs of no expert get no slot
     slot_U = start[expert_U] + queue_positions(expert_U, E + 1)
     x_OD, gate_O, pair_O = fill_slots(x_QD, gate_U, slot_U, O)
-    y_OD = experts_of_rows(
-        x_OD, gate_O, w["in_EDCF"], w.get("in_bias_ECF"), w["out_EFD"], size_E, Z, cfg
-    )
+    weights = w["in_EDCF"], w.get("in_bias_ECF"), w["out_EFD"]
+    y_OD = experts_of_rows(x_OD, gate_O, *weights, size_E, Z, cfg)
     return from_slots(y_OD, pair_O, slot_U, U // len(x_QD))
 
 
