@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from architecture import Model
 from config import Config
+from scripts.chips import chip_of
 from utils import AXES, with_slices
 from weights import Normal, Param, norm_gain, normal, zero_bias
 
@@ -44,10 +45,11 @@ def platform() -> str:
 
 
 def compute_capability() -> float:
-    """The CUDA compute capability of the ambient mesh's GPUs, judged by the first of JAX's devices.
-    If that is no GPU, the mesh is only planned for (scripts/plan.py), and its GPUs count as Hopper,
-    9.0.  An AMD GPU's is no number, and counts as 0."""
-    found = str(getattr(jax.devices()[0], "compute_capability", "9.0"))
+    """The CUDA compute capability of the ambient mesh's GPUs, from scripts/chips.py if they are
+    there, else that of JAX's first device.  An AMD GPU's is no number, and counts as 0."""
+    if chip := chip_of(jax.sharding.get_abstract_mesh().abstract_device.device_kind):
+        return chip.gpu.capability
+    found = str(getattr(jax.devices()[0], "compute_capability", ""))
     return float(found) if re.fullmatch(r"\d+\.\d+", found) else 0.0
 
 

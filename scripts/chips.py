@@ -12,6 +12,23 @@ from errors import USAGE, UserError, or_list
 GIB = 2**30
 
 
+class Gpu(NamedTuple):
+    """What XLA has to know of an NVIDIA GPU to compile for it."""
+
+    capability: float
+    """CUDA's compute capability."""
+    cores: int
+    """Streaming multiprocessors."""
+    lanes: int
+    """float32 lanes of a core."""
+    shared: int
+    """Bytes of shared memory of a core."""
+    cache: int
+    """Bytes of the second-level cache."""
+    memory: float
+    """Bytes of memory, as CUDA reports them."""
+
+
 class Chip(NamedTuple):
     """One device."""
 
@@ -28,8 +45,7 @@ class Chip(NamedTuple):
     """Bytes per second that a device receives from other slices or nodes."""
     clock: float
     """Cycles per second."""
-    cache: int = 0
-    """Bytes of a GPU's second-level cache."""
+    gpu: Gpu | None = None
 
     @property
     def platform(self) -> str:
@@ -49,21 +65,35 @@ class Chip(NamedTuple):
 JAX_SHARE = 0.75
 """The part of a GPU's memory that JAX takes unless XLA_CLIENT_MEM_FRACTION is set."""
 
+
+def gpu_chip(kind: str, gpu: Gpu, hbm: float, link: float, slow: float, clock: float) -> Chip:
+    return Chip(kind, JAX_SHARE * gpu.memory, hbm, link, slow, clock, gpu)
+
+
+KIB, MIB = 2**10, 2**20
+A100 = Gpu(8.0, cores=108, lanes=64, shared=164 * KIB, cache=40 * MIB, memory=79.26 * GIB)
+A100_40GB = A100._replace(memory=39.42 * GIB)
+H100 = Gpu(9.0, cores=132, lanes=128, shared=228 * KIB, cache=50 * MIB, memory=79.2 * GIB)
+H200 = H100._replace(cache=60 * MIB, memory=139.8 * GIB)
+B200 = Gpu(10.0, cores=148, lanes=128, shared=228 * KIB, cache=126 * MIB, memory=178.36 * GIB)
+
 # Memory: for TPUs, what XLA's out-of-memory message calls usable; for GPUs, JAX's share of what
 # CUDA reports.  Rates: Google Cloud's TPU pages, the "TPU specs" table of the JAX scaling book
-# (Austin et al. 2025, chapter 2), and NVIDIA's data sheets of the H100 SXM and the H200.  Between
-# slices: the NICs of a host on the TPU pages, divided by its chips; those pages have no NICs of a
-# v4 host, so there the 81 Tbit/s that PaLM's 6,144 chips reached (Chowdhery et al. 2022, section
-# 4); for GPUs, the 400 Gbit/s per GPU of a DGX.
+# (Austin et al. 2025, chapter 2), and NVIDIA's data sheets of the A100 SXM4, H100 SXM, H200 and
+# B200; what XLA has to know of a GPU, from its own descriptions of them.  Between slices: the NICs
+# of a host on the TPU pages, divided by its chips; those pages have no NICs of a v4 host, so there
+# the 81 Tbit/s that PaLM's 6,144 chips reached (Chowdhery et al. 2022, section 4); for GPUs, the
+# 200 (A100) or 400 Gbit/s per GPU of a DGX.
 CHIPS = {
     "v4": Chip("TPU v4", 30.75 * GIB, 1.23e12, 0.9e11, 1.6e9, 1.05e9),
     "v5e": Chip("TPU v5e", 15.75 * GIB, 0.81e12, 0.9e11, 3.1e9, 1.5e9),
     "v5p": Chip("TPU v5p", 95.74 * GIB, 2.77e12, 1.8e11, 6.25e9, 1.75e9),
     "v6e": Chip("TPU v6e", 31.25 * GIB, 1.64e12, 1.8e11, 1.25e10, 1.75e9),
-    "h100": Chip(
-        "NVIDIA H100 80GB HBM3", JAX_SHARE * 79.2 * GIB, 3.35e12, 4.5e11, 5e10, 1.98e9, 50 * 2**20
-    ),
-    "h200": Chip("NVIDIA H200", JAX_SHARE * 139.8 * GIB, 4.8e12, 4.5e11, 5e10, 1.98e9, 60 * 2**20),
+    "a100_40gb": gpu_chip("NVIDIA A100-SXM4-40GB", A100_40GB, 1.555e12, 3e11, 2.5e10, 1.41e9),
+    "a100": gpu_chip("NVIDIA A100-SXM4-80GB", A100, 2.039e12, 3e11, 2.5e10, 1.41e9),
+    "h100": gpu_chip("NVIDIA H100 80GB HBM3", H100, 3.35e12, 4.5e11, 5e10, 1.98e9),
+    "h200": gpu_chip("NVIDIA H200", H200, 4.8e12, 4.5e11, 5e10, 1.98e9),
+    "b200": gpu_chip("NVIDIA B200", B200, 7.67e12, 9e11, 5e10, 1.965e9),
 }
 
 # {another name that JAX has for a kind of device: its Chip.kind}.
@@ -77,19 +107,20 @@ def chip_of(device_kind: str) -> Chip | None:
 
 
 def gpu_target(chip: Chip) -> str:
-    """XLA's description of a Hopper GPU to compile for, from NVIDIA's data sheets and CUDA's device
-    properties."""
+    """XLA's description of a GPU to compile for."""
+    gpu, (major, minor) = chip.gpu, str(chip.gpu.capability).split(".")
+    extension = "ACCELERATED_FEATURES" if gpu.capability >= 9 else "NONE"
     return f"""
 platform_name: "CUDA" device_description_str: "{chip.kind}"
 runtime_version {{ major: 13 }} dnn_version_info {{ major: 9 minor: 15 }}
 gpu_device_info {{
-  cuda_compute_capability {{ major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }}
-  core_count: 132 fpus_per_core: 128 clock_rate_ghz: {chip.clock / 1e9}
-  memory_bandwidth: {chip.hbm:.0f} device_memory_size: {chip.memory / JAX_SHARE:.0f}
-  l2_cache_size: {chip.cache}
+  cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {extension} }}
+  core_count: {gpu.cores} fpus_per_core: {gpu.lanes} clock_rate_ghz: {chip.clock / 1e9}
+  memory_bandwidth: {chip.hbm:.0f} device_memory_size: {gpu.memory:.0f}
+  l2_cache_size: {gpu.cache}
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
-  shared_memory_per_block: 49152 shared_memory_per_core: 233472
-  shared_memory_per_block_optin: 232448 registers_per_core_limit: 65536
+  shared_memory_per_block: 49152 shared_memory_per_core: {gpu.shared}
+  shared_memory_per_block_optin: {gpu.shared - KIB} registers_per_core_limit: 65536
   registers_per_block_limit: 65536 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
   block_dim_limit_z: 65535
 }}

@@ -20,7 +20,7 @@ import utils
 from config import Config
 from errors import USAGE, UserError
 from scripts.chips import Chip, gpu_target
-from scripts.cost_model import assume_hopper, scale, work_shares
+from scripts.cost_model import assume_gpu, scale, work_shares
 
 
 def is_installed(module: str) -> bool:
@@ -68,7 +68,7 @@ def compile_step(cfg: Config, target: str, chip: Chip, devices: list) -> dict:
     jax.set_mesh(mesh)
     begin = time.monotonic()
     try:
-        with assume_hopper(chip):
+        with assume_gpu(chip):
             arguments = runstate.with_shardings(shapes, specs)
             program = utils.compile_program(train.train_step, *arguments, cfg)
     except jax.errors.JaxRuntimeError as e:

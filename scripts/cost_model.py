@@ -34,23 +34,23 @@ from scripts.chips import Chip
 
 
 @contextmanager
-def assume_hopper(chip: Chip):
-    """A context in which JAX uses the kernels of a Hopper GPU if `chip` is one, also on a machine
-    without such a GPU.
+def assume_gpu(chip: Chip):
+    """A context in which JAX uses the kernels of a GPU if `chip` is one, also on a machine without
+    such a GPU.
 
     Otherwise JAX would ask a local GPU for its compute capability, its cuDNN version and its cores.
     This replaces the two private functions that ask for the capability and the version.  For the
     cores it replaces `jax` in the module of the kernel that asks.  Tested with jax 0.10.2 and
     0.12.0.1.
     """
-    if chip.platform == "tpu" or jax.local_devices()[0].device_kind == chip.kind:
+    if chip.gpu is None or jax.local_devices()[0].device_kind == chip.kind:
         yield
         return
     attention = "jax._src.cudnn.fused_attention_stablehlo"
     answers = dict(check_cudnn_version=lambda: 91500, check_compute_capability=lambda _: True)
     experts = "jax.experimental.pallas.ops.gpu.transposed_ragged_dot_mgpu.jax"
-    hopper = vars(jax) | dict(devices=lambda: [SimpleNamespace(core_count=132)])
-    with mock.patch.multiple(attention, **answers), mock.patch(experts, SimpleNamespace(**hopper)):
+    absent = vars(jax) | dict(devices=lambda: [SimpleNamespace(core_count=chip.gpu.cores)])
+    with mock.patch.multiple(attention, **answers), mock.patch(experts, SimpleNamespace(**absent)):
         yield
 
 
@@ -74,7 +74,7 @@ def trace_step(step_jaxpr: Callable, cfg: Config, chip: Chip) -> Jaxpr:
     train.step_jaxpr, which train.py passes on, because it imports this module."""
     mesh = jax.sharding.use_abstract_mesh(absent_mesh(cfg, chip))
     # The model may print warnings while it is traced; stdout is for the plan.
-    with mesh, redirect_stdout(sys.stderr), assume_hopper(chip):
+    with mesh, redirect_stdout(sys.stderr), assume_gpu(chip):
         return drop_unused(step_jaxpr(cfg))
 
 

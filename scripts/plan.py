@@ -33,7 +33,7 @@ from scripts.chips import GIB, Chip, parse_topology
 @dataclass(frozen=True)
 class Args:
     topology: str = ""
-    """Chips and their shape, such as v5p:4x4x4, v5e:16x16, v6e:4x4, v4:4x4x4, h100:8 or h200:8."""
+    """Chips and their shape, such as v5p:4x4x4, v5e:16x16, v6e:4x4, v4:4x4x4 or h100:8."""
     slices: int = 1
     """How many TPU slices of that topology, or nodes of GPUs; dp is split over them."""
     compile: Flag = False

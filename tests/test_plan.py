@@ -23,6 +23,7 @@ from jax.interpreters import partial_eval
 import checks
 import config
 import grouped
+import layers
 import model
 import optim
 import profiling
@@ -490,7 +491,7 @@ def test_drop_unused_removes_operations_without_effect_here_and_in_loops():
     assert [x.primitive.name for x in loop.params["jaxpr"].jaxpr.eqns] == ["dot_general"]
 
 
-def test_assume_hopper_makes_jax_take_cudnns_kernels_and_leaves_its_module_as_it_was():
+def test_assume_gpu_makes_jax_take_cudnns_kernels_and_leaves_its_module_as_it_was():
     """Fails when the functions of jax._src that it replaces change."""
     asked = [getattr(fused_attention_stablehlo, name) for name in CUDNN_CHECKS]
     assert [list(inspect.signature(f).parameters) for f in asked] == [[], ["capability"]]
@@ -500,11 +501,11 @@ def test_assume_hopper_makes_jax_take_cudnns_kernels_and_leaves_its_module_as_it
         return attend(q_BLHK, q_BLHK, q_BLHK).astype("float32").sum()
 
     q_BLHK = jax.ShapeDtypeStruct((2, 64, 4, 64), "bfloat16")
-    with cost_model.assume_hopper(CHIPS["h200"]):
+    with cost_model.assume_gpu(CHIPS["h200"]):
         jaxpr = jax.make_jaxpr(jax.grad(attention))(q_BLHK).jaxpr
     names = [op.name for op in cost_model.flatten(jaxpr).ops]
     assert [name for name in names if name in cost_model.KERNELS] == [*cost_model.CUDNN_ATTENTION]
-    with cost_model.assume_hopper(CHIP):
+    with cost_model.assume_gpu(CHIP):
         assert [getattr(fused_attention_stablehlo, name) for name in CUDNN_CHECKS] == asked
     assert [getattr(fused_attention_stablehlo, name) for name in CUDNN_CHECKS] == asked
 
@@ -560,12 +561,27 @@ def test_an_impossible_plan_is_two_lines_and_exit_2(args, why):
     assert fix.startswith("  fix: ")
 
 
-@pytest.mark.parametrize("name, memory, cache", [("h100", 79.2, 50), ("h200", 139.8, 60)])
+@pytest.mark.parametrize(
+    "name, memory, cache",
+    [("a100_40gb", 39.42, 40), ("a100", 79.26, 40), ("h100", 79.2, 50), ("h200", 139.8, 60),
+     ("b200", 178.36, 126)],
+)  # fmt: skip
 def test_xla_compiles_for_all_memory_of_a_gpu_and_a_plan_has_what_jax_takes(name, memory, cache):
     target = gpu_target(CHIPS[name])
     sizes = [int(n) for n in re.findall(r"(?:device_memory|l2_cache)_size: (\d+)\n", target)]
     assert sizes == pytest.approx([memory * GIB, cache * 2**20])
     assert CHIPS[name].memory == pytest.approx(0.75 * memory * GIB)
+
+
+@pytest.mark.parametrize("name, capability", [("a100", 8.0), ("h100", 9.0), ("b200", 10.0)])
+def test_a_planned_gpu_has_its_own_compute_capability_and_kernels(name, capability):
+    experts = dict(pattern="moe", d_model=128, n_experts=4, d_expert=128)
+    wide = replace(TINY, model=replace(TINY.model, **experts))
+    cfg = configure((1, 1, 1), wide, seq_len=128)
+    with jax.sharding.use_abstract_mesh(cost_model.absent_mesh(cfg, CHIPS[name])):
+        assert layers.compute_capability() == capability
+    jaxpr = str(trace(cfg, CHIPS[name]))
+    assert ("run_scoped" in jaxpr) == (name == "h100")  # of Pallas
 
 
 @pytest.mark.parametrize("chip", CHIPS.values(), ids=CHIPS)
