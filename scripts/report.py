@@ -70,7 +70,7 @@ def main():
     (train, evals), samples = read_metrics(run), read_rows(run / "samples.jsonl", "step", "text")
     last, skipped = train[-1], sum(None in (row["loss"], row["grad_norm"]) for row in train)
     if n_spikes := sum(row.get("spike", 0) > 0 for row in train):
-        skipped = f"{skipped} not finite and {n_spikes} spikes"
+        skipped = f"{skipped} not finite and {n_spikes} spike(s)"
     rate = statistics.median(row["tokens_per_sec"] for row in train)
     print(f"run directory    {run} (loss.png, metrics.jsonl, checkpoints/)")
     amount = f"{last['step']:,} updates, {last['tokens']:,} tokens"
