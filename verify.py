@@ -113,21 +113,23 @@ class SavedCheckpoints:
         self.open_manager()
 
     def open_manager(self):
-        utils.run_on_lead(self.reject_pipes)
+        utils.run_on_lead(self.reject_files)
         self.manager = ocp.CheckpointManager(self.path, options=self.options())
 
     def options(self) -> ocp.CheckpointManagerOptions:
         return ocp.CheckpointManagerOptions(read_only=True)
 
-    def reject_pipes(self):
-        """Reject a pipe or device in place of a checkpoint or of its metadata.  Orbax would never
-        end: it reads the metadata of all checkpoints when it is opened, and what it replaces."""
+    def reject_files(self):
+        """Reject a file, pipe or device in place of a checkpoint, and a pipe or device in place of
+        its metadata.  Orbax would overwrite the file, and wait for the others for ever: it reads
+        the metadata of all checkpoints when it is opened."""
         for path in [] if is_remote(self.path) else paths_in(self.path, "*"):
-            if not path.is_dir() and not path.name.isdigit():
-                continue
-            file = path / "_CHECKPOINT_METADATA" if path.is_dir() else path
-            if os.path.lexists(file) and not stat.S_ISREG(os.lstat(file).st_mode):
-                self.reject(path.name, f"is damaged: {file.name} is not a regular file")
+            metadata = path / "_CHECKPOINT_METADATA"
+            if not path.is_dir():
+                if path.name.isdigit():
+                    self.reject(path.name, "is damaged: it is not a folder")
+            elif os.path.lexists(metadata) and not stat.S_ISREG(os.lstat(metadata).st_mode):
+                self.reject(path.name, f"is damaged: {metadata.name} is not a regular file")
 
     def reject_step(self, step: int, why: str):
         """Reject a checkpoint that is damaged.  why: a phrase such as "failed verification"."""

@@ -211,11 +211,11 @@ def test_junk_beside_the_checkpoints_is_not_restored(copy, junk):
 
 @pytest.mark.usefixtures("time_limit")
 @pytest.mark.parametrize(
-    "change", ["rename", "copy", "swap", "pipe", "pipe of metadata", "pipe alone"]
+    "change", ["rename", "copy", "swap", "pipe", "pipe of metadata", "pipe alone", "plain file"]
 )
 def test_a_checkpoint_under_another_name_is_damaged(copy, change):
-    """A folder that was renamed, copied or swapped, or that holds a pipe, is moved away; the newest
-    that is left is restored."""
+    """A folder that was renamed, copied or swapped, or that holds a pipe, is moved away, as is what
+    is no folder; the newest that is left is restored."""
     cfg, run, states = copy
     where = run / "checkpoints"
     if change == "rename":
@@ -230,6 +230,9 @@ def test_a_checkpoint_under_another_name_is_damaged(copy, change):
     elif change == "pipe alone":
         shutil.rmtree(where / "20")
         os.mkfifo(where / "20")
+    elif change == "plain file":
+        shutil.rmtree(where / "20")
+        (where / "20").write_text("mine")
     else:
         (where / "20" / "_CHECKPOINT_METADATA").unlink()
         os.mkfifo(where / "20" / "_CHECKPOINT_METADATA")
@@ -240,7 +243,7 @@ def test_a_checkpoint_under_another_name_is_damaged(copy, change):
     step, found = restore(run, cfg)
     assert step == (20 if change == "copy" else 10)
     assert_restored(found, states[step])
-    assert (run / "damaged" / ("20" if "pipe" in change else "60")).exists()
+    assert (run / "damaged" / ("60" if change in ("rename", "copy") else "20")).exists()
 
 
 def test_a_folder_may_have_any_name(saved, tmp_path):

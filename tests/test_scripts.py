@@ -205,7 +205,9 @@ def test_rows_that_are_incomplete_damaged_or_not_finite_are_reported(trained, tm
     assert done.returncode == 0 and "validation loss  not finite" in done.stdout, done.stderr
     spike = whole.replace('"train", "step": 3,', '"train", "step": 3, "spike": 1.0,')
     rows.write_text(re.sub(r'("step": 5, "loss": )[0-9.]+', r"\1null", spike))
-    assert " 1 not finite and 1 spike(s) skipped\n" in run("scripts/report.py", "--run", other).stdout
+    assert (
+        " 1 not finite and 1 spike(s) skipped\n" in run("scripts/report.py", "--run", other).stdout
+    )
     damages = {"\xff\n" + whole: "utf-8", whole + "{}\n": "has no step"}
     damages[whole + '{"step": 1}\n'] = "has no kind"
     # One flipped bit can change a field's name.
