@@ -83,6 +83,7 @@ class Checkpoints(SavedCheckpoints):
     """The checkpoints of a run that trains, saved in the background.  Damaged ones are moved to
     damaged/ when they are to be restored."""
 
+    SAVES = True
     SLOWEST = 3600
     """The longest that a save may take, in seconds; then the run ends with STORAGE."""
 

@@ -238,9 +238,9 @@ class Mixture(Source):
     def __init__(self, cfg: Config, split: str, parts: dict[str, Part]):
         self.parts = {name: open_source(cfg, split, part.path) for name, part in parts.items()}
         self.cfg, sources, L = cfg, [*self.parts.values()], cfg.train.seq_len
-        # The first window of each source, and at last the number of all windows.
-        self.starts = np.cumsum([0, *((source.n_tokens - 1) // L for source in sources)])
-        self.n_tokens = int(self.starts[-1]) * L + 1
+        # Of each source, and at last the number of all windows.
+        self.first_windows = np.cumsum([0, *((source.n_tokens - 1) // L for source in sources)])
+        self.n_tokens = int(self.first_windows[-1]) * L + 1
         self.vocab_size = max(source.vocab_size for source in sources)
         self.end_id = max(source.end_id for source in sources)
         self.tokenizer = next((x.tokenizer for x in sources if x.tokenizer is not None), None)
@@ -259,11 +259,11 @@ class Mixture(Source):
 
     def gather(self, numbers: np.ndarray, readers: list, dtype) -> np.ndarray:
         """Each window as its source's reader returns it; all 1 if that returns None."""
-        sources = np.searchsorted(self.starts, numbers, side="right") - 1
+        sources = np.searchsorted(self.first_windows, numbers, side="right") - 1
         found = np.ones((len(numbers), self.cfg.train.seq_len + 1), dtype)
         for n, read in enumerate(readers):
             if (here := sources == n).any():
-                part = read(numbers[here] - self.starts[n])
+                part = read(numbers[here] - self.first_windows[n])
                 if part is not None:
                     found[here] = part
         return found

@@ -45,9 +45,11 @@ def platform() -> str:
 
 
 def compute_capability() -> float:
-    """The CUDA compute capability of the ambient mesh's GPUs, from scripts/chips.py if they are
-    there, else that of JAX's first device.  An AMD GPU's is no number, and counts as 0."""
-    if chip := chip_of(jax.sharding.get_abstract_mesh().abstract_device.device_kind):
+    """The CUDA compute capability of the ambient mesh's devices: for a GPU of scripts/chips.py the
+    one given there, for others that of JAX's first device.  An AMD GPU's is no number, and counts
+    as 0, as other devices do."""
+    chip = chip_of(jax.sharding.get_abstract_mesh().abstract_device.device_kind)
+    if chip and chip.gpu:
         return chip.gpu.capability
     found = str(getattr(jax.devices()[0], "compute_capability", ""))
     return float(found) if re.fullmatch(r"\d+\.\d+", found) else 0.0
@@ -456,7 +458,7 @@ def hidden_units(gate, up, activation: str):
             return jax.nn.relu(up) ** 2
         case "gelu_tanh":
             return jax.nn.gelu(up, approximate=True)
-        case _:
+        case "gelu":
             return exact_gelu(up)
 
 

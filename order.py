@@ -64,8 +64,9 @@ class Pattern:
         parts = [weights.get(name, Fraction(0)) for name in names]
         scale = math.lcm(*(part.denominator for part in parts))
         whole = [int(part * scale) for part in parts]
-        self.weights = np.array(whole) // math.gcd(*whole)
-        self.period = sum(whole) // math.gcd(*whole)  # as Python ints, which do not overflow
+        divisor = math.gcd(*whole)
+        self.weights = np.array([x // divisor for x in whole])
+        self.period = sum(whole) // divisor  # of Python ints, which do not overflow
         if self.period > LONGEST_PERIOD:
             given = ",".join(f"{name}={float(weights[name])}" for name in weights)
             repeat = f"repeat after {self.period:,} rows, above {LONGEST_PERIOD:,}"

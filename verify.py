@@ -100,6 +100,7 @@ class SavedCheckpoints:
     """
 
     FORMAT = 2
+    SAVES = False
 
     def __init__(self, run: epath.Path, settings=None, accept=()):
         """run: the run directory.  settings: {name: value}, compared with a restored checkpoint's
@@ -120,16 +121,18 @@ class SavedCheckpoints:
         return ocp.CheckpointManagerOptions(read_only=True)
 
     def reject_files(self):
-        """Reject a file, pipe or device in place of a checkpoint, and a pipe or device in place of
-        its metadata.  Orbax would overwrite the file, and wait for the others for ever: it reads
-        the metadata of all checkpoints when it is opened."""
+        """Reject a pipe or device in place of a checkpoint or of its metadata: orbax reads the
+        metadata of all checkpoints when it is opened, and would never end.  If this object saves,
+        also a file in place of a checkpoint, which orbax would overwrite."""
         for path in [] if is_remote(self.path) else paths_in(self.path, "*"):
-            metadata = path / "_CHECKPOINT_METADATA"
-            if not path.is_dir():
-                if path.name.isdigit():
-                    self.reject(path.name, "is damaged: it is not a folder")
-            elif os.path.lexists(metadata) and not stat.S_ISREG(os.lstat(metadata).st_mode):
-                self.reject(path.name, f"is damaged: {metadata.name} is not a regular file")
+            is_folder = path.is_dir()
+            file = path / "_CHECKPOINT_METADATA" if is_folder else path
+            if not (is_folder or path.name.isdigit()) or not os.path.lexists(file):
+                continue
+            if not stat.S_ISREG(os.lstat(file).st_mode):
+                self.reject(path.name, f"is damaged: {file.name} is not a regular file")
+            elif self.SAVES and not is_folder:
+                self.reject(path.name, "is damaged: it is a file")
 
     def reject_step(self, step: int, why: str):
         """Reject a checkpoint that is damaged.  why: a phrase such as "failed verification"."""

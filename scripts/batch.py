@@ -164,15 +164,16 @@ class Row(NamedTuple):
 
 
 def score_rows(params, tokens_BL, targets_BL, cfg: config.Config) -> np.ndarray:
-    """nll_BL, a part of the rows at a time."""
+    """nll_BL, in N batches of the eval step."""
     t, sharding, found = cfg.train, utils.shardings(token_spec()), []
     padding = (0, -len(tokens_BL) % t.batch_size), (0, 0)
-    tokens = np.pad(tokens_BL, padding).reshape(-1, t.batch_size, t.seq_len)
-    targets = np.pad(targets_BL, padding, constant_values=-1).reshape(tokens.shape)
-    for pair in zip(tokens, targets, strict=True):
-        batch = [x.reshape(t.grad_accum, t.microbatches, -1, t.seq_len) for x in pair]
-        nll = train.eval_step(params, *jax.device_put(batch, sharding), cfg)[2]
-        found.append(np.asarray(nll).reshape(-1, t.seq_len))
+    n_rows = t.batch_size // (t.grad_accum * t.microbatches)
+    shape = -1, t.grad_accum, t.microbatches, n_rows, t.seq_len
+    tokens_NAMBL = np.pad(tokens_BL, padding).reshape(shape)
+    targets_NAMBL = np.pad(targets_BL, padding, constant_values=-1).reshape(shape)
+    for batch in zip(tokens_NAMBL, targets_NAMBL, strict=True):
+        nll_AMBL = train.eval_step(params, *jax.device_put(batch, sharding), cfg)[2]
+        found.append(np.asarray(nll_AMBL).reshape(-1, t.seq_len))
     return np.concatenate(found)[: len(tokens_BL)]
 
 

@@ -80,10 +80,11 @@ B200 = Gpu(10.0, cores=148, lanes=128, shared=228 * KIB, cache=126 * MIB, memory
 # Memory: for TPUs, what XLA's out-of-memory message calls usable; for GPUs, JAX's share of what
 # CUDA reports.  Rates: Google Cloud's TPU pages, the "TPU specs" table of the JAX scaling book
 # (Austin et al. 2025, chapter 2), and NVIDIA's data sheets of the A100 SXM4, H100 SXM, H200 and
-# B200; what XLA has to know of a GPU, from its own descriptions of them.  Between slices: the NICs
-# of a host on the TPU pages, divided by its chips; those pages have no NICs of a v4 host, so there
-# the 81 Tbit/s that PaLM's 6,144 chips reached (Chowdhery et al. 2022, section 4); for GPUs, the
-# 200 (A100) or 400 Gbit/s per GPU of a DGX.
+# B200.  What XLA has to know of a GPU, and the rate of a B200's memory: XLA's descriptions of GPUs
+# (xla/backends/gpu/target_config/specs).  Between slices: the NICs of a host on the TPU pages,
+# divided by its chips; those pages have no NICs of a v4 host, so there the 81 Tbit/s that PaLM's
+# 6,144 chips reached (Chowdhery et al. 2022, section 4); for GPUs, the 200 (A100) or 400 Gbit/s per
+# GPU of a DGX.
 CHIPS = {
     "v4": Chip("TPU v4", 30.75 * GIB, 1.23e12, 0.9e11, 1.6e9, 1.05e9),
     "v5e": Chip("TPU v5e", 15.75 * GIB, 0.81e12, 0.9e11, 3.1e9, 1.5e9),

@@ -119,7 +119,7 @@ def step_svg(step_jaxpr: Callable, cfg: Config, device_kind: str) -> str:
     chip = chip_of(device_kind)
     if device_kind == "cpu" and cfg.train.attention == "auto":  # the trace is for an accelerator
         cfg = replace(cfg, train=replace(cfg.train, attention="xla"))
-    traced_for = chip or CHIPS["h200" if device_kind.startswith("NVIDIA") else "v5p"]
+    traced_for = chip or CHIPS["a100" if device_kind.startswith("NVIDIA") else "v5p"]
     jaxpr = trace_step(step_jaxpr, cfg, traced_for)
     _, boxes = boxes_in(jaxpr, cfg, traced_for)
 

@@ -246,6 +246,14 @@ def test_a_checkpoint_under_another_name_is_damaged(copy, change):
     assert (run / "damaged" / ("60" if change in ("rename", "copy") else "20")).exists()
 
 
+def test_a_file_beside_checkpoints_does_not_keep_a_run_from_being_read(copy):
+    cfg, run, states = copy
+    (run / "checkpoints" / "30").write_text("mine")
+    params = runstate.load_params(run, cfg)
+    jax.tree.map(np.testing.assert_array_equal, params, states[20].params)
+    assert (run / "checkpoints" / "30").read_text() == "mine"
+
+
 def test_a_folder_may_have_any_name(saved, tmp_path):
     cfg, _, states = saved
     run = epath.Path(tmp_path / "é #%20?x")

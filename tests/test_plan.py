@@ -549,6 +549,7 @@ REFUSED = [
     (["--topology", "v5e:8", "--slices", 0], "slices=0 must be at least 1"),
     (["--topology", "v5e:1", "--slices", 10**5], "= 1*100000*1 = 100000 must divide"),
     (["--topology", "v5e:1", "--search", "--compile"], "--search only estimates, but --compile"),
+    (["--topology", "v5e:1", "--train.attention", "cudnn"], "runs on gpu, and this is tpu"),
     (["--topology", "h200:16"], "topology=h200:16 has 16 devices, but a node has at most 8"),
 ]
 
