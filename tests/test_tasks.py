@@ -94,7 +94,9 @@ def test_losses_of_choices_are_the_same_on_every_mesh(folder):
         nll = [train.score_rows(params, *tasks.batch(i), cfg)[0] for i in range(tasks.n_batches)]
         found[mesh] = np.concatenate(nll), train.score_tasks(params, tasks, cfg)
     (want, scores), *others = found.values()
-    assert len(others) >= 6 and 0 < scores["core/functions/accuracy"] < 1
+    # The questions, and so the scores, differ between versions of Python.
+    accuracies = [scores[f"core/{name}/accuracy"] for name in ("functions", "wrapping")]
+    assert len(others) >= 6 and max(accuracies) > 0 and min(accuracies) < 1
     for nll, other in others:
         np.testing.assert_allclose(nll, want, rtol=1e-5)
         assert other == scores
