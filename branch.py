@@ -127,7 +127,7 @@ def forget_parent(run: epath.Path):
 
 def refuse_other_parent(run: epath.Path, cfg: Config):
     """Raises UserError CHECKPOINT if a run that has a checkpoint did not start from
-    run.start_from, or not with what run.start_with says."""
+    run.start_from, or did so with another run.start_with."""
     if not cfg.run.start_from:
         return
     (path, step), parent = read_name(cfg.run.start_from), read_record(run).get("parent", {})

@@ -357,8 +357,8 @@ def hide_late_errors(unraisable):
         sys.__unraisablehook__(unraisable)
 
 
-# What error messages contain after another process of the run is lost: those of collectives, and
-# those of everything else too.
+# What error messages contain after another process of the run is lost: the first those of
+# collectives, the second those of any operation.
 LOST_IN_COLLECTIVE = r"Gloo|[Cc]onnection closed by peer"
 LOST_PEER = rf"{LOST_IN_COLLECTIVE}|coordination service|heartbeat|[Bb]arrier|UNAVAILABLE"
 

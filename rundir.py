@@ -352,8 +352,9 @@ def record_start(path: epath.Path, cfg: Config, source, step: int):
 
 
 def record_end(path: epath.Path, end: str):
-    """Record in history.jsonl why the run of this process ends, if it has trained."""
-    with only_warn(f"{path / 'history.jsonl'} was not written"):  # not to hide why the run ends
+    """Record in history.jsonl why the run of this process ends, if it has trained.  If that fails
+    it only warns, because an error would hide why."""
+    with only_warn(f"{path / 'history.jsonl'} was not written"):
         history = read_history(path)
         if history and history[-1].get("id") == START and "end" not in history[-1]:
             history[-1]["end"] = end

@@ -163,7 +163,7 @@ def items_of_parent(parent: Parent, abstract: dict, source, cfg: Config) -> set[
 
 
 def add_items(found: dict, step: int, abstract: dict, cfg: Config) -> dict:
-    """The items of a new state after `step` updates, but those in `found` as they are there."""
+    """The items of a new state after `step` updates, with those of `found` in place of its own."""
 
     def fill(found):
         state = state_from_params(found["params"], cfg)

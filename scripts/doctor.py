@@ -70,7 +70,7 @@ import runstate
 import utils
 from boards import has_wandb_key
 from connect import name_ids
-from dataset import Dataset, check_tokenizers, parts_of
+from dataset import Dataset, TokenFiles, check_tokenizers, parts_of
 from errors import USAGE, UserError, describe
 from parsers import read_sets
 from scripts.chips import GIB, chip_of
@@ -203,8 +203,8 @@ def data(cfg: Config, found: dict):
                 source = sources[label] = Dataset(cfg, split, name).source
             for part in parts_of(source).values():
                 # The last window of each shard, of at most 64 shards; reading verifies them.
-                ends = np.array(getattr(part, "starts", [0, part.n_tokens])[1:])
-                numbers = np.unique(np.maximum(ends - 2, 0) // cfg.train.seq_len)
+                ends = part.starts[1:] if isinstance(part, TokenFiles) else [part.n_tokens]
+                numbers = np.unique(np.maximum(np.array(ends) - 2, 0) // cfg.train.seq_len)
                 part.windows(numbers[:: 1 + len(numbers) // 64])
             yield Row(OK, f"{label}: {source}")
         except UserError as e:

@@ -102,6 +102,7 @@ def test_an_activation_has_its_formulas_value_and_gradient(name, on, monkeypatch
     gate_slope = (formula(gate + h, up) - formula(gate - h, up)) / (2 * h)
     up_slope = (formula(gate, up + h) - formula(gate, up - h)) / (2 * h)
     want = formula(gate, up), grad * gate_slope, grad * up_slope
+    # 1 + tanh loses digits of float32 near 0, and up multiplies what is lost by up to 13.
     for x, y in zip(run(*map(jnp.float32, (gate, up, grad))), want, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-3)
 
