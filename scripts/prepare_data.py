@@ -251,14 +251,16 @@ def choose_val_below(pieces: list[Piece], options: Options, val_fraction: float)
     """
     val_below = round(val_fraction * 2**64)  # hashes are uniform below 2**64
     low, high = 2**64, -1  # the smallest and the largest split_hash read so far
-    why = ""  # the reason for the first skipped row
+    why, n_skipped = "", 0  # the reason for the first skipped row
     for found in chain.from_iterable(readers.read_documents(piece, options) for piece in pieces):
         if isinstance(found, Document):
             low, high = min(low, found.split_hash), max(high, found.split_hash)
             if low < val_below <= high:
                 return val_below
         else:
-            why = why or found.why
+            why, n_skipped = why or found.why, n_skipped + 1
+            if n_skipped == 100_000 and low > high:  # of a large corpus the rest can take hours
+                say(f"the first {n_skipped:,} rows are no documents, the first because {why}")
     if low > high:
         n_files = len({piece.source for piece in pieces})
         what = f"no documents in {n_files} file(s): {why or 'no rows'}"

@@ -481,7 +481,10 @@ def parts_of(value, options: Options) -> list[tuple[str, bool]]:
         x = as_text(value.get(name))
         fields.append(x)
         if not isinstance(x, str if name == options.prompt_field else (str, list)):
-            what = "is missing" if x is None else f"is of type {type(x).__name__}, not text"
+            what = f"is of type {type(x).__name__}, not text"
+            if x is None:
+                others = [] if name in value else [*value]
+                what = "is missing" + (f": there are {str(others)[1:-1]}" if others else "")
             raise ValueError(f"field {name!r} {what}")
     text, *prompts = fields
     if isinstance(text, str):

@@ -968,6 +968,13 @@ def test_an_empty_split_is_an_error_without_a_manifest(texts, tmp_path, monkeypa
     assert error.value.code == DATA and not [*tmp_path.rglob("manifest.json")]
 
 
+def test_a_wrong_field_of_a_large_corpus_is_said_before_it_is_all_read(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"body": "a"}\n' * 100_001)
+    done = run(SCRIPT, "--input", tmp_path / "a.jsonl", "--out", tmp_path / "out")
+    assert done.returncode == DATA and "fix: give other files, or name the right" in done.stderr
+    assert re.search("first 100,000 rows are no documents.* there are 'body'", done.stdout)
+
+
 def test_files_of_another_origin_are_not_overwritten(tmp_path):
     (tmp_path / "a.txt").write_text("one\ntwo\n" * 50)
     (tmp_path / "out" / "train").mkdir(parents=True)
@@ -1101,7 +1108,7 @@ def test_one_row_alone_is_an_error(tmp_path):
     assert done.returncode == DATA and "only one document" in done.stderr
     assert "skipped: field 'text' is of type int, not text" in done.stderr
     other = run(SCRIPT, "--input", path, "--field", "x", "--out", tmp_path / "other")
-    assert other.returncode == DATA and "'x' is missing" in other.stderr
+    assert other.returncode == DATA and "'x' is missing: there are 'text'" in other.stderr
     assert not (tmp_path / "other").exists()
 
 
