@@ -119,8 +119,13 @@ def test_attention_in_blocks_is_the_plain_one(unrolled, shape, fields, monkeypat
     window = fields.get("window", 0)
     span = attention.Span(index_BL, index_BL, document_BL, document_BL, window=window)
     sinks = [jnp.linspace(-2.0, 2.0, shape[2])] if fields.get("sinks") else []
-    got = value_and_gradients(attention.xla_attention, q, k, v, g, span, cfg, *sinks)
-    want = value_and_gradients(attention.decoding_attention, q, k, v, g, span, cfg, *sinks)
+
+    @partial(jax.jit, static_argnums=0)  # compiled once instead of for each operation
+    def results(kernel, q, k, v, g, *sinks):
+        return value_and_gradients(kernel, q, k, v, g, span, cfg, *sinks)
+
+    got = results(attention.xla_attention, q, k, v, g, *sinks)
+    want = results(attention.decoding_attention, q, k, v, g, *sinks)
     for x, y in zip(got, want, strict=True):
         assert x.dtype == y.dtype == dtype
         x, y = np.asarray(x, np.float32), np.asarray(y, np.float32)
@@ -205,7 +210,7 @@ def test_splash_attention_is_the_plain_one(fields):
             y_BLHW = kernel(q, k, v, span, cfg, K, **kwargs)
             return (y_BLHW * jnp.cos(jnp.arange(W))).sum(), y_BLHW
 
-        return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
 
     got = results(attention.splash_attention, interpret=True)
     want = results(attention.decoding_attention)
@@ -306,6 +311,7 @@ def check_attention(cfg):
     check_cached_logits(cfg, (2, 2, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", attention.ATTENTION)
 def test_every_attention_of_the_table_is_the_same_on_a_mesh_and_from_its_cache(name):
     m = MOE.model

@@ -234,8 +234,12 @@ def test_a_pair_of_no_expert_is_one_of_an_expert_of_zeros(monkeypatch, form):
             w = {name: x[:n_experts] for name, x in w.items()}
             return experts.run_experts(x_QD, gate_U, jnp.asarray(expert_U), w, cfg)
 
-        y, backward = jax.vjp(lambda x: y_QD(**x), as_arrays(inputs))
-        (grads,) = backward(as_arrays(grad_QD))
+        @jax.jit
+        def y_and_gradients(inputs, grad_QD):
+            y, backward = jax.vjp(lambda x: y_QD(**x), inputs)
+            return y, *backward(grad_QD)
+
+        y, grads = y_and_gradients(as_arrays(inputs), as_arrays(grad_QD))
         grads |= {name: grads[name][:E] for name in ("in_EDCF", "out_EFD")}
         return y, grads
 
@@ -282,6 +286,7 @@ def test_balance_is_one_when_even_and_the_number_of_experts_over_active_at_worst
     eye_BLE = jnp.eye(4)[None]
 
     def sums(score_BLE, expert_BLX):
+        @jax.jit
         @jax.shard_map(in_specs=(P("dp", "tp"), P("dp", "tp")), out_specs=P())
         def total(score_BLE, expert_BLX):
             return lax.psum(experts.routing_stats(score_BLE, expert_BLX), layers.STAGE)
