@@ -453,7 +453,7 @@ def run_all(tasks: list[Task], args: Args, n_workers: int) -> list[dict]:
             if args.strict and facts["n_skipped"]:
                 first = next(skipped_rows(tasks, all_facts))
                 what = f"{first['file']} row {first['row']}: {first['why']}"
-                write_whole(folder / "refused", what)
+                write_whole(folder / "refused", "")
                 raise UserError(DATA, what, "correct it, or leave out --strict to skip it")
     return all_facts
 

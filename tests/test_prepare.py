@@ -291,6 +291,14 @@ def test_what_strict_refused_is_not_in_the_way_once_it_is_corrected(tmp_path, n_
     assert contents(out) == contents(tmp_path / "fresh")
 
 
+def test_strict_refuses_a_row_of_a_file_whose_name_is_not_utf8(tmp_path):
+    path = tmp_path / os.fsdecode(b"\xff.jsonl")
+    path.write_text('{"text": "a"}\n{"text": "b"}\n{}\n')
+    flags = ["--input", path, "--strict", "--tokenizer", "byte", "--out", tmp_path / "out"]
+    done = run(SCRIPT, *flags)
+    assert done.returncode == DATA and "row 3: field 'text' is missing" in done.stderr, done.stderr
+
+
 def test_an_out_that_looks_like_a_pattern_matches_no_other_folder(tmp_path):
     path, theirs = tmp_path / "a.jsonl", tmp_path / "x1" / "train" / "shard_00000.npy"
     theirs.parent.mkdir(parents=True)
