@@ -270,16 +270,27 @@ MESSAGE = ("role", "content")
 """The fields of a chat's message that are read."""
 
 
+# {type of text: that of bytes with the same layout}
+BYTES_TYPES = {
+    pa.string(): pa.binary(),
+    pa.large_string(): pa.large_binary(),
+    pa.string_view(): pa.binary_view(),
+}
+
+
 def bytes_type(t: pa.DataType) -> pa.DataType:
-    """The type, with bytes in place of text, also within lists and structs.  Of a struct only the
-    fields of a message are left: others, such as times in nanoseconds, may have no Python value."""
+    """The type, with bytes in place of text, also within lists, structs and dictionaries.  Of a
+    struct only the fields of a message are left: others, such as times in nanoseconds, may have no
+    Python value."""
     if pa.types.is_struct(t):
         return pa.struct([x.with_type(bytes_type(x.type)) for x in t if x.name in MESSAGE])
     if pa.types.is_list(t):
         return pa.list_(bytes_type(t.value_type))
     if pa.types.is_large_list(t):
         return pa.large_list(bytes_type(t.value_type))
-    return {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}.get(t, t)
+    if pa.types.is_dictionary(t):
+        return pa.dictionary(t.index_type, bytes_type(t.value_type))
+    return BYTES_TYPES.get(t, t)
 
 
 def rows_of(batch, options: Options) -> Iterator[dict]:

@@ -1044,8 +1044,13 @@ def test_a_column_with_a_dot_in_its_name_has_a_size(tmp_path):
     assert sizes[0] == sizes[1] > 1000
 
 
-def test_text_that_is_not_utf8_in_a_table_is_one_bad_row(tmp_path):
-    column = pa.array([b"good", b"\xff\xfe", b"fine"], pa.binary()).view(pa.string())
+@pytest.mark.parametrize("how", [
+    lambda column: column,
+    lambda column: column.dictionary_encode(),  # as Pandas writes categories
+    lambda column: column.cast(pa.string_view()),
+])  # fmt: skip
+def test_text_that_is_not_utf8_in_a_table_is_one_bad_row(tmp_path, how):
+    column = how(pa.array([b"good", b"\xff\xfe", b"fine"], pa.binary()).view(pa.string()))
     parquet.write_table(pa.table(dict(text=column)), tmp_path / "a.parquet")
     prepare("--input", tmp_path / "a.parquet", "--tokenizer", "byte", "--out", tmp_path / "out")
     assert sorted(all_documents(tmp_path / "out")) == ["fine", "good"]
