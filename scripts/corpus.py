@@ -86,15 +86,16 @@ def drop_descriptions(files: list[File]) -> list[File]:
     """The files, without those that only describe .arrow files in the same folder, or in folders
     for each split, and without what `datasets` puts beside a data set: its locks, and the results
     of map(), shuffle() and the like."""
-    is_result = re.compile(r"(.*/)?cache-[0-9a-f]{16}[^/]*\.arrow").fullmatch
-    is_lock = re.compile(r"(.*/)?(_[^/]*|[^/]*_builder)\.lock").fullmatch
-    files = [x for x in files if not is_result(x.source)] or files  # or they alone are named
+    is_result = re.compile(r"cache-[0-9a-f]{16}.*\.arrow").fullmatch
+    is_lock = re.compile(r"_.*\.lock|.*_builder\.lock").fullmatch
+    found = [x for x in files if not is_result(os.path.basename(x.source))]
+    files = found or files  # or they alone are named
     folders = {os.path.dirname(x.source) for x in files if x.source.endswith(".arrow")}
     lists = {os.path.join(os.path.dirname(folder), "dataset_dict.json") for folder in folders}
 
     def is_description(source: str) -> bool:
         is_beside = os.path.dirname(source) in folders and not source.endswith(".arrow")
-        return is_beside or source in lists or bool(folders and is_lock(source))
+        return is_beside or source in lists or bool(folders and is_lock(os.path.basename(source)))
 
     return [x for x in files if not is_description(x.source)]
 

@@ -723,6 +723,7 @@ def test_files_of_a_bucket_that_describe_arrow_files_are_no_text():
 
 def test_what_datasets_puts_beside_a_data_set_is_not_read(tmp_path):
     """As after load_dataset("json", ..), map() and shuffle(): their results are no other data."""
+    tmp_path = tmp_path / "a\nb"  # a name may have any character
     hidden = "json/0.0.0/cache-5e1dc27ab7fe2d54"
     names = ["json/0.0.0/json-train.arrow", f"{hidden}.arrow", f"{hidden}_00000_of_00002.arrow"]
     for name in [*names, "_cache_json.lock", "json/0.0.0_builder.lock", "json/0.0.0/info.json"]:
