@@ -385,9 +385,10 @@ def read_dataset(dataset, piece: Piece, options: Options) -> Iterator[dict]:
 
 
 def parse_json(line: bytes):
+    line = line.removeprefix(codecs.BOM_UTF8)  # of a compressed file
     if not line.strip():
         return None
-    row = json.loads(line.decode("utf-8-sig"))
+    row = json.loads(line.decode())
     if not isinstance(row, dict):  # of a string, parts_of would take all as the text
         raise ValueError(f"{'null' if row is None else type(row).__name__} in place of an object")
     return row

@@ -1,6 +1,7 @@
 """scripts/prepare_data.py: every format, bad rows, splits, masks, digests, and the same bytes
 whatever runs the tasks and however often it is killed."""
 
+import codecs
 import gzip
 import hashlib
 import io
@@ -153,6 +154,18 @@ def test_a_byte_order_mark_is_no_text(tmp_path, flags):
     prepare("--input", tmp_path / "one.txt", "--tokenizer", "byte", "--out", out, *flags)
     found = "".join(sorted(all_documents(out)))
     assert found == "".join(lines if not flags else map(str.strip, lines))
+
+
+@pytest.mark.parametrize("kind", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
+def test_a_blank_line_behind_a_byte_order_mark_is_no_bad_row(tmp_path, kind):
+    pack = dict(gz=gzip.compress, zst=zstandard.compress, jsonl=bytes)[kind.rpartition(".")[2]]
+    path = tmp_path / f"a{kind}"
+    path.write_bytes(pack(codecs.BOM_UTF8 + b'\n{"text": "a"}\n'))
+    (file,) = corpus.find_input(str(path), "")
+    options = readers.Options()
+    (piece,) = readers.cut_file(file, options)
+    blank, row = readers.read_documents(piece, options)
+    assert blank == readers.Skipped(1, "") and row.parts == [("a", True)]
 
 
 @pytest.mark.slow
