@@ -161,10 +161,11 @@ class TokenFiles(Source):
         L = self.cfg.train.seq_len
         for n, file in [*enumerate(self.shards), *enumerate(self.masks)]:
             if file and file.path == block.path:
-                places = ((at - file.offset) // file.itemsize for at in (block.start, block.stop))
-                start, stop = (self.starts[n] + max(0, place) for place in places)
+                ends = block.start, block.stop - 1  # a token may go on in the next page
+                places = ((at - file.offset) // file.itemsize for at in ends)
+                first, last = (self.starts[n] + max(0, place) for place in places)
                 # Window w has tokens w * L to w * L + L.
-                return range(max(0, (start - 1) // L), (stop - 1) // L + 1)
+                return range(max(0, (first - 1) // L), last // L + 1)
         return range(0)
 
     def check_tokens(self, piece: np.ndarray, n: int, first: int):

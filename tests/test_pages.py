@@ -17,7 +17,7 @@ import pages
 import train
 from dataset import Dataset
 from errors import DATA, UserError, first_ten
-from pages import DiskCache, PageReader
+from pages import Block, DiskCache, PageReader
 from shards import PAGE, find_shards, page_digest, page_digests
 
 L = 16  # of the tiny preset
@@ -121,6 +121,17 @@ def test_a_damaged_page_is_named_with_the_updates_that_it_feeds(base, folder):
     assert f"shard '{path}': page 2 (bytes {start} to {stop}) is not what its" in str(error)
     feeds = ", ".join(map(str, hit[:10]))
     assert f"it feeds updates {feeds} and {len(hit) - 10} more" in str(error)
+
+
+def test_a_token_that_two_pages_share_is_of_both(cfg, folder):
+    """Headers of other programs may have an odd length."""
+    write_set(folder, [60_000])
+    source = Dataset(on_mesh(cfg, data=dict(train=str(folder))), "train").source
+    source.shards = [replace(source.shards[0], offset=127)]
+    path, token = source.shards[0].path, (PAGE - 127) // 2
+    assert token % L == 0  # so window token // L is the first that has it, besides the one before
+    first, second = (source.windows_of(Block(path, at, at + PAGE)) for at in (0, PAGE))
+    assert first[-1] == token // L and second[0] == token // L - 1
 
 
 @pytest.mark.parametrize("name, page, first, last", [
