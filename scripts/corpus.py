@@ -100,8 +100,9 @@ def drop_descriptions(files: list[File]) -> list[File]:
     return [x for x in files if not is_description(x.source)]
 
 
-def find_input(pattern: str, suffix: str) -> list[File]:
-    """The files of one --input: a file, a folder, a pattern, or a data set of hf://.
+def find_input(pattern: str, suffix: str, out: str = "") -> list[File]:
+    """The files of one --input: a file, a folder, a pattern, or a data set of hf://.  Those in the
+    folder `out`, a real_path, are what an earlier command has written, and are left out.
 
     Raises UserError DATA if there are none.
     """
@@ -111,6 +112,8 @@ def find_input(pattern: str, suffix: str) -> list[File]:
         found = (find_remote if is_remote(pattern) else find_local)(pattern, suffix)
     except FileNotFoundError:  # there is no such bucket
         found = []
+    if out:
+        found = [x for x in found if not real_path(x.source).startswith(f"{out}/")]
     if not found:
         exists = os.path.exists(pattern) or is_remote(pattern)
         ending = f" ending in {suffix!r}" if suffix else ""

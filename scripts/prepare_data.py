@@ -143,10 +143,9 @@ def find_corpus(args: Args) -> list[File]:
     """All files, or the documents of --pydocs.  Raises UserError DATA if there are none."""
     if not (args.stdlib or args.pydocs):
         files, out = {}, real_path(args.out)
-        for file in chain.from_iterable(find_input(x, args.suffix) for x in args.input):
-            path = real_path(file.source)
-            if not path.startswith(f"{out}/"):  # what an earlier command has written
-                files.setdefault(path, file)  # once, also where links or several --input lead to it
+        for file in chain.from_iterable(find_input(x, args.suffix, out) for x in args.input):
+            # Once, also where links or several --input lead to it.
+            files.setdefault(real_path(file.source), file)
         return list(files.values())
     found = find_files(Path(sysconfig.get_paths()["stdlib"]), ".py", NOT_STDLIB)
     if args.pydocs:

@@ -747,6 +747,17 @@ def test_what_datasets_puts_beside_a_data_set_is_not_read(tmp_path):
     assert [file.source for file in named] == [f"{tmp_path}/{name}" for name in names[1:]]
 
 
+def test_results_that_are_alone_but_for_the_out_are_read(tmp_path):
+    cache, out = tmp_path / "cache-5e1dc27ab7fe2d54.arrow", tmp_path / "out"
+    table = pa.table(dict(text=text_rows()))
+    with ipc.new_stream(str(cache), table.schema) as writer:
+        writer.write_table(table)
+    request = ["--input", tmp_path, "--tokenizer", "byte", "--out", out]
+    prepare(*request)
+    assert sorted(all_documents(out)) == sorted(text_rows())
+    assert "is up to date" in run(SCRIPT, *request).stdout
+
+
 def test_a_file_of_a_bucket_may_be_named_like_a_pattern():
     fsspec.filesystem("memory").pipe("/named/a[1].jsonl", b"x")
     (file,) = corpus.find_input("memory://named/a[1].jsonl", "")
