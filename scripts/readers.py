@@ -430,12 +430,16 @@ FIX_UTF8 += or_list(COMPRESSED)
 
 # What the readers raise for a damaged file.  zlib.error and ZstdError derive from Exception only.
 READ_ERRORS = (ValueError, NotImplementedError, EOFError, RecursionError, OSError)
-READ_ERRORS += (zlib.error, zstandard.ZstdError)
+READ_ERRORS += (zlib.error, zstandard.ZstdError, MemoryError)
 
 
 def describe_damage(e: Exception, source: str | bytes) -> str:
     """What is wrong with a file, in one line.  An error of the storage rather than of the file (it
-    has an errno, or the file is in a bucket) is raised again."""
+    has an errno, or the file is in a bucket) is raised again.  Raises UserError DATA where memory
+    did not suffice, because the file may be sound."""
+    if isinstance(e, MemoryError):
+        fix = "copy the file again if it is damaged, or take a machine with more memory"
+        raise UserError(DATA, f"{source} cannot be read: {e or 'no memory'}", fix)
     is_storage = isinstance(e, OSError) and not isinstance(e, gzip.BadGzipFile)
     if is_storage and (e.errno or is_remote(source)):
         raise e

@@ -982,6 +982,17 @@ def test_a_damaged_file_is_no_traceback(tmp_path, kind, how):
         assert str(path) in {row["file"] for row in skipped_of(out)}
 
 
+def test_a_length_beyond_all_memory_is_two_lines(tmp_path):
+    """Damage may make one; where memory is short for another reason, the file is sound."""
+    path = write_corpus(tmp_path, ".arrow", text_rows())
+    data = path.read_bytes()
+    _, rows, *_ = ipc.MessageReader.open_stream(data)
+    path.write_bytes(data.replace(rows.body.size.to_bytes(8, "little"), bytes(7) + b"\x10", 1))
+    done = run(SCRIPT, "--input", path, "--tokenizer", "byte", "--out", tmp_path / "out")
+    assert done.returncode == DATA and f"error: {path} cannot be read: " in done.stderr, done.stderr
+    assert done.stderr.count("\n") == 2
+
+
 def test_a_damaged_row_group_ends_no_other(tmp_path):
     rows, out = text_rows(), tmp_path / "out"
     path = write_corpus(tmp_path, ".parquet", rows)
