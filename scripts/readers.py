@@ -428,9 +428,9 @@ TABLES = tuple(kind for kind in FORMATS if kind[0] == ".")
 FIX_UTF8 = "give text in UTF-8; compressed files are read only if they end in "
 FIX_UTF8 += or_list(COMPRESSED)
 
-# What the readers raise for a damaged file.  zlib.error and ZstdError derive from Exception only.
-READ_ERRORS = (ValueError, NotImplementedError, EOFError, RecursionError, OSError)
-READ_ERRORS += (zlib.error, zstandard.ZstdError, MemoryError)
+# What the readers raise for a damaged file.  The last three derive from Exception only.
+READ_ERRORS = (ValueError, EOFError, RecursionError, MemoryError, OSError)
+READ_ERRORS += (pa.ArrowException, zlib.error, zstandard.ZstdError)
 
 
 def describe_damage(e: Exception, source: str | bytes) -> str:

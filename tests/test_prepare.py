@@ -993,6 +993,20 @@ def test_a_length_beyond_all_memory_is_two_lines(tmp_path):
     assert done.stderr.count("\n") == 2
 
 
+def test_an_arrow_file_without_its_dictionary_is_damaged(tmp_path):
+    column, path = pa.array(text_rows()).dictionary_encode(), tmp_path / "a.arrow"
+    table = pa.table(dict(text=column, other=column))
+    with ipc.new_stream(str(path), table.schema) as writer:
+        writer.write_table(table)
+    schema, first, _, rows, *_ = ipc.MessageReader.open_stream(path.read_bytes())
+    parts = [part.serialize().to_pybytes() for part in (schema, first, first, rows)]
+    path.write_bytes(b"".join(parts))
+    (file,) = corpus.find_input(str(path), "")
+    (piece,) = readers.cut_file(file, readers.Options())
+    (skipped,) = readers.read_documents(piece, readers.Options())
+    assert skipped.why == "cannot be read on from here: Dictionary with id 1 not found"
+
+
 def test_a_damaged_row_group_ends_no_other(tmp_path):
     rows, out = text_rows(), tmp_path / "out"
     path = write_corpus(tmp_path, ".parquet", rows)
