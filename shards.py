@@ -4,9 +4,11 @@ scripts/prepare_data.py makes them from text.  Another file format is one entry 
 """
 
 import hashlib
+import io
 import json
 import os
 import re
+import threading
 import tokenize
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -138,6 +140,11 @@ NPY_ERRORS = (ValueError, OSError, SyntaxError, TypeError, IndexError, MemoryErr
 NPY_ERRORS += (tokenize.TokenError,)
 
 
+PARSING = threading.Lock()
+"""Held while a header is parsed: where several threads parse Python literals, Python 3.11 seldom
+raises SystemError (its issue 106905)."""
+
+
 def npy_shard(path: epath.Path) -> Shard:
     """A .npy file of one dimension.
 
@@ -145,11 +152,13 @@ def npy_shard(path: epath.Path) -> Shard:
     """
     fix, npy = "make the shard again, as a 1-D .npy of token ids", np.lib.format
     try:
-        with path.open("rb") as f:
-            version_1 = npy.read_magic(f) == (1, 0)
-            read_header = npy.read_array_header_1_0 if version_1 else npy.read_array_header_2_0
+        with path.open("rb") as file:
+            f = io.BytesIO(file.read(12 + 10_000))
+        version_1 = npy.read_magic(f) == (1, 0)
+        read_header = npy.read_array_header_1_0 if version_1 else npy.read_array_header_2_0
+        with PARSING:
             shape, _, dtype = read_header(f, max_header_size=10_000)
-            offset = f.tell()
+        offset = f.tell()
         size = path.stat().length
     except FileNotFoundError:
         raise missing_error(path) from None

@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -533,6 +534,24 @@ def test_no_flipped_bit_in_a_header_is_a_traceback(tmp_path):
             assert error.code == DATA
             n_refused += 1
     assert n_refused > 900
+
+
+def test_headers_are_parsed_one_at_a_time(tmp_path, monkeypatch):
+    """Files are read in parallel, but Python 3.11 cannot parse in parallel."""
+    read, at_once, most = np.lib.format.read_array_header_1_0, [], []
+
+    def slowly(*args, **kwargs):
+        at_once.append(1)
+        most.append(len(at_once))
+        time.sleep(0.01)
+        at_once.pop()
+        return read(*args, **kwargs)
+
+    monkeypatch.setattr(np.lib.format, "read_array_header_1_0", slowly)
+    for n in range(8):
+        np.save(tmp_path / f"{n}.npy", np.arange(100, dtype=np.uint16))
+    assert len(shards.find_shards(epath.Path(tmp_path), "train").shards) == 8
+    assert most == [1] * 8
 
 
 def test_a_document_mask_needs_the_end_of_documents(cfg, corpus, tmp_path):
