@@ -289,9 +289,14 @@ def format_1_shard(folder: epath.Path, entry: dict, manifest: dict) -> tuple[Sha
     return replace(shard, sha256=sha256), None
 
 
+SHARD_FIELDS = {"name", "tokens", "offset", "pages", "mask", "bytes", "documents"}
+
+
 def format_2_shard(folder: epath.Path, entry: dict, manifest: dict) -> tuple[Shard, Shard | None]:
     """A shard of format 2 and its mask."""
     name, n_tokens, offset, digest = (entry[key] for key in ("name", "tokens", "offset", "pages"))
+    if unknown := entry.keys() - SHARD_FIELDS:  # it may be a damaged "mask"
+        raise ValueError(f"shard {name!r} has an unknown field {min(unknown)!r}")
     check_entry(entry, [n_tokens, offset], digest, 32, manifest["dtype"])
     shard = Shard(folder / name, n_tokens, manifest["dtype"], offset, "", bytes.fromhex(digest))
     if "mask" not in entry:

@@ -467,6 +467,7 @@ FAULTS = {
     "a name above the folder": (shard_entry(name="../val/shard_00000.npy"), "plain file name"),
     "an absolute name": (shard_entry(name="/etc/passwd"), "plain file name"),
     "a name with control characters": (shard_entry(name="a\x1b[2J\n"), "plain file name"),
+    "a damaged name of a field": (shard_entry(masj="0" * 32), "unknown field 'masj'"),
     "another token count": (shard_entry(tokens=7), "is not what its digest promises"),
     "a larger token count": (shard_entry(tokens=10**6), "npy.pages': page 0 (bytes 0 to"),
     "another offset": (shard_entry(offset=130), "is not what its digest promises"),
