@@ -60,9 +60,9 @@ def rows(out: str, status: str) -> dict[str, list[str]]:
 
 
 def test_without_a_config_it_looks_at_the_machine_and_tells_no_secret(tmp_path):
-    planted = dict(WANDB_API_KEY="canary-7f3a" + "0" * 40, SLURM_JWT='canary-"91d0')
+    planted = dict(WANDB_API_KEY="canary-7f3a" + "0" * 40, SLURM_JWT='canary-"rapunzel')
     planted |= dict(NCCL_TOPO_FILE="https://me:canary-55e1@host/topology", OTHER="canary-other")
-    planted |= dict(SLURM_PASSWORD="91d0")
+    planted |= dict(SLURM_PASSWORD="rapunzel")
     began = time.monotonic()
     doctor = start(
         "--report",
@@ -90,7 +90,7 @@ def test_without_a_config_it_looks_at_the_machine_and_tells_no_secret(tmp_path):
     assert report["versions"]["jax"] == jax.__version__ and report["train"]["dtype"] == "float32"
     assert len(report["table"]) == out.count("\n") - out.count("  fix: ")  # such as of versions
     for printed in (text, out, err):
-        assert "canary" not in printed and "91d0" not in printed
+        assert "canary" not in printed and "rapunzel" not in printed
 
 
 def test_faults_are_told_all_at_once_and_each_with_its_cure(corpus, tmp_path):
