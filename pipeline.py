@@ -179,9 +179,9 @@ def run_schedule(schedule: Schedule, work, example_BLD, example_saved, total, br
 
     work: has the methods begin, forward, score, backward and finish of gradient.ScheduledWork.
     example_BLD and example_saved: an x_BLD and what `forward` saves, for shapes and types.
-    branch(due, f, state) returns f(state), or the state as it is; due(s) says whether stage s has
-    that work.  Each kind of work is a branch of its own, and total chains one to the next, because
-    XLA on a CPU runs independent collectives at once and mixes up those of one group.
+    branch(due, f, skip, state) returns f(state), or skip(state) without work; due(s) says whether
+    stage s has that work.  Each kind of work is a branch of its own, and total chains one to the
+    next, because XLA on a CPU runs independent collectives at once and mixes up those of one group.
     """
     pp, s, size = schedule.pp, lax.axis_index("pp"), schedule.buffer_size()
     to_next, to_previous = neighbours()
@@ -190,29 +190,38 @@ def run_schedule(schedule: Schedule, work, example_BLD, example_saved, total, br
         (example_saved, example_BLD if schedule.output_waits else None),
     )
 
-    # What waits is written to the buffer, and read from it, inside of a branch.  Outside of it XLA
-    # would copy it: gpt2_1.5b with pp 4 and remat=attention on v6e would need 1.7 GiB more and, by
-    # XLA's count, 1.9 times the time.
+    # What waits is written to the buffer, and read from it, inside of a branch, where XLA copies
+    # nothing: writing after the branch makes updates of the demo on (2, 2, 2) take 1.08 times the
+    # CPU time.  On a GPU XLA would copy the whole buffer for each write inside: llama_1b with dp 4,
+    # pp 2, 1f1b and remat=dots on H200s would need 18.7 GiB instead of 14.2.
+    writes_inside = platform() != "gpu"
+
     def forward(m, r, x_BLD, buffer, total):
         y_BLD, saved, total = work.forward(m, r, x_BLD, total)
         new = saved, y_BLD if schedule.output_waits else None
-        return y_BLD, put_in_buffer(buffer, new, m, r, size), total
+        return y_BLD, put_in_buffer(buffer, new, m, r, size) if writes_inside else new, total
+
+    def skip_forward(m, r, x_BLD, buffer, total):
+        return x_BLD, buffer if writes_inside else take_from_buffer(buffer, m, r, size), total
 
     def backward(m, r, buffer, grad_BLD, total):
         saved, _ = take_from_buffer(buffer, m, r, size)
         return work.backward(m, r, saved, grad_BLD, total)
 
     def tick(carry, t):
-        def when(is_due, f, *state):
-            return branch(partial(is_due, t), lambda state: f(*state), state)
+        def when(is_due, f, *state, skip=lambda *state: state):
+            return branch(partial(is_due, t), *(lambda x, g=g: g(*x) for g in (f, skip)), state)
 
         x_BLD, grad_BLD, buffer, total = carry
         # A buffer of size 1 is used up within a tick, so the loop does not carry it.
         buffer = buffer if size > 1 else empty
         m, r = schedule.microbatch_and_part(t - s)
         x_BLD, total = when(schedule.does_begin, partial(work.begin, m), x_BLD, total)
-        run_forward = partial(forward, m, r)
-        y_BLD, buffer, total = when(schedule.does_forward, run_forward, x_BLD, buffer, total)
+        y_BLD, kept, total = when(
+            schedule.does_forward, partial(forward, m, r), x_BLD, buffer, total,
+            skip=partial(skip_forward, m, r),
+        )  # fmt: skip
+        buffer = kept if writes_inside else put_in_buffer(buffer, kept, m, r, size)
 
         end_m, end_r = schedule.backward_microbatch_and_part(t, pp - 1)
         end_BLD = y_BLD
@@ -225,8 +234,8 @@ def run_schedule(schedule: Schedule, work, example_BLD, example_saved, total, br
         grad_BLD = jnp.where(is_end, end_grad_BLD, grad_BLD)
         run_backward = partial(backward, back_m, back_r, buffer)
         grad_BLD, total = when(schedule.does_backward, run_backward, grad_BLD, total)
-        run_finish = partial(work.finish, back_m, grad_BLD)
-        total = branch(partial(schedule.does_finish, t), run_finish, total)
+        finish = partial(work.finish, back_m, grad_BLD)
+        (total,) = when(schedule.does_finish, lambda total: (finish(total),), total)
         sent = lax.ppermute(y_BLD, "pp", to_next), lax.ppermute(grad_BLD, "pp", to_previous)
         return (*sent, buffer if size > 1 else (), total), None
 
@@ -257,25 +266,25 @@ def take_from_buffer(buffer, m, r, size: int):
 # ---- how a stage skips work, for `run_schedule`
 
 
-def always_work(due, f, state):
+def always_work(due, f, skip, state):
     """For a pipeline of one stage, which has work in every tick."""
     return f(state)
 
 
-def work_when_due(due, f, state):
+def work_when_due(due, f, skip, state):
     """Each stage works when it has work, and else skips it."""
-    return lax.cond(due(lax.axis_index("pp")), f, lambda state: state, state)
+    return lax.cond(due(lax.axis_index("pp")), f, skip, state)
 
 
-def work_in_lock_step(due, f, state):
+def work_in_lock_step(due, f, skip, state):
     """All stages work if any has work; the others drop their results."""
     this_stage = due(lax.axis_index("pp"))
     any_stage = due(jnp.arange(lax.axis_size("pp"))).any()
 
     def work_and_choose(state):
-        return jax.tree.map(partial(jnp.where, this_stage), f(state), state)
+        return jax.tree.map(partial(jnp.where, this_stage), f(state), skip(state))
 
-    return lax.cond(any_stage, work_and_choose, lambda state: state, state)
+    return lax.cond(any_stage, work_and_choose, skip, state)
 
 
 def branch_policy(cfg: Config) -> Callable:

@@ -34,6 +34,7 @@ import config
 import gradient
 import layers
 import model
+import pipeline
 import train
 
 # ---- on any mesh
@@ -153,6 +154,19 @@ def test_stages_that_do_not_divide_the_sequence_share_its_scores():
 def test_schedules_and_fsdp_do_not_change_the_gradient(cfg, mesh, how):
     got = gradient_on(mesh, replace(cfg, mesh=config.Mesh(**how)))
     assert_same_gradient(got, one_device_gradient(cfg))
+
+
+@pytest.mark.parametrize("how", [
+    dict(schedule="1f1b"),
+    pytest.param({}, marks=SLOW),
+    pytest.param(dict(schedule="1f1b", skip_bubbles=False), marks=SLOW),
+    pytest.param(dict(schedule="interleaved", virtual_stages=2), marks=SLOW),
+], ids=str)  # fmt: skip
+def test_a_gpu_writes_what_waits_after_the_branch(how, monkeypatch):
+    monkeypatch.setattr(pipeline, "platform", lambda: "gpu")
+    # A name of its own, so that JAX does not take what another test has traced.
+    cfg = replace(RICH, run=replace(RICH.run, name="gpu"), mesh=config.Mesh(**how))
+    assert_same_gradient(gradient_on((2, 2, 2), cfg), one_device_gradient(RICH))
 
 
 @pytest.mark.parametrize("cfg, mesh, how", [
