@@ -203,7 +203,7 @@ class Train:
     On GPUs that plan.py knows it is dots, if its plan takes up to 4/5 of memory.
     On those GPUs pipelines, and models with experts, take layer.
     none: nothing.  layer: whole layers.
-    dots: everything except matmuls with dense weights and cuDNN's attention.
+    dots: all except matmuls with dense weights, or their sums over tp, and cuDNN's attention.
     attention: only attention.
     offload: whole layers, from inputs in host memory; needs mesh.pp 1.
     Every choice recomputes routed experts' hidden units, unless train.capacity_factor is set."""

@@ -72,6 +72,7 @@ def collectives_by_formula(cfg) -> tuple[dict, dict]:
     weights, ends = 2 * (2 * D * (H + G) * K + 3 * D * F) // tp, 2 * 2 * D * V // tp
     stage, gains = weights * m.n_layers // pp, 4 * 2 * D * m.n_layers // pp
     recomputed = 0 if t.remat == "none" else 1
+    summed_again = 0 if t.remat == "dots" else recomputed
     schedule = cost_model.step_schedule(cfg)
     ticks = schedule.ticks * M // schedule.microbatches
     tokens = 4 * t.batch_size * t.seq_len // dp
@@ -104,8 +105,8 @@ def collectives_by_formula(cfg) -> tuple[dict, dict]:
             (4 + 2 * recomputed) * n * x + M * x * (1 + 1 / pp),
         ),
         ("reduce_scatter", "tp"): (
-            (4 + recomputed) * n + 2 * M,
-            (4 + recomputed) * n * x + M * x * (1 + 1 / pp),
+            (4 + summed_again) * n + 2 * M,
+            (4 + summed_again) * n * x + M * x * (1 + 1 / pp),
         ),
         ("ppermute", "pp"): (2 * ticks + part_calls, 2 * ticks * x // tp + part_bytes),
         ("all_gather", "pp"): (2 + M, 2 * tokens + M * x // tp),
