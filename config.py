@@ -203,7 +203,8 @@ class Train:
     On GPUs that plan.py knows it is dots, if its plan takes up to 4/5 of memory.
     On those GPUs pipelines, and models with experts, take layer.
     none: nothing.  layer: whole layers.
-    dots: all except matmuls with dense weights, or their sums over tp, and cuDNN's attention.
+    dots: all except cuDNN's attention and matmuls with dense weights.
+    Where mesh.tp sums an output, the sum is kept instead.
     attention: only attention.
     offload: whole layers, from inputs in host memory; needs mesh.pp 1.
     Every choice recomputes routed experts' hidden units, unless train.capacity_factor is set."""

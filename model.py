@@ -325,9 +325,9 @@ LAYER_INPUT = "layer input"
 
 def keep_products(primitive, *types, **params):
     """A policy of jax.checkpoint that keeps products with dense weights, and what cuDNN's attention
-    returns.  Of a product that is summed over tp it keeps this device's part of the sum.  What
-    splash returns is computed again: if it were kept, llama_1b on v5p 2x2x2 (dp 4, tp 2) would need
-    6 GiB more, and by XLA's count be no faster."""
+    returns.  Of a product that is summed over tp it keeps, instead of the product, this device's
+    part of the sum.  What splash returns is computed again: if it were kept, llama_1b on v5p 2x2x2
+    (dp 4, tp 2) would need 6 GiB more, and by XLA's count be no faster."""
     dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
     is_cudnn = primitive.name == "dot_product_attention_fwd_wrapper"
     is_sum = primitive.name == "reduce_scatter" and "tp" in params["axis_name"]

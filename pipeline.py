@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from config import Config
-from layers import mark_varying, platform
+from layers import GPUS, mark_varying, platform
 
 
 def neighbours() -> tuple[list, list]:
@@ -179,9 +179,10 @@ def run_schedule(schedule: Schedule, work, example_BLD, example_saved, total, br
 
     work: has the methods begin, forward, score, backward and finish of gradient.ScheduledWork.
     example_BLD and example_saved: an x_BLD and what `forward` saves, for shapes and types.
-    branch(due, f, skip, state) returns f(state), or skip(state) without work; due(s) says whether
-    stage s has that work.  Each kind of work is a branch of its own, and total chains one to the
-    next, because XLA on a CPU runs independent collectives at once and mixes up those of one group.
+    branch(due, f, skip, *state) returns f(*state), or skip(*state) without work; due(s) says
+    whether stage s has that work.  Each kind of work is a branch of its own, and total chains one
+    to the next, because XLA on a CPU runs independent collectives at once and mixes up those of one
+    group.
     """
     pp, s, size = schedule.pp, lax.axis_index("pp"), schedule.buffer_size()
     to_next, to_previous = neighbours()
@@ -194,7 +195,7 @@ def run_schedule(schedule: Schedule, work, example_BLD, example_saved, total, br
     # nothing: writing after the branch makes updates of the demo on (2, 2, 2) take 1.08 times the
     # CPU time.  On a GPU XLA would copy the whole buffer for each write inside: llama_1b with dp 4,
     # pp 2, 1f1b and remat=dots on H200s would need 18.7 GiB instead of 14.2.
-    writes_inside = platform() != "gpu"
+    writes_inside = platform() not in GPUS
 
     def forward(m, r, x_BLD, buffer, total):
         y_BLD, saved, total = work.forward(m, r, x_BLD, total)
@@ -209,8 +210,8 @@ def run_schedule(schedule: Schedule, work, example_BLD, example_saved, total, br
         return work.backward(m, r, saved, grad_BLD, total)
 
     def tick(carry, t):
-        def when(is_due, f, *state, skip=lambda *state: state):
-            return branch(partial(is_due, t), *(lambda x, g=g: g(*x) for g in (f, skip)), state)
+        def when(is_due, f, *state, skip=keep):
+            return branch(partial(is_due, t), f, skip, *state)
 
         x_BLD, grad_BLD, buffer, total = carry
         # A buffer of size 1 is used up within a tick, so the loop does not carry it.
@@ -266,25 +267,30 @@ def take_from_buffer(buffer, m, r, size: int):
 # ---- how a stage skips work, for `run_schedule`
 
 
-def always_work(due, f, skip, state):
+def keep(*state):
+    """The state as it is, for a stage without work."""
+    return state
+
+
+def always_work(due, f, skip, *state):
     """For a pipeline of one stage, which has work in every tick."""
-    return f(state)
+    return f(*state)
 
 
-def work_when_due(due, f, skip, state):
+def work_when_due(due, f, skip, *state):
     """Each stage works when it has work, and else skips it."""
-    return lax.cond(due(lax.axis_index("pp")), f, skip, state)
+    return lax.cond(due(lax.axis_index("pp")), f, skip, *state)
 
 
-def work_in_lock_step(due, f, skip, state):
+def work_in_lock_step(due, f, skip, *state):
     """All stages work if any has work; the others drop their results."""
     this_stage = due(lax.axis_index("pp"))
     any_stage = due(jnp.arange(lax.axis_size("pp"))).any()
 
-    def work_and_choose(state):
-        return jax.tree.map(partial(jnp.where, this_stage), f(state), skip(state))
+    def work_and_choose(*state):
+        return jax.tree.map(partial(jnp.where, this_stage), f(*state), skip(*state))
 
-    return lax.cond(any_stage, work_and_choose, skip, state)
+    return lax.cond(any_stage, work_and_choose, skip, *state)
 
 
 def branch_policy(cfg: Config) -> Callable:

@@ -141,8 +141,8 @@ NPY_ERRORS += (tokenize.TokenError,)
 
 
 PARSING = threading.Lock()
-"""Held while a header is parsed: where several threads parse Python literals, Python 3.11 seldom
-raises SystemError (its issue 106905)."""
+"""Held while a header is parsed: where several threads parse Python literals, Python 3.11 sometimes
+raises SystemError (CPython issue 106905)."""
 
 
 def npy_shard(path: epath.Path) -> Shard:

@@ -312,7 +312,7 @@ def keep_programs(folder: str):
 # Options by platform or kind of device, where XLA's defaults are worse.  They were found by
 # compiling llama_1b with mesh.dp=8, and have not been timed on a device:
 # - gpu: the gathers for a loop's next iteration run during this one (compiled for an H200).  With
-#   mesh.pp or mesh.tp that is left out (see xla_options);
+#   mesh.tp that is left out (see xla_options);
 # - TPU v5: with more fast memory (VMEM), matmuls take 12 % fewer cycles by XLA's count on a v5p and
 #   8 to 14 % fewer on a v5e (llama3_8b, gpt2_1.5b, qwen3_0.6b).  Compiling takes 1.5 times as long
 #   on a v5p, up to twice as long on a v5e;
@@ -339,9 +339,9 @@ def xla_options(mesh: jax.sharding.Mesh) -> dict:
     Each is tried on a program of one number.  An unknown option is an error there; in XLA_FLAGS it
     would end the process.
 
-    With mesh.pp or mesh.tp the option for gathers is left out, because for it XLA makes copies of
-    what waits for the backward pass: llama_1b would need 59 GiB instead of 37 on H200s with dp 2
-    and tp 4, and 78 instead of 30 with tp 8, remat=attention and 64 rows of 4,096 tokens.
+    With mesh.tp the option for gathers is left out, because with it XLA copies what waits for the
+    backward pass: on H200s llama_1b with dp 2 and tp 4 would need 38 GiB instead of 28, and 78
+    instead of 30 with tp 8, remat=attention and 64 rows of 4,096 tokens.
     """
     replicated = NamedSharding(mesh, P())
     number = jax.ShapeDtypeStruct((), np.float32, sharding=replicated)
@@ -361,7 +361,7 @@ def xla_options(mesh: jax.sharding.Mesh) -> dict:
 
     device = mesh.devices.flat[0]
     wanted = XLA_OPTIONS.get(device.platform, {}) | XLA_OPTIONS.get(device.device_kind, {})
-    if mesh.shape["pp"] * mesh.shape["tp"] > 1:
+    if mesh.shape["tp"] > 1:
         wanted.pop("xla_gpu_enable_pipelined_all_gather", None)
     return {n: x for n, x in wanted.items() if n not in set_by_user and is_accepted(n, x)}
 

@@ -86,10 +86,11 @@ def drop_descriptions(files: list[File]) -> list[File]:
     """The files, without those that only describe .arrow files in the same folder, or in folders
     for each split, and without what `datasets` puts beside a data set: its locks, and the results
     of map(), shuffle() and the like."""
-    is_result = re.compile(r"cache-[0-9a-f]{16}.*\.arrow").fullmatch
-    is_lock = re.compile(r"_.*\.lock|.*_builder\.lock").fullmatch
-    found = [x for x in files if not is_result(os.path.basename(x.source))]
-    files = found or files  # or they alone are named
+    # DOTALL, because a lock is named after the whole path, which may have a line break.
+    is_result = re.compile(r"cache-[0-9a-f]{16}.*\.arrow", re.DOTALL).fullmatch
+    is_lock = re.compile(r"_.*\.lock|.*_builder\.lock", re.DOTALL).fullmatch
+    # All of them, if they alone are named.
+    files = [x for x in files if not is_result(os.path.basename(x.source))] or files
     folders = {os.path.dirname(x.source) for x in files if x.source.endswith(".arrow")}
     lists = {os.path.join(os.path.dirname(folder), "dataset_dict.json") for folder in folders}
 

@@ -256,10 +256,10 @@ def choose_val_below(pieces: list[Piece], options: Options, val_fraction: float)
             low, high = min(low, found.split_hash), max(high, found.split_hash)
             if low < val_below <= high:
                 return val_below
-        else:
+        elif found.why:
             why, n_skipped = why or found.why, n_skipped + 1
-            if n_skipped == 100_000 and low > high:  # of a large corpus the rest can take hours
-                say(f"the first {n_skipped:,} rows are no documents, the first because {why}")
+            if n_skipped == 100_000 and low > high:  # the rest of a large corpus can take hours
+                say(f"no document yet, and {n_skipped:,} rows skipped; the first: {why}")
     if low > high:
         n_files = len({piece.source for piece in pieces})
         what = f"no documents in {n_files} file(s): {why or 'no rows'}"

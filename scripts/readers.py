@@ -429,17 +429,17 @@ FIX_UTF8 = "give text in UTF-8; compressed files are read only if they end in "
 FIX_UTF8 += or_list(COMPRESSED)
 
 # What the readers raise for a damaged file.  The last three derive from Exception only.
-READ_ERRORS = (ValueError, EOFError, RecursionError, MemoryError, OSError)
+READ_ERRORS = (ValueError, NotImplementedError, EOFError, RecursionError, MemoryError, OSError)
 READ_ERRORS += (pa.ArrowException, zlib.error, zstandard.ZstdError)
 
 
 def describe_damage(e: Exception, source: str | bytes) -> str:
     """What is wrong with a file, in one line.  An error of the storage rather than of the file (it
     has an errno, or the file is in a bucket) is raised again.  Raises UserError DATA where memory
-    did not suffice, because the file may be sound."""
+    ran out, because the file may be sound."""
     if isinstance(e, MemoryError):
         fix = "copy the file again if it is damaged, or take a machine with more memory"
-        raise UserError(DATA, f"{source} cannot be read: {e or 'no memory'}", fix)
+        raise UserError(DATA, f"{source} cannot be read: {str(e) or 'out of memory'}", fix)
     is_storage = isinstance(e, OSError) and not isinstance(e, gzip.BadGzipFile)
     if is_storage and (e.errno or is_remote(source)):
         raise e
@@ -500,7 +500,7 @@ def parts_of(value, options: Options) -> list[tuple[str, bool]]:
             what = f"is of type {type(x).__name__}, not text"
             if x is None:
                 others = [] if name in value else [*value]
-                what = "is missing" + (f": there are {str(others)[1:-1]}" if others else "")
+                what = "is missing" + (f": the row has {str(others)[1:-1]}" if others else "")
             raise ValueError(f"field {name!r} {what}")
     text, *prompts = fields
     if isinstance(text, str):

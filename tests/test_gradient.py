@@ -156,16 +156,10 @@ def test_schedules_and_fsdp_do_not_change_the_gradient(cfg, mesh, how):
     assert_same_gradient(got, one_device_gradient(cfg))
 
 
-@pytest.mark.parametrize("how", [
-    dict(schedule="1f1b"),
-    pytest.param({}, marks=SLOW),
-    pytest.param(dict(schedule="1f1b", skip_bubbles=False), marks=SLOW),
-    pytest.param(dict(schedule="interleaved", virtual_stages=2), marks=SLOW),
-], ids=str)  # fmt: skip
-def test_a_gpu_writes_what_waits_after_the_branch(how, monkeypatch):
+def test_a_gpu_that_writes_what_waits_after_the_branch_has_the_same_gradient(monkeypatch):
     monkeypatch.setattr(pipeline, "platform", lambda: "gpu")
     # A name of its own, so that JAX does not take what another test has traced.
-    cfg = replace(RICH, run=replace(RICH.run, name="gpu"), mesh=config.Mesh(**how))
+    cfg = replace(RICH, run=replace(RICH.run, name="gpu"), mesh=config.Mesh(schedule="1f1b"))
     assert_same_gradient(gradient_on((2, 2, 2), cfg), one_device_gradient(RICH))
 
 
@@ -226,7 +220,7 @@ def test_a_replicated_norm_is_one_value_on_every_device():
     dict(loss_chunk=12),
 ], ids=str)  # fmt: skip
 def test_what_only_trades_time_for_memory_does_not_change_the_gradient(fields):
-    mesh = (2, 1, 2) if fields == dict(remat="dots") else (2, 2, 1)  # dots keeps sums over tp
+    mesh = (1, 2, 2) if fields == dict(remat="dots") else (2, 2, 1)  # dots keeps sums over tp
     assert_same_gradient(gradient_on(mesh, PLAIN, **fields), one_device_gradient(PLAIN))
 
 

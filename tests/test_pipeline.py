@@ -35,13 +35,18 @@ def pipeline_config(name: str, parts: int, pp: int):
 # ---- forward and backward
 
 
+@pytest.mark.parametrize("skip_bubbles, device", [(True, "cpu"), (True, "gpu"), (False, "gpu")])
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("name, parts", SCHEDULES)
-def test_every_stage_does_each_microbatch_of_each_part_once_in_each_direction(name, parts, pp):
-    """Each stage also receives what its neighbour has made of that very microbatch.
+def test_every_stage_does_each_microbatch_of_each_part_once_in_each_direction(
+    name, parts, pp, skip_bubbles, device, monkeypatch
+):
+    """Each stage also receives what its neighbour has made of that very microbatch.  A GPU writes
+    what waits after the branch.
 
     The x of microbatch m is 1000 m + the number of parts that it has gone through.
     """
+    monkeypatch.setattr(pipeline, "platform", lambda: device)
     M = 2 * pp
     cfg = pipeline_config(name, parts, pp)
     schedule = pipeline.make_schedule(cfg, M)
@@ -83,7 +88,9 @@ def test_every_stage_does_each_microbatch_of_each_part_once_in_each_direction(na
         zeros = jnp.zeros((parts, M), int)
         total = layers.mark_varying((zeros, zeros, jnp.bool(True)))
         x = layers.mark_varying(jnp.float32(0))
-        total = pipeline.run_schedule(schedule, work, x, [x], total, pipeline.branch_policy(cfg))
+        mesh = replace(cfg.mesh, skip_bubbles=skip_bubbles)
+        branch = pipeline.branch_policy(replace(cfg, mesh=mesh))
+        total = pipeline.run_schedule(schedule, work, x, [x], total, branch)
         return jax.tree.map(lambda x: lax.pmin(x.astype(int), layers.STAGE)[None], total)
 
     n_forward, n_backward, correct = jax.device_get(run())

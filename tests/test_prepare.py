@@ -739,7 +739,7 @@ def test_what_datasets_puts_beside_a_data_set_is_not_read(tmp_path):
     tmp_path = tmp_path / "a\nb"  # a name may have any character
     hidden = "json/0.0.0/cache-5e1dc27ab7fe2d54"
     names = ["json/0.0.0/json-train.arrow", f"{hidden}.arrow", f"{hidden}_00000_of_00002.arrow"]
-    for name in [*names, "_cache_json.lock", "json/0.0.0_builder.lock", "json/0.0.0/info.json"]:
+    for name in [*names, "_tmp_a\nb_json.lock", "json/0.0.0_builder.lock", "json/0.0.0/info.json"]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"x")
     assert [file.name for file in corpus.find_input(str(tmp_path), "")] == names[:1]
@@ -1030,7 +1030,7 @@ def test_a_wrong_field_of_a_large_corpus_is_said_before_it_is_all_read(tmp_path)
     (tmp_path / "a.jsonl").write_bytes(b'{"body": "a"}\n' * 100_001)
     done = run(SCRIPT, "--input", tmp_path / "a.jsonl", "--out", tmp_path / "out")
     assert done.returncode == DATA and "fix: give other files, or name the right" in done.stderr
-    assert re.search("first 100,000 rows are no documents.* there are 'body'", done.stdout)
+    assert re.search("no document yet, and 100,000 rows.*the row has 'body'", done.stdout)
 
 
 def test_files_of_another_origin_are_not_overwritten(tmp_path):
@@ -1171,7 +1171,7 @@ def test_one_row_alone_is_an_error(tmp_path):
     assert done.returncode == DATA and "only one document" in done.stderr
     assert "skipped: field 'text' is of type int, not text" in done.stderr
     other = run(SCRIPT, "--input", path, "--field", "x", "--out", tmp_path / "other")
-    assert other.returncode == DATA and "'x' is missing: there are 'text'" in other.stderr
+    assert other.returncode == DATA and "'x' is missing: the row has 'text'" in other.stderr
     assert not (tmp_path / "other").exists()
 
 

@@ -103,14 +103,14 @@ def test_only_options_that_xla_accepts_are_set(monkeypatch, capsys):
 
 def test_xla_still_knows_the_options_for_gpus(monkeypatch):
     """XLA parses them on a CPU too.  Those with "pipelined" ended before jaxlib 0.11."""
-    on_mesh(config.tiny(), (2, 1, 1))
+    on_mesh(config.tiny(), (2, 2, 1))
     options = utils.XLA_OPTIONS["gpu"]
     monkeypatch.setattr(utils, "XLA_OPTIONS", dict(cpu=options))
     is_new = jax.__version_info__ >= (0, 11)
     known = {name: x for name, x in options.items() if not (is_new and "pipelined" in name)}
     assert known and utils.xla_options(jax.sharding.get_mesh()) == known
     on_mesh(config.tiny(), (1, 1, 2))
-    known.pop("xla_gpu_enable_pipelined_all_gather", None)  # only for meshes without tp and pp
+    known.pop("xla_gpu_enable_pipelined_all_gather", None)  # only for meshes without tp
     assert known and utils.xla_options(jax.sharding.get_mesh()) == known
 
 
