@@ -552,7 +552,7 @@ def choose_remat(step_jaxpr: Callable, cfg: Config, chip: Chip) -> str:
 
     Plans were up to 15 % too low.  On an H100 an update of llama_1b took 0.87 times as long with
     dots as with layer.  On TPUs, by XLA's count of cycles outside of kernels (plan.py --compile),
-    dots takes 0.89 times as long for llama_1b (v5p, dp 4, tp 2), but 1.14 times in two stages,
+    dots takes 0.87 times as long for llama_1b (v5p, dp 4, tp 2), but 1.10 times in two stages,
     where what is kept is copied into a buffer of all microbatches; 1.09 for qwen3_0.6b, 1.18 for
     jaxformer_1b (v5p, dp 8) and 1.03 for gpt2_124m (v6e, dp 8).  step_jaxpr: see `trace_step`.
     """
