@@ -991,6 +991,8 @@ def test_a_length_beyond_all_memory_is_two_lines(tmp_path):
     done = run(SCRIPT, "--input", path, "--tokenizer", "byte", "--out", tmp_path / "out")
     assert done.returncode == DATA and f"error: {path} cannot be read: " in done.stderr, done.stderr
     assert done.stderr.count("\n") == 2
+    with pytest.raises(UserError, match="x.jsonl cannot be read: out of memory"):
+        readers.describe_damage(MemoryError(), "x.jsonl")
 
 
 def test_an_arrow_file_without_its_dictionary_is_damaged(tmp_path):
