@@ -174,6 +174,40 @@ def make_schedule(cfg: Config, microbatches: int) -> Schedule:
     return Schedule(pp, parts, microbatches, after_all if gpipe else after_one)
 
 
+class BufferedWork:
+    """A schedule's forward and backward work, with the buffer of what waits between them."""
+
+    def __init__(self, work, size: int, output_waits: bool):
+        """size: of the buffer; output_waits: as Schedule.output_waits."""
+        self.work, self.size, self.output_waits = work, size, output_waits
+        # What waits is written to the buffer, and read from it, inside of a branch, where XLA
+        # copies nothing: writing after the branch makes updates of the demo on (2, 2, 2) take 1.08
+        # times the CPU time.  On a GPU XLA would copy the whole buffer for each write inside:
+        # llama_1b with dp 4, pp 2, 1f1b and remat=dots on H200s would need 21.6 GiB instead of
+        # 14.2.
+        self.writes_inside = platform() not in GPUS
+
+    def forward(self, m, r, x_BLD, buffer, total):
+        """(y_BLD, what `buffer_after` takes, total)"""
+        y_BLD, saved, total = self.work.forward(m, r, x_BLD, total)
+        new = saved, y_BLD if self.output_waits else None
+        kept = put_in_buffer(buffer, new, m, r, self.size) if self.writes_inside else new
+        return y_BLD, kept, total
+
+    def skip_forward(self, m, r, x_BLD, buffer, total):
+        """What `forward` returns, for a stage without work."""
+        kept = buffer if self.writes_inside else take_from_buffer(buffer, m, r, self.size)
+        return x_BLD, kept, total
+
+    def buffer_after(self, m, r, buffer, kept):
+        """The buffer after the branch of `forward` and `skip_forward`."""
+        return kept if self.writes_inside else put_in_buffer(buffer, kept, m, r, self.size)
+
+    def backward(self, m, r, buffer, grad_BLD, total):
+        saved, _ = take_from_buffer(buffer, m, r, self.size)
+        return self.work.backward(m, r, saved, grad_BLD, total)
+
+
 def run_schedule(schedule: Schedule, work, example_BLD, example_saved, total, branch: Callable):
     """Do the work of a schedule in one loop over its ticks; returns the total.
 
@@ -191,23 +225,7 @@ def run_schedule(schedule: Schedule, work, example_BLD, example_saved, total, br
         (example_saved, example_BLD if schedule.output_waits else None),
     )
 
-    # What waits is written to the buffer, and read from it, inside of a branch, where XLA copies
-    # nothing: writing after the branch makes updates of the demo on (2, 2, 2) take 1.08 times the
-    # CPU time.  On a GPU XLA would copy the whole buffer for each write inside: llama_1b with dp 4,
-    # pp 2, 1f1b and remat=dots on H200s would need 18.7 GiB instead of 14.2.
-    writes_inside = platform() not in GPUS
-
-    def forward(m, r, x_BLD, buffer, total):
-        y_BLD, saved, total = work.forward(m, r, x_BLD, total)
-        new = saved, y_BLD if schedule.output_waits else None
-        return y_BLD, put_in_buffer(buffer, new, m, r, size) if writes_inside else new, total
-
-    def skip_forward(m, r, x_BLD, buffer, total):
-        return x_BLD, buffer if writes_inside else take_from_buffer(buffer, m, r, size), total
-
-    def backward(m, r, buffer, grad_BLD, total):
-        saved, _ = take_from_buffer(buffer, m, r, size)
-        return work.backward(m, r, saved, grad_BLD, total)
+    both = BufferedWork(work, size, schedule.output_waits)
 
     def tick(carry, t):
         def when(is_due, f, *state, skip=keep):
@@ -218,11 +236,11 @@ def run_schedule(schedule: Schedule, work, example_BLD, example_saved, total, br
         buffer = buffer if size > 1 else empty
         m, r = schedule.microbatch_and_part(t - s)
         x_BLD, total = when(schedule.does_begin, partial(work.begin, m), x_BLD, total)
+        run_forward, skip_forward = partial(both.forward, m, r), partial(both.skip_forward, m, r)
         y_BLD, kept, total = when(
-            schedule.does_forward, partial(forward, m, r), x_BLD, buffer, total,
-            skip=partial(skip_forward, m, r),
-        )  # fmt: skip
-        buffer = kept if writes_inside else put_in_buffer(buffer, kept, m, r, size)
+            schedule.does_forward, run_forward, x_BLD, buffer, total, skip=skip_forward
+        )
+        buffer = both.buffer_after(m, r, buffer, kept)
 
         end_m, end_r = schedule.backward_microbatch_and_part(t, pp - 1)
         end_BLD = y_BLD
@@ -233,7 +251,7 @@ def run_schedule(schedule: Schedule, work, example_BLD, example_saved, total, br
         back_m, back_r = schedule.backward_microbatch_and_part(t, s)
         is_end = (s == pp - 1) & (back_r == schedule.parts - 1)
         grad_BLD = jnp.where(is_end, end_grad_BLD, grad_BLD)
-        run_backward = partial(backward, back_m, back_r, buffer)
+        run_backward = partial(both.backward, back_m, back_r, buffer)
         grad_BLD, total = when(schedule.does_backward, run_backward, grad_BLD, total)
         finish = partial(work.finish, back_m, grad_BLD)
         (total,) = when(schedule.does_finish, lambda total: (finish(total),), total)

@@ -747,7 +747,7 @@ def test_what_datasets_puts_beside_a_data_set_is_not_read(tmp_path):
     assert [file.source for file in named] == [f"{tmp_path}/{name}" for name in names[1:]]
 
 
-def test_results_that_are_alone_but_for_the_out_are_read(tmp_path):
+def test_results_beside_nothing_except_the_out_are_read(tmp_path):
     cache, out = tmp_path / "cache-5e1dc27ab7fe2d54.arrow", tmp_path / "out"
     table = pa.table(dict(text=text_rows()))
     with ipc.new_stream(str(cache), table.schema) as writer:
