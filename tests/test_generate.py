@@ -69,11 +69,13 @@ def test_cached_logits_are_those_of_the_whole_row_in_bfloat16(cfg):
     assert 1e-4 < cached_errors(cfg, (1, 1, 1)).mean() < 0.03
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("n_rows", [1, 2])
-def test_decoding_copies_no_whole_cache_and_a_prompt_has_no_scores_in_memory(n_rows):
+def test_decoding_copies_no_whole_cache_and_a_prompt_has_no_scores_in_memory(n_rows, dtype):
     """By the memory of the compiled programs, besides what they are given and return."""
     S, m = 2048, replace(PLAIN.model, d_head=64)
-    cfg = replace(PLAIN, model=m, train=replace(PLAIN.train, seq_len=S), mesh=config.Mesh(1, 1, 1))
+    train = replace(PLAIN.train, seq_len=S, dtype=dtype)
+    cfg = replace(PLAIN, model=m, train=train, mesh=config.Mesh(1, 1, 1))
     cfg = utils.start_mesh(cfg, rows=n_rows)
     weights = generate.decoding_weights(params_of(cfg), cfg)
     rows = generate.place_rows([[1] * 9] * n_rows, S, cfg)
