@@ -19,9 +19,11 @@ import pytest
 from conftest import needs, run
 from jax._src.cudnn import fused_attention_stablehlo
 from jax.interpreters import partial_eval
+from jax.sharding import PartitionSpec as P
 
 import checks
 import config
+import generate
 import grouped
 import layers
 import model
@@ -700,14 +702,46 @@ def test_without_a_compiler_the_plan_says_how_to_get_it(topology, module, fix):
     assert code == USAGE and fix in error and error.count("\n") == 2
 
 
-@needs("libtpu")
-def test_xla_for_tpus_sends_gradients_between_slices_once_and_in_bfloat16(monkeypatch):
-    """XLA makes a sum over slices, and nothing else, a message to its runtime; all of its
-    collectives are then inside of a slice."""
+@pytest.fixture
+def tpu_compiler(monkeypatch):
+    """The variables that libtpu needs without a TPU."""
     env = dict(ALLOW_MULTIPLE_LIBTPU_LOAD="1", TPU_SKIP_MDS_QUERY="1")  # as plan.parse sets them
     env |= dict(TPU_ACCELERATOR_TYPE="v5p-8", TPU_WORKER_HOSTNAMES="localhost")
     for name, x in env.items():
         monkeypatch.setenv(name, x)
+
+
+@needs("libtpu")
+def test_decoding_on_a_tpu_copies_no_cache(tpu_compiler):
+    """By the temporary memory of the compiled program."""
+    sizes = dict(d_model=256, n_layers=4, n_heads=4, n_kv_heads=2, d_head=128)
+    cfg = replace(TINY, model=replace(TINY.model, **sizes))
+    cfg = configure(dict(dp=1, pp=1, tp=1), cfg, seq_len=2048, dtype="bfloat16")
+    mesh = utils.mesh_of(compiled_cost.target_devices("v5p:2x2x1", CHIPS["v5p"], 4, 1)[:1], cfg)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        params = model.param_shapes(cfg), model.param_specs(cfg)
+    jax.set_mesh(mesh)
+
+    def on_mesh(tree, spec):
+        return runstate.with_shardings(tree, jax.tree.map(lambda _: spec, tree))
+
+    weights = generate.decoding_weights.lower(runstate.with_shardings(*params), cfg).out_info
+    weights = on_mesh(weights, generate.per_device_spec())
+    shapes = [jax.ShapeDtypeStruct((1, 8, *n), int) for n in ([2048], [])]
+    rows = [on_mesh(x, P("pp", "dp")) for x in shapes]
+    _, cache = generate.next_logits.lower(weights, None, *rows, 2048, cfg).out_info
+    cache = on_mesh(cache, generate.per_device_spec())
+    program = generate.next_logits.lower(weights, cache, *rows, 1, cfg).compile()
+    one_array = max(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+    assert program.memory_analysis().temp_size_in_bytes < one_array
+
+
+@needs("libtpu")
+def test_xla_for_tpus_sends_gradients_between_slices_once_and_in_bfloat16(
+    monkeypatch, tpu_compiler
+):
+    """XLA makes a sum over slices, and nothing else, a message to its runtime; all of its
+    collectives are then inside of a slice."""
     chip, mesh = CHIPS["v5p"], dict(dp="2x1", pp=2, tp=2, slow_dtype="bfloat16")
     sizes = dict(vocab_size=2048, d_model=256, n_layers=2, n_heads=2, n_kv_heads=2, d_head=128)
     cfg = configure(mesh, replace(TINY, model=replace(TINY.model, **sizes)), seq_len=256)
