@@ -216,6 +216,15 @@ def test_products_of_a_few_rows_copy_no_weights(dtype, n_rows, monkeypatch):
         assert program.memory_analysis().temp_size_in_bytes < w.size * 2, dims
 
 
+def test_a_single_row_is_multiplied_as_two_on_a_tpu(monkeypatch):
+    monkeypatch.setattr(layers, "platform", lambda: "tpu")
+    x_BLD, w_DF = np.arange(8.0).reshape(1, 1, 8), np.arange(24.0).reshape(8, 3)
+    multiply = jax.jit(partial(layers.multiply, "BLD,DF->BLF"))
+    np.testing.assert_array_equal(multiply(x_BLD, w_DF), x_BLD @ w_DF)
+    product = re.search("dot_general.*", multiply.lower(x_BLD, w_DF).as_text())[0]
+    assert "(tensor<2x1x8xf32>" in product
+
+
 @pytest.mark.parametrize("kind, vendor, flags, is_slow", [
     ("x86_64", "GenuineIntel", "avx2", True),
     ("x86_64", "AuthenticAMD", "avx512f", True),
