@@ -62,10 +62,19 @@ def decoding_weights(params, cfg: Config) -> dict:
         w = prepare_weights(params, cfg, cfg.train.dtype)
         for group in layer_groups(w):
             layers = stage_layers(cfg, group)
-            w[group] = [jax.tree.map(itemgetter(row), w[group][kind]) for kind, row in layers]
+            layers = [jax.tree.map(itemgetter(row), w[group][kind]) for kind, row in layers]
+            w[group] = [shape_gate_and_up(layer, -1) for layer in layers]
         return add_device_dims(w)
 
     return per_device(params)
+
+
+def shape_gate_and_up(w: dict, *dims: int) -> dict:
+    """A layer's weights, in which those of routed experts' gate and up are [E, D, *dims].
+
+    Between tokens they are one dim, as in the products, because a TPU would copy all experts for
+    each token to join them (for qwen3_30b_a3b 768 MiB a layer)."""
+    return w | {n: x.reshape(*x.shape[:2], *dims) for n, x in w.items() if n == "in_EDCF"}
 
 
 def add_device_dims(tree):
@@ -113,6 +122,7 @@ def run_layers(w, group: str, x_BLD, m, cache: dict, span: Span, cfg: Config):
     """(x_BLD, cache): microbatch m of the cache through this device's layers of a group."""
     new = []
     for (kind, _), layer, kv in zip(stage_layers(cfg, group), w[group], cache[group], strict=True):
+        layer = shape_gate_and_up(layer, cfg.model.in_matrices, -1)
         whole, kv_m = gather_layer(layer, kind, cfg), jax.tree.map(lambda x: x[m], kv)
         x_BLD, kv_m, _ = decoder_layer(kind, x_BLD, whole, cfg, None, span, kv_m)
         new.append(jax.tree.map(lambda x, new: x.at[m].set(new), kv, kv_m))

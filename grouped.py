@@ -168,16 +168,15 @@ KERNELS = dict(tpu=(grouped_on_tpu, outer_on_tpu), gpu=GPU_KERNELS, cuda=GPU_KER
 
 def padded_rows(U: int, w_EFD) -> tuple[int, int]:
     """(O, Z): how many rows U pairs need, and the number of which each expert's size has to be a
-    multiple.  A TPU's kernels take whole blocks of 128 rows, and widths from 128 on.  Those of
+    multiple.  A TPU's kernels take whole blocks of 128 rows, and widths from 128 on; those of
     Hopper GPUs take bfloat16, widths of a multiple of 128, and more rows than one block has."""
     E, F, D = w_EFD.shape
     if platform() in GPUS:
         fits = D % 128 == F % 128 == 0 and U >= 256
-        has_kernels = fits and compute_capability() == 9 and w_EFD.dtype == jnp.bfloat16
-    else:
-        has_kernels = platform() in KERNELS and U % 128 == 0 and min(D, F) >= 128
-    if has_kernels:
-        return U, 1
+        if fits and compute_capability() == 9 and w_EFD.dtype == jnp.bfloat16:
+            return U, 1
+    elif platform() in KERNELS and min(D, F) >= 128:
+        return -(-U // 128) * 128, 1
     Y, Z = tile_shape(U, E)
     return Y * Z, Z
 

@@ -219,7 +219,7 @@ INTERPRETS_GPU = pytest.mark.skipif(
 ])  # fmt: skip
 def test_a_pair_of_no_expert_is_one_of_an_expert_of_zeros(monkeypatch, form):
     """Although its token has pairs of other experts; also in interpreted kernels."""
-    cfg, rng, (Q, E, D, F) = on_mesh(PLAIN), np.random.default_rng(0), (128, 4, 128, 256)
+    cfg, rng, (Q, E, D, F) = on_mesh(PLAIN), np.random.default_rng(0), (100, 4, 128, 256)
     shapes = dict(in_EDCF=(E + 1, D, 2, F), out_EFD=(E + 1, F, D), x_QD=(Q, D), gate_U=(2 * Q,))
     scale = dict(in_EDCF=D**-0.5, out_EFD=F**-0.5)
     inputs = {k: rng.normal(size=n, scale=scale.get(k, 1.0)) for k, n in shapes.items()}
@@ -259,6 +259,13 @@ def test_a_gpu_uses_kernels_where_they_fit(monkeypatch, rows, widths, dtype, is_
     monkeypatch.setattr(grouped, "compute_capability", lambda: 9.0 if is_hopper else 8.0)
     _, Z = grouped.padded_rows(rows, jax.ShapeDtypeStruct((4, *widths), dtype))
     assert (Z == 1) == takes
+
+
+def test_a_tpu_pads_pairs_to_blocks_of_its_kernels(monkeypatch):
+    monkeypatch.setattr(grouped, "platform", lambda: "tpu")
+    wide, narrow = (jax.ShapeDtypeStruct((4, 128, n), jnp.bfloat16) for n in (128, 64))
+    assert [grouped.padded_rows(U, wide) for U in (1, 128, 129)] == [(128, 1), (128, 1), (256, 1)]
+    assert grouped.padded_rows(128, narrow)[1] > 1
 
 
 def test_tiles_hold_any_routing():

@@ -711,11 +711,15 @@ def tpu_compiler(monkeypatch):
         monkeypatch.setenv(name, x)
 
 
+EXPERTS = dict(pattern="moe", n_experts=64, n_active=4, d_expert=128)
+
+
 @needs("libtpu")
-def test_decoding_on_a_tpu_copies_no_cache(tpu_compiler):
+@pytest.mark.parametrize("experts", [{}, EXPERTS], ids=["dense", "moe"])
+def test_decoding_on_a_tpu_copies_no_cache_and_no_experts(experts, tpu_compiler):
     """By the temporary memory of the compiled program."""
     sizes = dict(d_model=256, n_layers=4, n_heads=4, n_kv_heads=2, d_head=128)
-    cfg = replace(TINY, model=replace(TINY.model, **sizes))
+    cfg = replace(TINY, model=replace(TINY.model, **sizes, **experts))
     cfg = configure(dict(dp=1, pp=1, tp=1), cfg, seq_len=2048, dtype="bfloat16")
     mesh = utils.mesh_of(compiled_cost.target_devices("v5p:2x2x1", CHIPS["v5p"], 4, 1)[:1], cfg)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
