@@ -172,9 +172,9 @@ def padded_rows(U: int, w_EFD) -> tuple[int, int]:
     Hopper GPUs take bfloat16, widths of a multiple of 128, and more rows than one block has."""
     E, F, D = w_EFD.shape
     if platform() in GPUS:
-        fits = D % 128 == F % 128 == 0 and U >= 256
-        if fits and compute_capability() == 9 and w_EFD.dtype == jnp.bfloat16:
-            return U, 1
+        fits = D % 128 == F % 128 == 0 and w_EFD.dtype == jnp.bfloat16
+        if fits and compute_capability() == 9:
+            return max(U, 256), 1
     elif platform() in KERNELS and min(D, F) >= 128:
         return -(-U // 128) * 128, 1
     Y, Z = tile_shape(U, E)
