@@ -9,6 +9,7 @@ Dimension key (a suffix on every array's name spells its logical shape):
   k  in an einsum, the second K of a [K, K] array
 mla:
   J  latent of the queries   I  latent of keys and values   T  rotary dim of a key   W  value dim
+  N  what decoding caches of a token: I and behind it T
 
 Inside shard_map the letters still name the whole dims; a sharded dim is only as long as this
 device's part.
@@ -494,14 +495,18 @@ def mla_table(cfg: Config) -> dict:
 def mla(x_BLD, w, cfg, span: Span, cache):
     """Multi-head latent attention (DeepSeek-V2, section 2.1; V3, section 2.1.1).
 
-    Returns y_BLD, the cache (without one the new latents of keys and values), and `score_stats`.
-    The latents are gathered over tp and cached: kv_rank + d_rope numbers a token.
+    Returns y_BLD, the cache (in training None), and `score_stats`.  The latents are gathered over
+    tp and cached: kv_rank + d_rope numbers a token.
     """
-    h_BLJ, c_BLI, k_BLT = mla_latents(x_BLD, w, cfg, span)
-    cache, kv = update_cache(cache, dict(c=c_BLI, k=k_BLT), span)
-    one_new_token = span.decoding and h_BLJ.shape[1] == 1
-    attend_mla = attend_to_latents if one_new_token else attend_to_expanded
-    y_BLHW, stats = attend_mla(h_BLJ, kv["c"], kv["k"], w, cfg, span)
+    h_BLJ, c_BSI, k_BST = mla_latents(x_BLD, w, cfg, span)
+    if span.decoding:
+        ck_BLN = jnp.concatenate([c_BSI, k_BST], -1)
+        cache, seen = update_cache(cache, dict(ck=ck_BLN), span)
+        c_BSI, k_BST = jnp.split(seen["ck"], [cfg.model.kv_rank], -1)
+    if span.decoding and h_BLJ.shape[1] == 1:
+        y_BLHW, stats = attend_to_latents(h_BLJ, seen["ck"], w, cfg, span), {}
+    else:
+        y_BLHW, stats = attend_to_expanded(h_BLJ, c_BSI, k_BST, w, cfg, span)
     y_BLD = scatter_sum(einsum("BLHW,HWD->BLD", y_BLHW, w["o_HWD"]), "tp", span.tp_dim)
     return add_bias(y_BLD, w.get("o_bias_D")), cache, stats
 
@@ -541,16 +546,21 @@ def attend_to_expanded(h_BLJ, c_BSI, k_BST, w, cfg, span: Span):
     return y_BLHW, score_stats(q_BLHK, k_BSHK, span, cfg, width)
 
 
-def attend_to_latents(h_BLJ, c_BSI, k_BST, w, cfg, span: Span):
-    """As `attend_to_expanded`, for one new token, without statistics: it is cheaper to compare one
-    query with latents than to expand them to all heads."""
+def attend_to_latents(h_BLJ, ck_BSN, w, cfg, span: Span):
+    """y_BLHW, as of `attend_to_expanded`, for one new token: it is cheaper to compare one query
+    with latents than to expand them to all heads.
+
+    Values are summed with the rotated parts of keys behind them, which are then dropped: XLA on a
+    CPU would copy the whole cache to leave them out (8 rows of 1,024 tokens took 1.3 times as
+    long).
+    """
     q_BLHK = einsum("BLJ,JHK->BLHK", h_BLJ, w["q_JHK"])
     q_BLHT = rope(einsum("BLJ,JHT->BLHT", h_BLJ, w["q_rope_JHT"]), span, cfg)
     q_BLHI = einsum("BLHK,IHK->BLHI", q_BLHK, w["k_IHK"])
-    q, k = jnp.concatenate([q_BLHI, q_BLHT], -1), jnp.concatenate([c_BSI, k_BST], -1)
+    q_BLHN, ck_BS1N = jnp.concatenate([q_BLHI, q_BLHT], -1), ck_BSN[:, :, None]
     width = cfg.model.d_head + cfg.model.d_rope
-    y_BLHI = attend(q, k[:, :, None], c_BSI[:, :, None], span, cfg, width)
-    return einsum("BLHI,IHW->BLHW", y_BLHI, w["v_IHW"]), {}
+    y_BLHI = attend(q_BLHN, ck_BS1N, ck_BS1N, span, cfg, width)[..., : cfg.model.kv_rank]
+    return einsum("BLHI,IHW->BLHW", y_BLHI, w["v_IHW"])
 
 
 ATTENTION = dict(
