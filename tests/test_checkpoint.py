@@ -6,13 +6,16 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from aiohttp import ClientPayloadError
 from conftest import ROOT, on_mesh
 from etils import epath
+from gcsfs.retry import HttpError
 
 import checkpoint
 import config
@@ -283,6 +286,22 @@ def test_a_reader_moves_no_damaged_checkpoint(copy):
     assert (run / "checkpoints" / "20").exists()
     with pytest.raises(UserError, match="has no checkpoint 15, only 10 or 20"):
         verify.SavedCheckpoints(run).restore(abstract, step=15)
+
+
+@pytest.mark.parametrize("error", [
+    HttpError(dict(code=503, message="Service Unavailable")), HttpError(dict(code=401)),
+    OSError("Forbidden: it has no access"), ClientPayloadError("not complete"),
+])  # fmt: skip
+def test_a_checkpoint_in_a_bucket_that_does_not_answer_is_not_damaged(copy, monkeypatch, error):
+    store = open_store(copy[1])
+    store.path = epath.Path("gs://bucket/run/checkpoints")
+    monkeypatch.setattr(store.manager, "restore", mock.Mock(side_effect=error))
+    with pytest.raises(UserError, match="cannot read gs://bucket/run/checkpoints/20") as refusal:
+        store.read(20)
+    assert refusal.value.code == STORAGE
+    monkeypatch.setattr(store.manager, "restore", mock.Mock(side_effect=FileNotFoundError()))
+    with pytest.raises(verify.Damaged):
+        store.read(20)
 
 
 def test_another_setting_or_dtype_is_an_error_that_names_the_fields(copy):
