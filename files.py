@@ -30,7 +30,8 @@ fsspec.config.conf.setdefault("gs", {}).setdefault("use_listings_cache", False)
 # there is none, so gcsfs would ask before each request, which takes longer than the request.
 if os.environ.get("STORAGE_EMULATOR_HOST", "") not in ("", "default"):
     os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
-logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs errors that it also raises
+for package in ("gcsfs", "fsspec"):  # they log errors that they also raise
+    logging.getLogger(package).setLevel(logging.CRITICAL)
 
 
 def is_remote(path) -> bool:

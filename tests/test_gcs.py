@@ -299,6 +299,29 @@ def test_a_lease_is_renewed_though_nothing_reads_its_warnings(bucket):
     assert done.stdout == "True\n"
 
 
+REFUSED = """
+import sys
+import gcsfs
+import files
+
+async def refuse(*args, **kwargs):
+    raise OSError("Forbidden")
+
+gcsfs.GCSFileSystem._cat_file_sequential = refuse
+try:
+    files.absolute_path(sys.argv[1]).read_bytes()
+except OSError as e:
+    print(e)
+"""
+
+
+def test_a_read_that_is_refused_logs_no_traceback(bucket):
+    bucket.write("refused", b"x")
+    command = [sys.executable, "-c", REFUSED, "gs://bucket/refused"]
+    done = subprocess.run(command, capture_output=True, text=True, env=bucket.env, cwd=ROOT)
+    assert (done.stdout, done.stderr) == ("Forbidden\n", "")
+
+
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(bucket, run_a, flags):
     bucket.copy(run_a, "runs/damaged/")
     newest = "runs/damaged/checkpoints/6/"
