@@ -240,7 +240,7 @@ class Checkpoints(SavedCheckpoints):
         """Note that saving `step` has failed, and when to try again, if not is_final.  Raises the
         error if storage cannot be its cause."""
         # Orbax raises many types for storage, and ValueErrors for a lost process too.
-        is_usual = isinstance(error, ValueError | RuntimeError) or utils.is_storage_error(error)
+        is_usual = isinstance(error, ValueError | RuntimeError) or errors.is_storage_error(error)
         if not is_usual or re.search(LOST_IN_COLLECTIVE, str(error)):
             raise error
         reason = re.sub(r"\s+", " ", str(error).replace(f"{self.path}/", ""))[:400]
@@ -323,7 +323,7 @@ class Checkpoints(SavedCheckpoints):
         except Exception as e:  # orbax and its storage raise many types
             if isinstance(e, FileNotFoundError) or "NOT_FOUND" in str(e):
                 raise Damaged(f"not all that was written is there: {e}") from e
-            if not (utils.is_storage_error(e) or re.search(UNREACHABLE, str(e))):
+            if not (errors.is_storage_error(e) or re.search(UNREACHABLE, str(e))):
                 raise
             why = describe(e)
             utils.warn(f"checkpoint {step} could not be looked at ({why})")

@@ -20,6 +20,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+import errors
 from checks import check
 from config import PRESETS, SECTIONS, Config, Mesh, YesNo, settings
 from errors import INTERRUPTED, STORAGE, USAGE, Problem, UserError, or_list
@@ -359,7 +360,8 @@ def prepare_streams():
 
 
 def quit_on_error(f, *args):
-    """f(*args).  A UserError, OSError or Ctrl-C is printed and ends the process with its code."""
+    """f(*args).  A UserError, error of storage or Ctrl-C is printed and ends the process with its
+    code."""
     prepare_streams()
     try:
         try:
@@ -369,9 +371,12 @@ def quit_on_error(f, *args):
     except UserError as e:
         print(e, file=sys.stderr)
         sys.exit(e.code)
-    except OSError as e:
+    except Exception as e:
         leave_if_unread(e)
-        what = f"{e.filename or 'storage'}: {e.strerror or e}"
+        if not errors.is_storage_error(e):
+            raise
+        reason = getattr(e, "strerror", None) or errors.describe(e)
+        what = f"{getattr(e, 'filename', None) or 'storage'}: {reason}"
         fix = "free some space, or correct the path or its permissions, and run the command again"
         print(UserError(STORAGE, what, fix), file=sys.stderr)
         sys.exit(STORAGE)

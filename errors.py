@@ -46,6 +46,14 @@ def describe(e: BaseException) -> str:
     return f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
 
 
+# Packages that raise only when storage still fails after their retries.
+STORAGE_PACKAGES = {"gcsfs", "aiohttp", "google", "requests"}
+
+
+def is_storage_error(error: BaseException) -> bool:
+    return isinstance(error, OSError) or type(error).__module__.split(".")[0] in STORAGE_PACKAGES
+
+
 class UserError(Exception):
     """An error that is printed without a traceback: its problems, and the process's exit code."""
 

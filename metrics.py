@@ -238,7 +238,7 @@ class MetricsLog:
             try:
                 self.past.draw(self.run)
             except Exception as e:  # the next evaluation draws them again
-                if not utils.is_storage_error(e):
+                if not errors.is_storage_error(e):
                     raise
                 warn(f"no pictures ({describe(e)})")
         self.clock = time.perf_counter()  # the next update's step_time leaves the pictures out

@@ -27,12 +27,12 @@ import utils
 from cli import call_within
 from config import Config
 from connect import join_processes, name_ids
-from errors import AGAIN, Problem, UserError, describe, write_error
+from errors import AGAIN, Problem, UserError, describe, is_storage_error, write_error
 from files import run_path, write_whole
 from restart import has_parent
 from rundir import record_end
 from signals import handle_stops, ignore_stops, leave_if_unread, leave_terminal
-from utils import exchange, is_lead, is_storage_error, process_id, process_ids, shared_store, warn
+from utils import exchange, is_lead, process_id, process_ids, shared_store, warn
 
 # ---- agreeing
 

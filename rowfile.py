@@ -6,9 +6,9 @@ import time
 
 from etils import epath
 
-from errors import describe
+from errors import describe, is_storage_error
 from files import is_remote, local_folder, write_whole
-from utils import is_lead, is_storage_error, warn
+from utils import is_lead, warn
 
 
 class RowFile:

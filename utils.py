@@ -121,14 +121,6 @@ def exchange(value) -> list:
     return [found[n] for n in process_ids()]
 
 
-# Packages that raise only when storage still fails after their retries.
-STORAGE_PACKAGES = {"gcsfs", "aiohttp", "google", "requests"}
-
-
-def is_storage_error(error: BaseException) -> bool:
-    return isinstance(error, OSError) or type(error).__module__.split(".")[0] in STORAGE_PACKAGES
-
-
 def together(f, *args):
     """f(*args), called in every process.  An error in one of them is raised in all."""
     result = error = answer = None
@@ -137,7 +129,7 @@ def together(f, *args):
     except UserError as e:
         error, answer = e, (e.code, e.problems[0].what)
     except Exception as e:  # raised again below
-        code = errors.STORAGE if is_storage_error(e) else 1
+        code = errors.STORAGE if errors.is_storage_error(e) else 1
         error, answer = e, (code, f"{type(e).__name__}: {e}")
     answers = exchange(answer)
     if error is not None:

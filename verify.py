@@ -225,7 +225,7 @@ class SavedCheckpoints:
             error = e
         refused = isinstance(error, PermissionError | ConnectionError | TimeoutError)
         if is_remote(self.path):  # damage there is an object that is missing, or what is in it
-            refused = utils.is_storage_error(error) and not isinstance(error, FileNotFoundError)
+            refused = errors.is_storage_error(error) and not isinstance(error, FileNotFoundError)
         if refused or re.search(UNREACHABLE, str(error)):
             what = f"cannot read {self.path / str(step)}: {str(error)[:300]}"
             fix = "fix the storage or the permissions, and run the same command again"

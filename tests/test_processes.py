@@ -120,6 +120,17 @@ def test_a_process_of_a_process_has_the_streams_that_were_closed():
     assert subprocess.run(command, cwd=ROOT).returncode == 0
 
 
+@pytest.mark.parametrize("error", [
+    "gcsfs.retry.HttpError(dict(code=401, message='no access'))",
+    "aiohttp.ServerDisconnectedError()",
+])  # fmt: skip
+def test_a_script_ends_with_storage_if_a_bucket_fails_before_jax_is_imported(error):
+    code = f"import aiohttp, cli, gcsfs\ndef fail():\n    raise {error}\ncli.quit_on_error(fail)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == errors.STORAGE and "Traceback" not in done.stderr, done.stderr
+    assert re.search("error: storage: .*(no access|disconnected).*\n  fix:", done.stderr)
+
+
 def test_a_warning_may_name_a_file_whose_name_is_not_utf8(capfd):
     errors.write_error("\udcff\n")
     assert capfd.readouterr().err == "\\udcff\n"
