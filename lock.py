@@ -147,11 +147,12 @@ class Lease:
 
     def write(self, generation: str) -> str | None:
         """The new generation; None if another run has written the lease."""
-        if written := self.file.write(self.owner, generation):
-            return written
-        # If the answer to our last write was lost, the lease is still ours, of a newer generation.
-        found, there = self.file.read()
-        return self.file.write(self.owner, found) if there == self.owner else None
+        while not (written := self.file.write(self.owner, generation)):
+            # If an answer to our writes was lost, the lease is still ours, of a newer generation.
+            generation, there = self.file.read()
+            if there != self.owner:
+                return None
+        return written
 
     def renew_until_released(self):
         """The lease's thread; ends the whole process when another run has taken the lease."""

@@ -299,6 +299,30 @@ def test_a_lease_is_renewed_though_nothing_reads_its_warnings(bucket):
     assert done.stdout == "True\n"
 
 
+LOST = """
+import sys
+import files, lock
+
+lease = lock.take_lock(files.absolute_path(sys.argv[1]))
+write, n_lost = lease.file.write, iter(range(3))
+
+def lose(text, generation):
+    written = write(text, generation)
+    return written if next(n_lost, None) is None else None  # gcsfs repeats it, and meets 412
+
+lease.file.write = lose
+lease.generation = lease.write(lease.generation)
+print(lease.generation == lease.file.read()[0])
+lease.release()
+"""
+
+
+def test_a_lease_stays_though_several_answers_are_lost(bucket):
+    command = [sys.executable, "-c", LOST, "gs://bucket/runs/lost"]
+    done = subprocess.run(command, capture_output=True, text=True, env=bucket.env, cwd=ROOT)
+    assert (done.stdout, done.stderr) == ("True\n", "")
+
+
 REFUSED = """
 import sys
 import gcsfs
