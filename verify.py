@@ -16,7 +16,7 @@ import errors
 import utils
 from digests import digest_leaves
 from errors import UserError, first_ten
-from files import is_remote, paths_in
+from files import is_remote, paths_in, saved_steps
 
 
 class Damaged(ValueError):
@@ -178,9 +178,17 @@ class SavedCheckpoints:
 
     def find_step(self, step: int) -> int | None:
         """Return `step`, or for -1 the step of the newest checkpoint, None if there is none.
-        Raises UserError CHECKPOINT if there is no checkpoint `step`."""
+        Raises UserError CHECKPOINT if there is no checkpoint `step`, and STORAGE."""
         if step == -1:
-            return self.manager.latest_step()
+            found = self.manager.latest_step()
+            # Where a request fails, gcsfs may tell orbax that a checkpoint is no folder.  A run
+            # that is only read may have saved another since.
+            is_ours = self.SAVES and is_remote(self.path)
+            there = saved_steps(self.run)[-1:] if is_ours else []
+            if there and (found is None or found < there[0]):
+                what = f"cannot look at {self.path / str(there[0])}, which is the newest checkpoint"
+                raise UserError(errors.STORAGE, what, "run the same command again")
+            return found
         found = self.manager.all_steps()
         if step not in found:
             what = f"{self.path} has no checkpoint {step}, only {errors.or_list(found or ['none'])}"
@@ -227,7 +235,7 @@ class SavedCheckpoints:
         if is_remote(self.path):  # damage there is an object that is missing, or what is in it
             refused = errors.is_storage_error(error) and not isinstance(error, FileNotFoundError)
         if refused or re.search(UNREACHABLE, str(error)):
-            what = f"cannot read {self.path / str(step)}: {str(error)[:300]}"
+            what = f"cannot read {self.path / str(step)}: {errors.describe(error)}"
             fix = "fix the storage or the permissions, and run the same command again"
             raise UserError(errors.STORAGE, what, fix) from error
         if not utils.all_agree(error is None):

@@ -304,6 +304,15 @@ def test_a_checkpoint_in_a_bucket_that_does_not_answer_is_not_damaged(copy, monk
         store.read(20)
 
 
+def test_a_checkpoint_in_a_bucket_that_orbax_has_missed_is_not_passed_over(copy, monkeypatch):
+    store = open_store(copy[1])
+    store.path = epath.Path("gs://bucket/run/checkpoints")
+    monkeypatch.setattr(store.manager, "latest_step", lambda: 10)
+    with pytest.raises(UserError, match="cannot look at gs://bucket/run/checkpoints/20") as error:
+        store.find_step(-1)
+    assert error.value.code == STORAGE
+
+
 def test_another_setting_or_dtype_is_an_error_that_names_the_fields(copy):
     cfg, run, _ = copy
     abstract = runstate.checkpoint_items(runstate.abstract_state(cfg))
