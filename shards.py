@@ -162,9 +162,9 @@ def npy_shard(path: epath.Path) -> Shard:
         size = path.stat().length
     except FileNotFoundError:
         raise missing_error(path) from None
-    except PermissionError:
-        raise  # becomes STORAGE: the data may be sound
     except NPY_ERRORS as e:
+        if isinstance(e, PermissionError) or (isinstance(e, OSError) and is_remote(path)):
+            raise  # becomes STORAGE: the data may be sound
         raise shard_error(path, str(e)[:200], fix) from None
     if dtype.hasobject or dtype.name not in DTYPES or dtype.byteorder == ">":
         raise shard_error(path, f"dtype {dtype} is not one of {', '.join(DTYPES)}", fix)

@@ -8,6 +8,7 @@ import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -677,3 +678,10 @@ def test_a_cache_that_cannot_be_made_is_named_by_its_flag(tmp_path):
     with pytest.raises(UserError, match="data.cache=.*/file/cache cannot be made: Not a") as error:
         pages.DiskCache(f"{tmp_path}/file/cache", 1000)
     assert error.value.code == STORAGE
+
+
+def test_a_bucket_that_refuses_a_shard_is_not_a_damaged_shard(monkeypatch):
+    path = epath.Path("gs://bucket/a.npy")
+    monkeypatch.setattr(type(path), "open", mock.Mock(side_effect=OSError("Forbidden")))
+    with pytest.raises(OSError, match="Forbidden"):  # becomes STORAGE
+        shards.npy_shard(path)
