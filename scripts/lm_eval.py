@@ -119,7 +119,9 @@ class Run(TemplateLM):
         return collator, train.progress([*collator.get_batched(n=self.cfg.train.batch_size)])
 
     def _loglikelihood_tokens(self, requests, **_) -> list[tuple[float, bool]]:
-        rows = [(context + answer, len(answer)) for _, context, answer in requests]
+        # The harness leaves no tokens of a context of spaces: they are the answer's then.
+        start = [self.prefix_token_id]
+        rows = [((context or start) + answer, len(answer)) for _, context, answer in requests]
         if wrong := [n for _, n in rows if not 0 < n <= self.max_length]:
             limit = f"train.seq_len={self.max_length}"
             what = f"an answer has {wrong[0]} tokens, and it needs 1 to {limit}"

@@ -194,6 +194,17 @@ def test_an_answer_without_tokens_or_with_too_many_is_refused(n):
 
 
 @live
+def test_a_context_of_spaces_is_scored_after_the_token_that_begins_a_text():
+    from scripts import lm_eval
+
+    cfg = on_mesh(PLAIN, train=dict(seq_len=LENGTH))
+    lm = lm_eval.Run(params_of(cfg), byte_tokenizer(), cfg)
+    pairs = [("", " \nto"), (" \n", "to"), ("a", "to")]
+    first, second, _ = lm.loglikelihood([SimpleNamespace(args=pair) for pair in pairs])
+    assert first == second
+
+
+@live
 def test_a_task_may_ask_for_no_tokens():
     from scripts import lm_eval
 
