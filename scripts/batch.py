@@ -142,7 +142,7 @@ def open_data(args: Args, cfg: config.Config, run) -> Dataset:
         # With a ramp train.batch_size is its last size.
         later = (*FOR_LATER, *(["train.batch_size"] if "train.batch_ramp" in found else []))
         changed = [x for x in found if x.startswith(IN_BATCH) and x not in later]
-        if start["step"] >= args.step and changed:
+        if start.get("step", 0) >= args.step and changed:
             utils.warn(f"{', '.join(changed)} changed after update {args.step}; this is as of now")
     return data
 
@@ -179,9 +179,13 @@ def score_rows(params, tokens_BL, targets_BL, cfg: config.Config) -> np.ndarray:
 
 def last_update(run) -> int:
     """The newest update that metrics.jsonl has; 0 without one."""
-    lines = rowfile.read_lines(run / "metrics.jsonl", 10**12)
-    steps = [row["step"] for row in map(json.loads, lines) if row["kind"] == "train"]
-    return max(steps, default=0)
+    steps = [0]
+
+    def track(row: dict):  # a row without a kind is dropped with a warning
+        steps.extend([row["step"]] if row["kind"] == "train" else [])
+
+    rowfile.read_lines(run / "metrics.jsonl", 10**12, track)
+    return max(steps)
 
 
 def read_rows(args: Args, cfg: config.Config, data_cfg: config.Config) -> list[Row]:

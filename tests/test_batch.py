@@ -236,6 +236,16 @@ def test_an_update_that_has_not_been_made_yet_is_shown_as_such(reference, tmp_pa
     assert "not been made" not in explain(tmp_path, "--step", 5)
 
 
+def test_rows_and_starts_that_lack_a_field_do_not_count(reference, tmp_path):
+    """One flipped bit can change a field's name."""
+    shutil.copy(reference / "config.json", tmp_path)
+    rows = (reference / "metrics.jsonl").read_text()
+    (tmp_path / "metrics.jsonl").write_text(rows.replace('"kind"', '"kinf"', 1))
+    start = dict(stdp=20, changes={"changes the training": {"train.seq_len": [1, 2]}})
+    (tmp_path / "history.jsonl").write_text(json.dumps(start) + "\n")
+    assert explain(tmp_path, "--step", 3).count("\nrow ") == 32
+
+
 def test_a_run_without_updates_of_its_own_is_an_error(reference, tmp_path):
     """As an import."""
     record = json.loads((reference / "config.json").read_text())
