@@ -200,6 +200,12 @@ def main(args: Args, cfg: config.Config):
             raise
         what = f"--num_fewshot {args.num_fewshot} is more than the examples that a task has"
         raise errors.UserError(errors.USAGE, what, "set a lower one, or leave it out") from None
+    except OSError as e:
+        if e.errno:  # of the system, not of the library that loads the questions
+            raise
+        what = f"the questions of {args.tasks} cannot be loaded: {errors.describe(e)}"
+        fix = "connect this machine to the network, or correct the path in the task's file"
+        raise errors.UserError(errors.DATA, what, fix) from None
     if not utils.is_lead():
         return
     results["config"] |= vars(args) | dict(model="trifold", dtype=cfg.train.dtype)

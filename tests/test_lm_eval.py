@@ -260,6 +260,18 @@ def test_a_mistake_in_what_the_harness_is_given_is_named(trained, folder, words,
 
 
 @live
+def test_questions_that_cannot_be_loaded_are_no_failure_of_storage(trained, tmp_path):
+    """As without a network: no one has to free space."""
+    data = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path}/none.jsonl}}}}"
+    (tmp_path / "t.yaml").write_text(f"task: gone\ntest_split: test\n{data}{TASKS['endings']}")
+    words = ["--run", trained, "--include_path", tmp_path, "--tasks", "gone"]
+    done = run("scripts/lm_eval.py", *words)
+    error, fix = done.stderr.splitlines()[-2:]
+    assert done.returncode == errors.DATA and error.startswith("error: the questions of gone ")
+    assert f"{tmp_path}/none.jsonl" in error and "network" in fix
+
+
+@live
 def test_processes_that_find_other_questions_stop(trained, folder):
     """Each computes a part of a batch, so the scores would be of no one's questions."""
     flags = ["--run", trained, "--include_path", folder, "--tasks", "endings", "--mesh.dp", 2]
