@@ -80,6 +80,9 @@ import train
 import utils
 from scripts.outputs import check_output
 
+DRAW = dict(temperature=0, top_k=0, top_p=1)
+"""How a task may have tokens drawn, and what is taken if it does not say."""
+
 
 class Run(TemplateLM):
     """A run's weights as a model of the harness.  All processes make the same calls, and get the
@@ -150,7 +153,14 @@ class Run(TemplateLM):
 
     def generate_until(self, requests, **_) -> list[str]:
         pairs = [request.args for request in requests]
-        most = max((normalize_gen_kwargs(s)["max_gen_toks"] for _, s in pairs), default=0)
+        settings = [normalize_gen_kwargs(s) for _, s in pairs]
+        known = {*DRAW, "until", "max_gen_toks", "do_sample"}
+        others = (pair for s in settings for pair in s.items() if pair[0] not in known)
+        for name, x in others:
+            if x not in (None, False, 0, 1):  # with those it changes no text, as in num_beams 1
+                what = f"a task asks for texts with {name}={x}, which this script cannot make"
+                raise errors.UserError(errors.DATA, what, "leave the task out")
+        most = max((s["max_gen_toks"] for s in settings), default=0)
         if most >= self.max_length:  # the harness' own backend refuses it too
             what = f"a task asks for {most} tokens, which must be fewer than"
             what += f" train.seq_len={self.max_length}"
@@ -171,7 +181,7 @@ class Run(TemplateLM):
             return self.tokenizer.decode(row[len(prompts[k]) :])
 
         ends = dict(stop_id=self.end_id, stops=s["until"], added=added)
-        draw = {name: s.get(name, x) for name, x in dict(temperature=0, top_k=0, top_p=1).items()}
+        draw = {name: s.get(name, x) for name, x in DRAW.items()}
         draw |= dict(vocab_size=shards.n_ids(self.tokenizer), seed=seed)
         args = self.params, prompts, s["max_gen_toks"], self.cfg
         *_, rows = [prompts, *generate.generate(*args, **ends, **draw)]  # max_gen_toks may be 0

@@ -225,6 +225,19 @@ def test_a_task_that_asks_for_more_tokens_than_fit_is_refused():
 
 
 @live
+def test_a_task_whose_texts_are_made_in_an_unknown_way_is_refused():
+    """They would be other texts than the task asks for."""
+    from scripts import lm_eval
+
+    cfg = on_mesh(PLAIN, train=dict(seq_len=LENGTH))
+    lm, same = lm_eval.Run(params_of(cfg), byte_tokenizer(), cfg), dict(max_gen_toks=1, num_beams=1)
+    assert len(lm.generate_until([SimpleNamespace(args=("to", same))])) == 1
+    with pytest.raises(errors.UserError, match="num_beams=10") as error:
+        lm.generate_until([SimpleNamespace(args=("to", same | dict(num_beams=10)))])
+    assert error.value.code == errors.DATA
+
+
+@live
 def test_repeats_of_a_prompt_are_different_texts_in_every_batch():
     from scripts import lm_eval
 
