@@ -225,12 +225,14 @@ class SavedCheckpoints:
 
     def read(self, step: int, **items):
         """Return items of checkpoint `step` without verification; items: {name: what orbax takes to
-        restore it}.  Raises Damaged, or UserError STORAGE if the storage cannot be reached."""
-        tree = error = None
-        try:
-            tree = self.manager.restore(step, args=ocp.args.Composite(**items))
-        except Exception as e:  # orbax raises many types for damage, a bare Exception among them
-            error = e
+        restore it}.  Raises Damaged, or UserError STORAGE if the storage cannot be reached.
+
+        In a bucket it is read again before it is called damaged: where one request fails, gcsfs may
+        tell orbax that an item is not there.
+        """
+        tree, error = self.try_to_restore(step, items)
+        if is_remote(self.path) and not utils.all_agree(error is None):
+            tree, error = self.try_to_restore(step, items)
         refused = isinstance(error, PermissionError | ConnectionError | TimeoutError)
         if is_remote(self.path):  # damage there is an object that is missing, or what is in it
             refused = errors.is_storage_error(error) and not isinstance(error, FileNotFoundError)
@@ -242,6 +244,13 @@ class SavedCheckpoints:
             why = f"{type(error).__name__}: {error}" if error else "another process failed"
             raise Damaged(re.sub(r"\s+", " ", why)[:160]) from error
         return tree
+
+    def try_to_restore(self, step: int, items: dict) -> tuple:
+        """(items, None), or (None, the error) if orbax cannot restore them."""
+        try:
+            return self.manager.restore(step, args=ocp.args.Composite(**items)), None
+        except Exception as e:  # orbax raises many types for damage, a bare Exception among them
+            return None, e
 
     def check_same_run(self, step: int, meta: dict, abstract: dict):
         """Raise UserError CHECKPOINT if format, settings, shapes or dtypes in meta differ from this

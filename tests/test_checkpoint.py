@@ -302,6 +302,9 @@ def test_a_checkpoint_in_a_bucket_that_does_not_answer_is_not_damaged(copy, monk
     monkeypatch.setattr(store.manager, "restore", mock.Mock(side_effect=FileNotFoundError()))
     with pytest.raises(verify.Damaged):
         store.read(20)
+    once = mock.Mock(side_effect=[KeyError('Item "params" was not found'), "all of it"])
+    monkeypatch.setattr(store.manager, "restore", once)
+    assert store.read(20) == "all of it"
 
 
 def test_a_checkpoint_in_a_bucket_that_orbax_has_missed_is_not_passed_over(copy, monkeypatch):
