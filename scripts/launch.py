@@ -239,7 +239,8 @@ class Tpu:
         return ["gcloud", "compute", "tpus", group, verb, *words, zone, "--quiet"]
 
     def call(self, group: str, verb: str, *words: str) -> str:
-        """What a gcloud command prints; "" if it is `describe` and there is no such resource.
+        """What a gcloud command prints; "" if it is `describe` and there is no such resource, and
+        "UNKNOWN" if there is one that it says nothing of.
 
         Raises CloudError, or UserError USAGE where trying again is of no use.
         """
@@ -258,7 +259,7 @@ class Tpu:
             if re.search(PERMANENT, done.stderr):
                 raise UserError(USAGE, what, "correct the flags, or gcloud's login or project")
             raise CloudError(what)
-        return done.stdout.strip()
+        return done.stdout.strip() or "UNKNOWN"
 
     def state(self) -> str:
         """The pod's state; "" where there is none."""

@@ -185,6 +185,14 @@ def test_a_node_without_workers_is_asked_again(answer, monkeypatch):
         pod.make_ready()
 
 
+@pytest.mark.parametrize("output, state", [("\n", "UNKNOWN"), ("NEW_STATE\n", "NEW_STATE")])
+def test_a_pod_whose_state_is_not_told_is_there(output, state, monkeypatch):
+    """Google's API leaves out a state that is not set."""
+    done = subprocess.CompletedProcess([], 0, stdout=output)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
+    assert Tpu("pod", "v5p-16", "us-east5-a").state() == state
+
+
 def test_a_host_file_that_cannot_be_read_and_numbers_below_zero_are_refused(tmp_path):
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\n")
     refused = [["ssh", tmp_path / name] for name in ("bytes", "none", ".")]
