@@ -284,9 +284,10 @@ class Tpu:
         """Delete the pod.  Raises UserError DISTRIBUTED if it may still be there."""
         say(f"deleting {self.name}")
         words = "queued-resources", "delete", self.name, "--force"
-        for _ in range(20):
+        for n in range(20):
             with suppress(CloudError, UserError):  # a login may have run out meanwhile
-                if not self.state():
+                # Not at once: a pod may show itself late, if Ctrl-C has cut off its creation.
+                if n and not self.state():
                     return
                 self.call(*words)
                 self.is_ours = False

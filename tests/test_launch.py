@@ -193,6 +193,22 @@ def test_a_pod_whose_state_is_not_told_is_there(output, state, monkeypatch):
     assert Tpu("pod", "v5p-16", "us-east5-a").state() == state
 
 
+def test_a_pod_that_shows_itself_late_is_deleted(monkeypatch):
+    """As where Ctrl-C has cut off the command that creates it."""
+    cloud, coming = dict(state=""), ["CREATING"]
+
+    def call(group, verb, *_):
+        if verb == "delete":
+            cloud["state"] = ""
+        return cloud["state"]
+
+    pod = Tpu("pod", "v5p-16", "us-east5-a")
+    monkeypatch.setattr(pod, "call", call)
+    monkeypatch.setattr(time, "sleep", lambda _: coming and cloud.update(state=coming.pop()))
+    pod.delete()
+    assert coming == [] and cloud["state"] == ""
+
+
 def test_a_host_file_that_cannot_be_read_and_numbers_below_zero_are_refused(tmp_path):
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\n")
     refused = [["ssh", tmp_path / name] for name in ("bytes", "none", ".")]
