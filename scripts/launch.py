@@ -548,6 +548,10 @@ def parse(words: list[str]) -> Tpu | Slurm | Ssh:
             if before.startswith("--") and not word.startswith("-"):
                 fix = f"write it as {before}={word}"
             found.append(Problem(f"{word!r} is unknown", fix))
+        if isinstance(args, Tpu) and re.match("--(project|configuration)(=|$)", word):
+            what = f"{word!r} would make the pod where it is neither used nor deleted"
+            fix = "set CLOUDSDK_CORE_PROJECT or CLOUDSDK_ACTIVE_CONFIG_NAME in the environment"
+            found.append(Problem(what, fix))
     if not args.dry_run and not shutil.which(args.tool):
         fix = f"install {args.tool}, or see with --dry_run what it would do"
         found.append(Problem(f"{args.tool} is not installed here", fix))

@@ -115,6 +115,8 @@ def test_what_launches_does_not_import_jax():
     (["--dry_run", *POD, "--", "a"], ["'--dry_run' is unknown"]),
     ([*POD, "--dryrun", "--restart=5", "--", "a"],
      ["'--dryrun' is unknown\n  fix: give --dry_run", "'--restart=5' is unknown"]),
+    ([*POD, "--project=mine", "--configuration=x", "--", "a"],
+     ["'--project=mine' would make the pod where", "'--configuration=x' would make the pod where"]),
     ([*POD, "--restarts", "-1", "--", "a"], ["restarts cannot be -1"]),
     (["tpu", "-pod;rm", "--type", "v5p-16", "--zone", "us-east5-a", "--", "a"], None),
     (["tpu", "my pod", "--type", "v9-16", "--zone", "a b", "--slices", "0", "--", "a"],
