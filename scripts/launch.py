@@ -222,7 +222,7 @@ class Tpu:
 
     def problems(self) -> list[Problem]:
         name = re.fullmatch(r"[a-z][a-z0-9-]{0,56}", self.name)
-        zone = re.fullmatch(r"[a-z]+-[a-z]+\d+-[a-z]", self.zone)
+        zone = re.fullmatch(r"[a-z]+-[a-z]+\d+-(ai\d+)?[a-z]", self.zone)
         type = re.fullmatch(rf"({'|'.join(RUNTIMES)})-\d+", self.type)
         return problems_with(
             self,

@@ -187,6 +187,10 @@ def test_a_node_without_workers_is_asked_again(answer, monkeypatch):
         pod.make_ready()
 
 
+def test_zones_with_more_accelerators_than_others_have_longer_names():
+    assert Tpu("pod", "v5p-16", "us-central1-ai1a").problems() == []
+
+
 @pytest.mark.parametrize("output, state", [("\n", "UNKNOWN"), ("NEW_STATE\n", "NEW_STATE")])
 def test_a_pod_whose_state_is_not_told_is_there(output, state, monkeypatch):
     """Google's API leaves out a state that is not set."""
