@@ -13,7 +13,7 @@ import jax
 
 import errors
 from config import Config, Run
-from errors import Problem, UserError, first_ten, write_error
+from errors import Problem, UserError, describe, first_ten, write_error
 
 
 def join_processes(cfg: Config):
@@ -25,21 +25,22 @@ def join_processes(cfg: Config):
     options = dict(initialization_timeout=r.start_timeout)
     jax.config.update("jax_enable_preemption_service", False)  # processes.Stop notices preemption
     ctypes.CDLL(None).signal(signal.SIGABRT, aborted)
+    where = "the cluster that JAX has detected"
+    fix = "correct the variables by which JAX finds it, or set run.coordinator"
     if r.coordinator:
-        options["coordinator_bind_address"] = wait_for_all(r)
-        try:
-            jax.distributed.initialize(r.coordinator, r.num_processes, r.process_id, **options)
-        except RuntimeError as e:
-            what = f"run.coordinator={r.coordinator}: {str(e).splitlines()[0][:200]}"
-            fix = "choose a free port on process 0's host, the same in every process's flags"
-            raise UserError(errors.DISTRIBUTED, what, fix) from None
-        return
+        where = f"run.coordinator={r.coordinator}"
+        fix = "choose a free port on process 0's host, the same in every process's flags"
+        options |= dict(coordinator_bind_address=wait_for_all(r), coordinator_address=r.coordinator)
+        options |= dict(num_processes=r.num_processes, process_id=r.process_id)
     try:
         jax.distributed.initialize(**options)
-    except ValueError as e:
-        if "coordinator_address should be defined" not in str(e):  # this says: no cluster found
-            raise
-        signal.signal(signal.SIGABRT, signal.SIG_DFL)
+    except (RuntimeError, ValueError, KeyError) as e:
+        if "coordinator_address should be defined" in str(e):  # this says: no cluster found
+            signal.signal(signal.SIGABRT, signal.SIG_DFL)
+            return
+        # Others are variables that are missing or malformed.
+        code = errors.DISTRIBUTED if isinstance(e, RuntimeError) else errors.USAGE
+        raise UserError(code, f"{where}: {describe(e)}", fix) from None
 
 
 def wait_for_all(r: Run) -> str | None:
@@ -59,7 +60,7 @@ def wait_for_all(r: Run) -> str | None:
         with socket.create_server(address, family=family) as server:
             while len(greeted) < r.num_processes - 1:
                 wait_for_greeting(server, r, greeted, deadline)
-    except OSError as e:
+    except (OSError, UnicodeError) as e:  # UnicodeError: the host is no name
         fix = "choose a free port of this host, the same in every process's flags"
         error = UserError(errors.DISTRIBUTED, f"run.coordinator={r.coordinator}: {e}", fix)
     except UserError as e:

@@ -190,6 +190,23 @@ def test_data_that_vanish_under_a_run_end_it_with_a_checkpoint(
     assert saved >= 7 and len(rows(run)) == saved
 
 
+NO_SIZE = dict(OMPI_MCA_orte_hnp_uri="4096.0;tcp://127.0.0.1:1", OMPI_COMM_WORLD_RANK="0")
+
+
+@pytest.mark.parametrize("env, run, code, word", [
+    (NO_SIZE, "", USAGE, "KeyError: 'OMPI_COMM_WORLD_SIZE'"),
+    (dict(OMPI_MCA_orte_hnp_uri="4096.0;usock"), "", DISTRIBUTED, "Could not parse coordinator IP"),
+    ({}, "coordinator='a..b:90', num_processes=2, process_id=0", DISTRIBUTED, "=a..b:90: "),
+], ids=["no_size", "no_address", "no_name"])  # fmt: skip
+def test_a_cluster_that_makes_no_sense_is_two_lines(env, run, code, word):
+    program = f"import config, processes as p; cfg = config.Config(config.Run({run}))"
+    command = [sys.executable, "-c", f"{program}; p.run_main(print, cfg)"]
+    options = dict(cwd=ROOT, env=os.environ | env, capture_output=True, text=True)
+    done = subprocess.run(command, **options)
+    assert done.returncode == code and word in done.stderr, done.stderr
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 2
+
+
 @pytest.mark.parametrize("coordinator, address", [
     ("127.0.0.1:1234", (socket.AF_INET, ("127.0.0.1", 1234))),
     ("127.0.1.1:1234", (socket.AF_INET, ("0.0.0.0", 1234))),
