@@ -95,7 +95,7 @@ def supervise(cfg: Config) -> int:
     while True:
         code = child.run(words, last_end)
         if "--fresh" in words and run_id(cfg) not in (None, old_run):  # the old run is moved
-            words.remove("--fresh")
+            words = [word for word in words if word != "--fresh"]  # it may be given twice
         last_end = temporary_reason(code)
         # It may have ended before it had a handler.
         if child.told_to_stop and -code in STOPS:

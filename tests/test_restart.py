@@ -108,6 +108,22 @@ def test_fresh_moves_the_old_run_once(base, reference):
     assert not run.with_name("fresh_again.old.2").exists()
 
 
+def test_fresh_that_is_given_twice_moves_the_old_run_once(monkeypatch):
+    codes, ids, started = [STORAGE, 0], iter(["old", "new", "new"]), []
+
+    def run(words, last_end):
+        started.append(words)
+        return codes[len(started) - 1]
+
+    monkeypatch.setattr(sys, "argv", ["train.py", "--fresh", "--fresh"])
+    monkeypatch.setattr(restart, "Child", lambda: SimpleNamespace(run=run, told_to_stop=False))
+    monkeypatch.setattr(restart, "run_id", lambda cfg: next(ids))
+    monkeypatch.setattr(restart, "newest_checkpoint", lambda *_: -1)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    assert restart.supervise(replace(config.Config(), run=config.Run(restarts=1))) == 0
+    assert started == [["train.py", "--fresh", "--fresh"], ["train.py"]]
+
+
 def history(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
 
