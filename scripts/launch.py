@@ -376,8 +376,8 @@ class Tpu:
             if state:
                 text = f"{self.name} exists ({state}): it is used, and not deleted at the end, "
                 say(text + "unless it was preempted and is made anew")
-                if self.extra:
-                    say(f"{shlex.join(self.extra)} only count if it is made anew")
+                words = ["--type", self.type, *["--spot"] * self.spot, *self.extra]
+                say(f"only if it is made anew, these count: {shlex.join(words)}")
             try:
                 return self.train_with_restarts(archive)
             finally:

@@ -453,10 +453,10 @@ def test_the_end_of_what_launches_ends_the_workers(cloud):
     process.kill()
     process.wait()
     wait_until(lambda: len(machine_files(cloud, "saved")) == 2)
-    words = [*POD, "--reserved", "--network=mine", "--", "python", "-c", "print('again')"]
+    words = [*POD, "--spot", "--network=mine", "--", "python", "-c", "print('again')"]
     code, _, err = finish(cloud.launch(*words))
     assert code == 0 and "pod exists (ACTIVE)" in err
-    assert "--reserved --network=mine only count if it is made anew" in err
+    assert "these count: --type v5p-16 --spot --network=mine\n" in err
 
 
 @pytest.mark.parametrize("code, starts", [
