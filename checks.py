@@ -486,12 +486,12 @@ def other_problems(cfg: Config):
         what = f"run.start_with={r.start_with} has no effect without --run.start_from"
         yield Problem(what, "name the run to start from, as --run.start_from runs/NAME@STEP")
     yield from text_problems(cfg)
-    port = re.fullmatch(r".+:(\d{1,5})", r.coordinator)
+    port = re.fullmatch(r"(?:[^:]+|\[.+\]):(\d{1,5})", r.coordinator)
     complete = port and 0 < int(port[1]) < 65536 and 0 <= r.process_id < r.num_processes
     if (r.coordinator or r.num_processes or r.process_id >= 0) and not complete:
         what = f"run.coordinator={r.coordinator!r} run.num_processes={r.num_processes} "
         what += f"run.process_id={r.process_id} must go together: "
-        what += "HOST:PORT, a count, and a number below it"
+        what += "HOST:PORT or [IPV6]:PORT, a count, and a number below it"
         yield Problem(what, "set all three, or none of them where JAX detects the cluster")
 
 

@@ -86,6 +86,8 @@ MOE = ["--model.pattern", "moe", "--model.n_experts", "4", "--model.d_expert", "
      ["must be at most 10000"]),
     (["--mesh.dp", "-1", "--mesh.pp", "-1"], ["2 axes are -1"]),
     (["--run.process_id", "1"], ["must go together"]),
+    (["--run.coordinator", "fe80::1:80", "--run.num_processes", "2", "--run.process_id", "0"],
+     ["must go together: HOST:PORT or [IPV6]:PORT"]),
     (["--run.process_id=-2"], ["run.process_id=-2 must be at least 0"]),
     (["--checkpoint.keep", "1", "--train.steps", "0"],
      ["train.steps=0", "checkpoint.keep=1"]),
