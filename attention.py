@@ -392,7 +392,7 @@ def update_cache(cache, new: dict, span: Span) -> tuple[dict, dict]:
 
     def write(cache, new):
         b_B1 = jnp.arange(len(new))[:, None]
-        if new.ndim == 3 or platform() == "cpu":  # one index takes a CPU microseconds
+        if new.ndim != 4 or platform() == "cpu":  # a CPU takes microseconds for an index
             return cache.at[b_B1, ..., index_BL, :].set(new)
         # Heads by index too: if they were a slice, XLA would want them behind S on a TPU, and copy
         # the whole cache for each token, to that layout and back.
