@@ -392,7 +392,7 @@ def update_cache(cache, new: dict, span: Span) -> tuple[dict, dict]:
 
     def write(cache, new):
         b_B1 = jnp.arange(len(new))[:, None]
-        if new.ndim != 4 or platform() == "cpu":  # a CPU takes microseconds for an index
+        if new.ndim != 4 or platform() == "cpu":  # a CPU takes microseconds for each index
             return cache.at[b_B1, ..., index_BL, :].set(new)
         # Heads by index too: if they were a slice, XLA would want them behind S on a TPU, and copy
         # the whole cache for each token, to that layout and back.
@@ -550,9 +550,9 @@ def attend_to_latents(h_BLJ, ck_BSN, w, cfg, span: Span):
     """y_BLHW, as of `attend_to_expanded`, for one new token: it is cheaper to compare one query
     with latents than to expand them to all heads.
 
-    Values are summed with the rotated parts of keys behind them, which are then dropped: XLA on a
-    CPU would copy the whole cache to leave them out (8 rows of 1,024 tokens took 1.3 times as
-    long).
+    The sum over values includes the rotated parts of keys, which are dropped afterwards: to leave
+    them out before, XLA on a CPU would copy the whole cache (8 rows of 1,024 tokens took 1.3 times
+    as long).
     """
     q_BLHK = einsum("BLJ,JHK->BLHK", h_BLJ, w["q_JHK"])
     q_BLHT = rope(einsum("BLJ,JHT->BLHT", h_BLJ, w["q_rope_JHT"]), span, cfg)
@@ -568,8 +568,8 @@ ATTENTION = dict(
     mla=(mla_table, mla),
 )
 """model.attention: the table of its weights, and the function (x_BLD, w, cfg, Span, cache) ->
-(y_BLD, the cache, statistics that are summed over devices).  Without a cache the second is what one
-would keep of the tokens."""
+(y_BLD, the cache, statistics that are summed over devices).  In decoding without a cache the second
+is what one would keep of the tokens; in training it is not used."""
 
 
 def attention_of(cfg: Config):

@@ -20,10 +20,18 @@ from typing import Annotated, Literal
 
 import tyro
 
-import errors
 from checks import check
 from config import PRESETS, SECTIONS, Config, Mesh, YesNo, settings
-from errors import INTERRUPTED, STORAGE, USAGE, Problem, UserError, or_list
+from errors import (
+    INTERRUPTED,
+    STORAGE,
+    USAGE,
+    Problem,
+    UserError,
+    describe,
+    is_storage_error,
+    or_list,
+)
 from signals import leave_if_unread
 
 # ---- config files
@@ -360,8 +368,8 @@ def prepare_streams():
 
 
 def quit_on_error(f, *args):
-    """f(*args).  A UserError, error of storage or Ctrl-C is printed and ends the process with its
-    code."""
+    """f(*args).  A UserError, an error of storage or Ctrl-C is printed, and ends the process with
+    its code."""
     prepare_streams()
     try:
         try:
@@ -373,9 +381,9 @@ def quit_on_error(f, *args):
         sys.exit(e.code)
     except Exception as e:
         leave_if_unread(e)
-        if not errors.is_storage_error(e):
+        if not is_storage_error(e):
             raise
-        reason = getattr(e, "strerror", None) or errors.describe(e)
+        reason = getattr(e, "strerror", None) or describe(e)
         what = f"{getattr(e, 'filename', None) or 'storage'}: {reason}"
         fix = "free some space, or correct the path or its permissions, and run the command again"
         print(UserError(STORAGE, what, fix), file=sys.stderr)

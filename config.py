@@ -39,7 +39,7 @@ class Run:
     seed: int = 0
     """Seed of the initial weights, the order of the data, dropout and the sampled text."""
     coordinator: str = ""
-    """HOST:PORT of process 0, where JAX does not detect the cluster itself.
+    """HOST:PORT or [IPV6]:PORT of process 0, where JAX does not detect the cluster itself.
     It needs run.num_processes and run.process_id too."""
     num_processes: int = 0
     """Number of processes, together with run.coordinator; 0 leaves it to JAX."""

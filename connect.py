@@ -26,7 +26,7 @@ def join_processes(cfg: Config):
     jax.config.update("jax_enable_preemption_service", False)  # processes.Stop notices preemption
     ctypes.CDLL(None).signal(signal.SIGABRT, aborted)
     where = "the cluster that JAX has detected"
-    fix = "correct the variables by which JAX finds it, or set run.coordinator"
+    fix = "correct what the message names, or set run.coordinator"
     if r.coordinator:
         where = f"run.coordinator={r.coordinator}"
         fix = "choose a free port on process 0's host, the same in every process's flags"
@@ -38,7 +38,8 @@ def join_processes(cfg: Config):
         if "coordinator_address should be defined" in str(e):  # this says: no cluster found
             signal.signal(signal.SIGABRT, signal.SIG_DFL)
             return
-        # Others are variables that are missing or malformed.
+        # RuntimeError: a port is taken, metadata do not answer, or JAX cannot parse a variable.
+        # Others: variables are missing or malformed.
         code = errors.DISTRIBUTED if isinstance(e, RuntimeError) else errors.USAGE
         raise UserError(code, f"{where}: {describe(e)}", fix) from None
 
@@ -61,7 +62,7 @@ def wait_for_all(r: Run) -> str | None:
             while len(greeted) < r.num_processes - 1:
                 wait_for_greeting(server, r, greeted, deadline)
     except (OSError, UnicodeError) as e:  # UnicodeError: the host is no name
-        fix = "choose a free port of this host, the same in every process's flags"
+        fix = "give a name or address of this host, with a free port, in every process's flags"
         error = UserError(errors.DISTRIBUTED, f"run.coordinator={r.coordinator}: {e}", fix)
     except UserError as e:
         error = e

@@ -47,11 +47,11 @@ def describe(e: BaseException) -> str:
 
 
 # Packages that raise only when storage still fails after their retries.
-STORAGE_PACKAGES = {"gcsfs", "aiohttp", "google", "requests"}
+STORAGE_PACKAGES = "gcsfs", "aiohttp", "requests", "google.auth", "google.api_core", "google.cloud"
 
 
 def is_storage_error(error: BaseException) -> bool:
-    return isinstance(error, OSError) or type(error).__module__.split(".")[0] in STORAGE_PACKAGES
+    return isinstance(error, OSError) or type(error).__module__.startswith(STORAGE_PACKAGES)
 
 
 class UserError(Exception):

@@ -103,14 +103,17 @@ def empty_cache(w, cfg: Config, B: int, S: int) -> dict:
         _, attention = attention_of(cfg)
         return attention(x_BLD, gather_layer(w, kind, cfg), cfg, span, None)[1]
 
-    dtype = jnp.float32 if platform() == "cpu" else None
+    def dtype_of(x):
+        is_widened = platform() == "cpu" and x.dtype == jnp.bfloat16
+        return jnp.float32 if is_widened else x.dtype
+
     cache = {}
     for group in layer_groups(w):
         # A stage runs the prefix for its own microbatch only.
         M = 1 if group == "prefix" else lax.axis_size("pp")
         cache[group] = [
             {
-                name: jnp.zeros((M, B, *x.shape[2:-1], S, x.shape[-1]), dtype or x.dtype)
+                name: jnp.zeros((M, B, *x.shape[2:-1], S, x.shape[-1]), dtype_of(x))
                 for name, x in jax.eval_shape(partial(one_token, kind), layer).items()
             }
             for (kind, _), layer in zip(stage_layers(cfg, group), w[group], strict=True)

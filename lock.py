@@ -147,12 +147,14 @@ class Lease:
 
     def write(self, generation: str) -> str | None:
         """The new generation; None if another run has written the lease."""
-        while not (written := self.file.write(self.owner, generation)):
-            # If an answer to our writes was lost, the lease is still ours, of a newer generation.
+        for _ in range(5):
+            if written := self.file.write(self.owner, generation):
+                return written
+            # If the answer to a write was lost, the lease is still ours, of a newer generation.
             generation, there = self.file.read()
             if there != self.owner:
                 return None
-        return written
+        raise OSError("the answers to 5 writes of the run's lease were lost")
 
     def renew_until_released(self):
         """The lease's thread; ends the whole process when another run has taken the lease."""

@@ -178,11 +178,12 @@ class SavedCheckpoints:
 
     def find_step(self, step: int) -> int | None:
         """Return `step`, or for -1 the step of the newest checkpoint, None if there is none.
-        Raises UserError CHECKPOINT if there is no checkpoint `step`, and STORAGE."""
+        Raises UserError CHECKPOINT if there is no checkpoint `step`, and STORAGE if the newest
+        cannot be looked at."""
         if step == -1:
             found = self.manager.latest_step()
-            # Where a request fails, gcsfs may tell orbax that a checkpoint is no folder.  A run
-            # that is only read may have saved another since.
+            # After a failed request gcsfs may say that a checkpoint's folder is none, and orbax
+            # leaves it out.  A run that is only read may have saved another meanwhile.
             is_ours = self.SAVES and is_remote(self.path)
             there = saved_steps(self.run)[-1:] if is_ours else []
             if there and (found is None or found < there[0]):
@@ -232,6 +233,7 @@ class SavedCheckpoints:
         """
         tree, error = self.try_to_restore(step, items)
         if is_remote(self.path) and not utils.all_agree(error is None):
+            tree = error = None  # frees what has been read
             tree, error = self.try_to_restore(step, items)
         refused = isinstance(error, PermissionError | ConnectionError | TimeoutError)
         if is_remote(self.path):  # damage there is an object that is missing, or what is in it

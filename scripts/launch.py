@@ -240,7 +240,7 @@ class Tpu:
 
     def call(self, group: str, verb: str, *words: str) -> str:
         """What a gcloud command prints; "" if it is `describe` and there is no such resource, and
-        "UNKNOWN" if there is one that it says nothing of.
+        "UNKNOWN" if it succeeds and prints nothing.
 
         Raises CloudError, or UserError USAGE where trying again is of no use.
         """
@@ -377,7 +377,7 @@ class Tpu:
                 text = f"{self.name} exists ({state}): it is used, and not deleted at the end, "
                 say(text + "unless it was preempted and is made anew")
                 words = ["--type", self.type, *["--spot"] * self.spot, *self.extra]
-                say(f"only if it is made anew, these count: {shlex.join(words)}")
+                say(f"these flags take effect only if it is made anew: {shlex.join(words)}")
             try:
                 return self.train_with_restarts(archive)
             finally:

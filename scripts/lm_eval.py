@@ -81,7 +81,7 @@ import utils
 from scripts.outputs import check_output
 
 DRAW = dict(temperature=0, top_k=0, top_p=1)
-"""How a task may have tokens drawn, and what is taken if it does not say."""
+"""The settings by which a task may have tokens drawn, with their defaults."""
 
 
 class Run(TemplateLM):
@@ -122,7 +122,7 @@ class Run(TemplateLM):
         return collator, train.progress([*collator.get_batched(n=self.cfg.train.batch_size)])
 
     def _loglikelihood_tokens(self, requests, **_) -> list[tuple[float, bool]]:
-        # The harness leaves no tokens of a context of spaces: they are the answer's then.
+        # For a context of spaces the harness passes no tokens: it moves the spaces into the answer.
         start = [self.prefix_token_id]
         rows = [((context or start) + answer, len(answer)) for _, context, answer in requests]
         if wrong := [n for _, n in rows if not 0 < n <= self.max_length]:
@@ -155,9 +155,9 @@ class Run(TemplateLM):
         pairs = [request.args for request in requests]
         settings = [normalize_gen_kwargs(s) for _, s in pairs]
         known = {*DRAW, "until", "max_gen_toks", "do_sample"}
-        others = (pair for s in settings for pair in s.items() if pair[0] not in known)
-        for name, x in others:
-            if x not in (None, False, 0, 1):  # with those it changes no text, as in num_beams 1
+        for name, x in (pair for s in settings for pair in s.items()):
+            # Those values switch most settings off, as num_beams=1.
+            if name not in known and x not in (None, False, 0, 1):
                 what = f"a task asks for texts with {name}={x}, which this script cannot make"
                 raise errors.UserError(errors.DATA, what, "leave the task out")
         most = max((s["max_gen_toks"] for s in settings), default=0)
@@ -211,7 +211,9 @@ def main(args: Args, cfg: config.Config):
         what = f"--num_fewshot {args.num_fewshot} is more than the examples that a task has"
         raise errors.UserError(errors.USAGE, what, "set a lower one, or leave it out") from None
     except OSError as e:
-        if e.errno:  # of the system, not of the library that loads the questions
+        # Without a number it is of the library that loads the questions: our own data and
+        # checkpoints have been read before.
+        if e.errno:
             raise
         what = f"the questions of {args.tasks} cannot be loaded: {errors.describe(e)}"
         fix = "connect this machine to the network, or correct the path in the task's file"

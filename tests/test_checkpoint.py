@@ -289,7 +289,7 @@ def test_a_reader_moves_no_damaged_checkpoint(copy):
 
 
 @pytest.mark.parametrize("error", [
-    HttpError(dict(code=503, message="Service Unavailable")), HttpError(dict(code=401)),
+    HttpError(dict(code=503, message="Service Unavailable")),
     OSError("Forbidden: it has no access"), ClientPayloadError("not complete"),
 ])  # fmt: skip
 def test_a_checkpoint_in_a_bucket_that_does_not_answer_is_not_damaged(copy, monkeypatch, error):
@@ -299,9 +299,16 @@ def test_a_checkpoint_in_a_bucket_that_does_not_answer_is_not_damaged(copy, monk
     with pytest.raises(UserError, match="cannot read gs://bucket/run/checkpoints/20") as refusal:
         store.read(20)
     assert refusal.value.code == STORAGE
-    monkeypatch.setattr(store.manager, "restore", mock.Mock(side_effect=FileNotFoundError()))
+
+
+def test_a_checkpoint_in_a_bucket_is_read_twice_before_it_is_damaged(copy, monkeypatch):
+    store = open_store(copy[1])
+    store.path = epath.Path("gs://bucket/run/checkpoints")
+    always = mock.Mock(side_effect=FileNotFoundError())
+    monkeypatch.setattr(store.manager, "restore", always)
     with pytest.raises(verify.Damaged):
         store.read(20)
+    assert always.call_count == 2
     once = mock.Mock(side_effect=[KeyError('Item "params" was not found'), "all of it"])
     monkeypatch.setattr(store.manager, "restore", once)
     assert store.read(20) == "all of it"
