@@ -9,7 +9,7 @@ Dimension key (a suffix on every array's name spells its logical shape):
   k  in an einsum, the second K of a [K, K] array
 mla:
   J  latent of the queries   I  latent of keys and values   T  rotary dim of a key   W  value dim
-  N  what decoding caches of a token: I and behind it T
+  C  what decoding caches of a token: I and behind it T
 
 Inside shard_map the letters still name the whole dims; a sharded dim is only as long as this
 device's part.
@@ -500,8 +500,8 @@ def mla(x_BLD, w, cfg, span: Span, cache):
     """
     h_BLJ, c_BSI, k_BST = mla_latents(x_BLD, w, cfg, span)
     if span.decoding:
-        ck_BLN = jnp.concatenate([c_BSI, k_BST], -1)
-        cache, seen = update_cache(cache, dict(ck=ck_BLN), span)
+        ck_BLC = jnp.concatenate([c_BSI, k_BST], -1)
+        cache, seen = update_cache(cache, dict(ck=ck_BLC), span)
         c_BSI, k_BST = jnp.split(seen["ck"], [cfg.model.kv_rank], -1)
     if span.decoding and h_BLJ.shape[1] == 1:
         y_BLHW, stats = attend_to_latents(h_BLJ, seen["ck"], w, cfg, span), {}
@@ -546,7 +546,7 @@ def attend_to_expanded(h_BLJ, c_BSI, k_BST, w, cfg, span: Span):
     return y_BLHW, score_stats(q_BLHK, k_BSHK, span, cfg, width)
 
 
-def attend_to_latents(h_BLJ, ck_BSN, w, cfg, span: Span):
+def attend_to_latents(h_BLJ, ck_BSC, w, cfg, span: Span):
     """y_BLHW, as of `attend_to_expanded`, for one new token: it is cheaper to compare one query
     with latents than to expand them to all heads.
 
@@ -557,9 +557,9 @@ def attend_to_latents(h_BLJ, ck_BSN, w, cfg, span: Span):
     q_BLHK = einsum("BLJ,JHK->BLHK", h_BLJ, w["q_JHK"])
     q_BLHT = rope(einsum("BLJ,JHT->BLHT", h_BLJ, w["q_rope_JHT"]), span, cfg)
     q_BLHI = einsum("BLHK,IHK->BLHI", q_BLHK, w["k_IHK"])
-    q_BLHN, ck_BS1N = jnp.concatenate([q_BLHI, q_BLHT], -1), ck_BSN[:, :, None]
+    q_BLHC, ck_BS1C = jnp.concatenate([q_BLHI, q_BLHT], -1), ck_BSC[:, :, None]
     width = cfg.model.d_head + cfg.model.d_rope
-    y_BLHI = attend(q_BLHN, ck_BS1N, ck_BS1N, span, cfg, width)[..., : cfg.model.kv_rank]
+    y_BLHI = attend(q_BLHC, ck_BS1C, ck_BS1C, span, cfg, width)[..., : cfg.model.kv_rank]
     return einsum("BLHI,IHW->BLHW", y_BLHI, w["v_IHW"])
 
 
