@@ -455,7 +455,7 @@ def test_the_end_of_what_launches_ends_the_workers(cloud):
     words = [*POD, "--spot", "--network=mine", "--", "python", "-c", "print('again')"]
     code, _, err = finish(cloud.launch(*words))
     assert code == 0 and "pod exists (ACTIVE)" in err
-    assert "these count: --type v5p-16 --spot --network=mine\n" in err
+    assert "only if it is made anew: --type v5p-16 --spot --network=mine\n" in err
 
 
 @pytest.mark.parametrize("code, starts", [
