@@ -704,11 +704,14 @@ def test_without_a_compiler_the_plan_says_how_to_get_it(topology, module, fix):
 
 @pytest.fixture
 def tpu_compiler(monkeypatch):
-    """The variables that libtpu needs without a TPU."""
+    """The variables that libtpu needs without a TPU, and JAX's own precision of matmuls, which a
+    float32 run of another test may have changed."""
     env = dict(ALLOW_MULTIPLE_LIBTPU_LOAD="1", TPU_SKIP_MDS_QUERY="1")  # as plan.parse sets them
     env |= dict(TPU_ACCELERATOR_TYPE="v5p-8", TPU_WORKER_HOSTNAMES="localhost")
     for name, x in env.items():
         monkeypatch.setenv(name, x)
+    with jax.default_matmul_precision("default"):
+        yield
 
 
 EXPERTS = dict(pattern="moe", n_experts=64, n_active=4, d_expert=128)
