@@ -379,7 +379,7 @@ def quit_on_error(f, *args):
     except UserError as e:
         print(e, file=sys.stderr)
         sys.exit(e.code)
-    except Exception as e:
+    except Exception as e:  # what gcsfs raises is no OSError
         leave_if_unread(e)
         if not is_storage_error(e):
             raise

@@ -70,10 +70,11 @@ def decoding_weights(params, cfg: Config) -> dict:
 
 
 def shape_gate_and_up(w: dict, *dims: int) -> dict:
-    """A layer's weights, in which those of routed experts' gate and up are [E, D, *dims].
+    """A layer's weights, with the gate and up matrices of routed experts as [E, D, *dims].
 
-    Between tokens they are one dim, as in the products, because a TPU would copy all experts for
-    each token to join them (for qwen3_30b_a3b 768 MiB a layer)."""
+    Between tokens C and F are one dim, as in the products, because a TPU would copy all experts for
+    each token to join the two (768 MiB a layer for qwen3_30b_a3b).
+    """
     return w | {n: x.reshape(*x.shape[:2], *dims) for n, x in w.items() if n == "in_EDCF"}
 
 

@@ -236,7 +236,7 @@ class SavedCheckpoints:
             tree = error = None  # frees what has been read
             tree, error = self.try_to_restore(step, items)
         refused = isinstance(error, PermissionError | ConnectionError | TimeoutError)
-        if is_remote(self.path):  # damage there is an object that is missing, or what is in it
+        if is_remote(self.path):  # there only a missing object is damage, other errors may pass
             refused = errors.is_storage_error(error) and not isinstance(error, FileNotFoundError)
         if refused or re.search(UNREACHABLE, str(error)):
             what = f"cannot read {self.path / str(step)}: {errors.describe(error)}"
