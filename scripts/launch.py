@@ -38,6 +38,7 @@ from signals import STOPS, handle_stops, ignore_stops, leave_terminal
 # In seconds:
 POLL = 1  # between looks at the workers
 CLOUD_POLL = 10  # between questions to the cloud
+CLOUD_LIMIT = 900  # for an answer; creating or deleting a pod takes minutes
 FIRST_WAIT = 2  # before the first restart; each further one waits twice as long
 GRACE = 60  # for the other workers to end by themselves after one has ended
 SAVING = 300  # for train.py to save
@@ -249,7 +250,11 @@ class Tpu:
             print(shlex.join(command))
             return "READY 1" if group == "tpu-vm" else "ACTIVE" if self.is_ours else ""
         options = dict(stdin=subprocess.DEVNULL, capture_output=True, text=True, process_group=0)
-        done = subprocess.run(command, errors="replace", **options)
+        try:
+            done = subprocess.run(command, errors="replace", timeout=CLOUD_LIMIT, **options)
+        except subprocess.TimeoutExpired:
+            what = f"gcloud {group} {verb} did not end within {CLOUD_LIMIT} s"
+            raise CloudError(what) from None
         if done.returncode:
             lines = [line for line in map(str.strip, done.stderr.splitlines()) if line]
             at = next((n for n, line in enumerate(lines) if line.startswith("ERROR:")), len(lines))

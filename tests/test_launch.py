@@ -198,6 +198,15 @@ def test_a_pod_whose_state_is_not_told_is_there(monkeypatch):
     assert Tpu("pod", "v5p-16", "us-east5-a").state() == "UNKNOWN"
 
 
+def test_a_gcloud_that_never_ends_is_told_as_a_fault_of_the_cloud(tmp_path, monkeypatch):
+    (tmp_path / "gcloud").write_text("#!/bin/sh\nexec sleep 60\n")
+    (tmp_path / "gcloud").chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr("scripts.launch.CLOUD_LIMIT", 0.2)
+    with pytest.raises(CloudError, match="gcloud queued-resources describe did not end within"):
+        Tpu("pod", "v5p-16", "us-east5-a").state()
+
+
 def test_a_pod_that_shows_itself_late_is_deleted(monkeypatch):
     """As where Ctrl-C has cut off the command that creates it."""
     cloud, coming = dict(state=""), ["CREATING"]
