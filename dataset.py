@@ -33,10 +33,12 @@ from shards import (
     check_is_part,
     find_shards,
     fingerprint,
+    manifest_digest,
     parse_tokenizer,
     shard_error,
     tokenizer_text,
 )
+from utils import warn
 
 # ---- sources: from the number of a window to its tokens
 
@@ -93,6 +95,9 @@ class TokenFiles(Source):
         path = absolute_path(getattr(cfg.data, split))
         found = find_shards(path, split)
         self.shards, self.masks, manifest = found.shards, found.masks, found.manifest
+        if manifest.get("digest") not in (None, manifest_digest(manifest)):
+            what = f"{path}/manifest.json is not as it was written: it is damaged, or was edited"
+            warn(f"{what} (then delete its field digest)")
         self.cfg, self.fingerprint = cfg, fingerprint(found)
         self.pages = PageReader(self.shards, cfg)
         # The index in the whole set of each shard's first token, and at last n_tokens.

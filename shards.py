@@ -102,6 +102,12 @@ def page_digests(data: bytes) -> bytes:
     return b"".join(page_digest(data[i : i + PAGE]) for i in range(0, len(data), PAGE))
 
 
+def manifest_digest(manifest: dict) -> str:
+    """The digest of all fields of a manifest besides "digest", which may hold it."""
+    rest = {name: value for name, value in manifest.items() if name != "digest"}
+    return page_digest(json.dumps(rest, sort_keys=True).encode()).hex()
+
+
 # ---- readers: from a file's header to a Shard
 
 

@@ -58,7 +58,7 @@ from scripts.shard_tasks import (
 )
 from scripts.vocabularies import bpe_tokenizer, byte_tokenizer, char_tokenizer, read_tokenizer
 from scripts.workers import run_tasks
-from shards import are_different, n_ids, tokenizer_text
+from shards import are_different, manifest_digest, n_ids, tokenizer_text
 
 
 @dataclass(frozen=True)
@@ -476,6 +476,7 @@ def write_manifests(out: epath.Path, tasks: list[Task], facts: list[dict], recip
         manifest |= dict(vocab_size=vocab_size, eot_id=end_id)
         manifest |= {name: sum(shard[name] for shard in shards) for name in ("bytes", "documents")}
         manifest |= dict(tokenizer="tokenizer.json", recipe=recipe, shards=shards)
+        manifest["digest"] = manifest_digest(manifest)
         write_whole(out / split / "manifest.json", json.dumps(manifest, indent=1))
         n_tokens, n_bytes = sum(shard["tokens"] for shard in shards), manifest["bytes"]
         rate = f"{n_bytes / n_tokens:.2f} bytes per token"

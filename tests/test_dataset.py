@@ -334,6 +334,34 @@ def test_a_set_that_has_lost_its_tokenizer_says_so(cfg, corpus, tmp_path):
     assert "without the tokenizer.json of its manifest" in str(open_set(cfg, folder))
 
 
+def test_no_flipped_bit_of_a_manifest_changes_a_set_in_silence(cfg, corpus, tmp_path, capsys):
+    folder = copy_set(corpus / "train", tmp_path)
+    path = folder / "manifest.json"
+    written = path.read_bytes()
+    facts = json.loads(written)
+    cfg = on_mesh(cfg, data=dict(train=str(folder)))
+    said = "manifest.json is not as it was written"
+    assert Dataset(cfg, "train") and said not in capsys.readouterr().err
+    ends = {"refused": 0, "warned": 0, "harmless": 0}
+    for at in range(0, 8 * len(written), 5):  # 5: every bit of a byte has its turn
+        damaged = bytearray(written)
+        damaged[at // 8] ^= 1 << at % 8
+        path.write_bytes(damaged)
+        try:
+            Dataset(cfg, "train")
+        except UserError as e:
+            assert e.code == DATA
+            ends["refused"] += 1
+            continue
+        if said in capsys.readouterr().err:
+            ends["warned"] += 1
+            continue
+        found = json.loads(damaged)  # spaces, or the name of the field "digest"
+        assert {name: found[name] for name in facts if name != "digest"} | facts == facts
+        ends["harmless"] += 1
+    assert all(ends.values()), ends
+
+
 def flip_bit(folder):
     data = bytearray(first_shard(folder).read_bytes())
     data[-1] ^= 1

@@ -18,7 +18,7 @@ import train
 from dataset import Dataset
 from errors import DATA, UserError, first_ten
 from pages import Block, DiskCache, PageReader
-from shards import PAGE, find_shards, page_digest, page_digests
+from shards import PAGE, find_shards, manifest_digest, page_digest, page_digests
 
 L = 16  # of the tiny preset
 
@@ -267,6 +267,7 @@ def test_a_hundred_thousand_shards_are_opened_in_seconds(cfg, tmp_path):
         for n in range(100_000)
     ]
     manifest = dict(format=2, dtype="uint16", vocab_size=512, eot_id=0, bytes=10, shards=entries)
+    manifest["digest"] = manifest_digest(manifest)
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     del entries, manifest
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

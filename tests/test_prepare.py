@@ -652,6 +652,8 @@ def check_digests(out: Path):
             data = (out / split / shard["name"]).read_bytes()
             assert data[shard["offset"] :] == tokens.tobytes()
         assert {path.name for path in (out / split).iterdir()} == names
+        rest = {name: value for name, value in about.items() if name != "digest"}
+        assert about["digest"] == blake(json.dumps(rest, sort_keys=True).encode()).hex()
         for total in ("bytes", "documents"):
             assert about[total] == sum(shard[total] for shard in about["shards"])
     assert not (out / "progress").exists()
