@@ -89,7 +89,7 @@ def drop_device_dims(tree):
 
 
 def empty_cache(w, cfg: Config, B: int, S: int) -> dict:
-    """Room for S tokens of B rows in each microbatch, in each layer: [M, B, heads, S, width], or
+    """Room for S tokens of B rows in each microbatch, in each layer: [M * B, heads, S, width], or
     without heads.
 
     On a CPU it is float32, because XLA would convert all of it for each token: for 32 rows of 256
@@ -114,7 +114,7 @@ def empty_cache(w, cfg: Config, B: int, S: int) -> dict:
         M = 1 if group == "prefix" else lax.axis_size("pp")
         cache[group] = [
             {
-                name: jnp.zeros((M, B, *x.shape[2:-1], S, x.shape[-1]), dtype_of(x))
+                name: jnp.zeros((M * B, *x.shape[2:-1], S, x.shape[-1]), dtype_of(x))
                 for name, x in jax.eval_shape(partial(one_token, kind), layer).items()
             }
             for (kind, _), layer in zip(stage_layers(cfg, group), w[group], strict=True)
@@ -122,14 +122,14 @@ def empty_cache(w, cfg: Config, B: int, S: int) -> dict:
     return mark_varying(cache)
 
 
-def run_layers(w, group: str, x_BLD, m, cache: dict, span: Span, cfg: Config):
-    """(x_BLD, cache): microbatch m of the cache through this device's layers of a group."""
+def run_layers(w, group: str, x_BLD, cache: dict, span: Span, cfg: Config):
+    """(x_BLD, cache) after this device's layers of a group."""
     new = []
     for (kind, _), layer, kv in zip(stage_layers(cfg, group), w[group], cache[group], strict=True):
         layer = shape_gate_and_up(layer, cfg.model.in_matrices, -1)
-        whole, kv_m = gather_layer(layer, kind, cfg), jax.tree.map(lambda x: x[m], kv)
-        x_BLD, kv_m, _ = decoder_layer(kind, x_BLD, whole, cfg, None, span, kv_m)
-        new.append(jax.tree.map(lambda x, new: x.at[m].set(new), kv, kv_m))
+        whole = gather_layer(layer, kind, cfg)
+        x_BLD, kv, _ = decoder_layer(kind, x_BLD, whole, cfg, None, span, kv)
+        new.append(kv)
     return x_BLD, cache | {group: mark_varying(new)}
 
 
@@ -153,12 +153,12 @@ def next_logits(weights, cache, token_MBS, length_MB, n_new: int, cfg: Config):
 
         def make_span(m):
             index_BL = all_MBL[m]
+            options = dict(decoding=True, prompt=prompt, first_row=m * B)
             if not cfg.data.document_mask:
-                return Span(index_BL, index_BL, decoding=True, prompt=prompt)
+                return Span(index_BL, index_BL, **options)
             document_BS, position_BS = document_ids(all_MBS[m], cfg.data.end_id)
             document_BL = jnp.take_along_axis(document_BS, index_BL, 1)
             position_BL = jnp.take_along_axis(position_BS, index_BL, 1)
-            options = dict(decoding=True, prompt=prompt)
             return Span(index_BL, position_BL, document_BL, document_BS, **options)
 
         w, (_, B, S) = drop_device_dims(weights), token_MBS.shape
@@ -166,12 +166,13 @@ def next_logits(weights, cache, token_MBS, length_MB, n_new: int, cfg: Config):
         new_MBL, s = jnp.take_along_axis(token_MBS, index_MBL, 2), lax.axis_index("pp")
         x_BLD, _ = apply_embedding(w, new_MBL[0], make_span(s), cfg)
         if "prefix" in w:
-            x_BLD, cache = run_layers(w, "prefix", x_BLD, 0, cache, make_span(s), cfg)
+            span = make_span(s)._replace(first_row=0)  # its cache has only this microbatch
+            x_BLD, cache = run_layers(w, "prefix", x_BLD, cache, span, cfg)
 
         def stage(x_BLD, m, cache):
-            return run_layers(w, "layers", x_BLD, m, cache, make_span(m), cfg)
+            return run_layers(w, "layers", x_BLD, cache, make_span(m), cfg)
 
-        x_MBLD, cache = forward_pipeline(stage, x_BLD[None], cache)
+        x_MBLD, cache = forward_pipeline(stage, x_BLD[None], cache, lock_step=not prompt)
         last_MB = tp_part(length_MB - 1 - start_MB, 1)
         x_MBD = jnp.take_along_axis(x_MBLD, last_MB[..., None, None], 2)[:, :, 0]
         x_MBD = norm(x_MBD, w, "norm", cfg)

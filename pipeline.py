@@ -29,7 +29,7 @@ def neighbours() -> tuple[list, list]:
 # ---- forward only: for evaluation and decoding
 
 
-def forward_pipeline(stage: Callable, x_MBLD, carry):
+def forward_pipeline(stage: Callable, x_MBLD, carry, lock_step=False):
     """Run pp * n_local microbatches through pp stages in pp * n_local + pp - 1 ticks.
 
     x_MBLD: the inputs of this stage's n_local microbatches, m = s * n_local and on.  Returns their
@@ -41,9 +41,14 @@ def forward_pipeline(stage: Callable, x_MBLD, carry):
     output in slot (t - pp + 1) % n_local just before the last stage stores a new one there.  After
     the last tick each stage holds the outputs of its own microbatches.  A stage without work in a
     tick skips it, and with it the whole dp and tp group, so that collectives inside are safe.
+
+    lock_step: a stage without work runs too, with m = pp * n_local.  The carry then passes through
+    no branch, in which XLA for a GPU would copy a cache: for 8 layers of qwen3_0.6b in two stages
+    and 8 rows of 4,096 tokens a token needs 128 instead of 1,101 MiB of temporary memory.
     """
     pp, s, n_local = lax.axis_size("pp"), lax.axis_index("pp"), x_MBLD.shape[0]
-    if pp * n_local == 1:  # in a loop, XLA would copy the carry
+    n = pp * n_local
+    if n == 1:  # in a loop, XLA would copy the carry
         x_BLD, carry = stage(x_MBLD[0], 0, carry)
         return x_BLD[None], carry
     to_next, to_previous = neighbours()
@@ -57,13 +62,17 @@ def forward_pipeline(stage: Callable, x_MBLD, carry):
         input_BLD = input_MBLD[in_slot]
         x_BLD = jnp.where(s == 0, input_BLD, x_BLD)
         input_MBLD = input_MBLD.at[in_slot].set(lax.ppermute(input_BLD, "pp", to_previous))
-        x_BLD, carry = lax.cond((m >= 0) & (m < pp * n_local), stage, skip, x_BLD, m, carry)
+        is_busy = (m >= 0) & (m < n)
+        if lock_step:
+            x_BLD, carry = stage(x_BLD, jnp.where(is_busy, m, n), carry)
+        else:
+            x_BLD, carry = lax.cond(is_busy, stage, skip, x_BLD, m, carry)
         rotated_BLD = lax.ppermute(output_MBLD[out_slot], "pp", to_previous)
         output_MBLD = output_MBLD.at[out_slot].set(jnp.where(s == pp - 1, x_BLD, rotated_BLD))
         return (lax.ppermute(x_BLD, "pp", to_next), input_MBLD, output_MBLD, carry), None
 
     start = (jnp.zeros_like(x_MBLD[0]), x_MBLD, jnp.zeros_like(x_MBLD), carry)
-    return lax.scan(tick, start, jnp.arange(pp * n_local + pp - 1))[0][2:]
+    return lax.scan(tick, start, jnp.arange(n + pp - 1))[0][2:]
 
 
 # ---- forward and backward: for training
