@@ -2,8 +2,8 @@
 be temporary.  It does not import jax."""
 
 import ctypes
-import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -17,6 +17,8 @@ from signals import STOPS, handle_stops
 LAST_END = "TRIFOLD_LAST_END"
 """The environment variable that tells a training process that it has such a parent, and how the one
 before it ended; empty for the first."""
+STARTED_OVER = "TRIFOLD_STARTED_OVER"
+"""The environment variable with the pipe that `note_start_over` writes to."""
 
 
 def is_parent(cfg: Config) -> bool:
@@ -28,12 +30,11 @@ def has_parent() -> bool:
     return LAST_END in os.environ
 
 
-def run_id(cfg: Config) -> str | None:
-    """The id of the run in the run directory: another one once --fresh has moved the old run."""
-    try:
-        return json.loads((run_path(cfg) / "config.json").read_text())["run_id"]
-    except Exception:  # none, damaged, or storage that does not answer, which training reports
-        return None
+def note_start_over():
+    """Tell the parent, if there is one, that --fresh is done, so that a restart goes on with the
+    new run.  The parent cannot find out where the storage does not answer."""
+    if pipe := os.environ.get(STARTED_OVER):
+        os.write(int(pipe), b"1")
 
 
 def newest_checkpoint(cfg: Config, known: int = -1) -> int:
@@ -58,6 +59,7 @@ class Child:
 
     def __init__(self):
         self.process, self.told_to_stop = None, False
+        self.started_over = os.pipe()
         handle_stops(self.forward)
         signal.signal(signal.SIGUSR1, self.forward)
 
@@ -68,12 +70,17 @@ class Child:
 
     def run(self, words: list[str], last_end: str) -> int:
         """Its exit code, or minus the signal that has ended it."""
-        env = os.environ | {LAST_END: last_end}
-        options = dict(env=env, start_new_session=True, preexec_fn=prepare_child)
+        pipe = self.started_over[1]
+        env = os.environ | {LAST_END: last_end, STARTED_OVER: str(pipe)}
+        options = dict(env=env, start_new_session=True, preexec_fn=prepare_child, pass_fds=[pipe])
         self.process = subprocess.Popen([sys.executable, *words], **options)
         if self.told_to_stop:  # while it was started
             self.process.send_signal(signal.SIGTERM)
         return self.process.wait()
+
+    def has_started_over(self) -> bool:
+        """Whether a training process has called `note_start_over`."""
+        return bool(select.select([self.started_over[0]], [], [], 0)[0])
 
 
 def temporary_reason(code: int) -> str:
@@ -91,10 +98,10 @@ def supervise(cfg: Config) -> int:
     itself was not told to stop, at most run.restarts times in a row without a new checkpoint.
     """
     child, tries, newest, last_end = Child(), 0, newest_checkpoint(cfg), ""
-    old_run, words = run_id(cfg), list(sys.argv)
+    words = list(sys.argv)
     while True:
         code = child.run(words, last_end)
-        if "--fresh" in words and run_id(cfg) not in (None, old_run):  # the old run is moved
+        if child.has_started_over():
             words = [word for word in words if word != "--fresh"]  # it may be given twice
         last_end = temporary_reason(code)
         # It may have ended before it had a handler.

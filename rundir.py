@@ -27,7 +27,7 @@ from errors import Problem, UserError
 from files import free_name, is_remote, is_writable, move_folder, run_path, saved_steps, write_whole
 from lock import FileLock, Lease, take_lock
 from order import trained_before
-from restart import LAST_END
+from restart import LAST_END, note_start_over
 from shards import check_tokenizer, tokenizer_text
 from utils import only_warn, process_ids, run_on_lead, say, warn
 
@@ -108,6 +108,8 @@ def prepare_run(path: epath.Path, cfg: Config, source, lock) -> FileLock | Lease
                 lock.release()
                 path.mkdir(parents=True, exist_ok=True)
                 lock = take_lock(path)
+        if cfg.fresh:
+            note_start_over()
         if cfg.rollback >= 0:
             roll_back(path, cfg, source)
         if not record.exists():

@@ -393,8 +393,9 @@ def main(cfg: Config, held=None) -> State | None:
         warn_of_constant_gate(cfg)
         train, vals, tasks = open_data(cfg)
         cfg = train.cfg  # now with the data's end-of-document id
-        # A parent that cannot be used is refused before open_run moves the old run.
-        if cfg.fresh and cfg.run.start_from:
+        # A parent that cannot be used is refused before open_run moves the old run.  Process 0
+        # decides, because a restart of it may have dropped --fresh.
+        if cfg.run.start_from and utils.exchange(cfg.fresh)[0]:
             Parent(cfg, train.source.tokenizer)
         with open_run(cfg, train.source, held) as run:
             store, state = runstate.restore_or_init(run, train, cfg)
