@@ -148,12 +148,16 @@ def free_name(path: epath.Path) -> epath.Path:
     return next(name for name in names if not name.exists())
 
 
+MOVING = "moving_to"
+"""A run's file in a bucket, while --fresh moves its objects: the name of the folder they go to."""
+
+
 def move_folder(path: epath.Path, where: epath.Path):
     """Rename a folder.
 
-    An object store has no folders, so each object in it is renamed, except the lease of a live run.
-    The deepest objects go first: those at the top identify the folder, and while they are there a
-    move that was interrupted can be repeated.
+    An object store has no folders, so each object in it is renamed, except the lease of a live run
+    and MOVING.  The deepest objects go first, and last the one that makes the folder a run or a
+    checkpoint: while it is there, a move that was interrupted can be repeated.
     """
     if not is_remote(path):
         where.parent.mkdir(parents=True, exist_ok=True)
@@ -161,9 +165,14 @@ def move_folder(path: epath.Path, where: epath.Path):
         return
     fs, old = fsspec.url_to_fs(os.fspath(path))
     new = os.fspath(where).partition("://")[2]
-    found = [name for name in fs.find(old) if name != f"{old}/lock"]
-    for depth in sorted({name.count("/") for name in found}, reverse=True):
-        names = [name for name in found if name.count("/") == depth]
+    stay, last = (f"{old}/lock", f"{old}/{MOVING}"), ("config.json", "commit_success.txt")
+
+    def turn(name: str) -> tuple[bool, int]:
+        return name.removeprefix(f"{old}/") in last, -name.count("/")
+
+    found = [name for name in fs.find(old) if name not in stay]
+    for now in sorted({turn(name) for name in found}):
+        names = [name for name in found if turn(name) == now]
         fs.mv(names, [new + name.removeprefix(old) for name in names])
 
 

@@ -24,7 +24,16 @@ import errors
 from cli import check_record, to_json
 from config import Config
 from errors import Problem, UserError
-from files import free_name, is_remote, is_writable, move_folder, run_path, saved_steps, write_whole
+from files import (
+    MOVING,
+    free_name,
+    is_remote,
+    is_writable,
+    move_folder,
+    run_path,
+    saved_steps,
+    write_whole,
+)
 from lock import FileLock, Lease, take_lock
 from order import trained_before
 from restart import LAST_END, note_start_over
@@ -100,10 +109,12 @@ def prepare_run(path: epath.Path, cfg: Config, source, lock) -> FileLock | Lease
         path.mkdir(parents=True, exist_ok=True)
         check_is_run(path)
         lock = lock or take_lock(path)
-        if cfg.fresh and record.exists():
-            old = free_name(path.with_name(path.name + ".old"))
-            move_folder(path, old)
-            say(f"the old run is now {old}")
+        is_half_moved = is_remote(path) and (path / MOVING).exists()
+        if is_half_moved and not cfg.fresh:
+            what = f"{path} is only a part of a run: --fresh was interrupted while it moved it"
+            raise UserError(errors.CHECKPOINT, what, "give --fresh, which moves the rest")
+        if is_half_moved or (cfg.fresh and record.exists()):
+            move_run(path)
             if isinstance(lock, FileLock):  # the locked file was moved too; a lease is not moved
                 lock.release()
                 path.mkdir(parents=True, exist_ok=True)
@@ -123,6 +134,20 @@ def prepare_run(path: epath.Path, cfg: Config, source, lock) -> FileLock | Lease
         what = f"cannot write to {e.filename or path}: {e.strerror or e}"
         fix = "choose a --run.dir that this user can write to"
         raise UserError(errors.STORAGE, what, fix) from None
+
+
+def move_run(path: epath.Path):
+    """Move the run, for --fresh.  In a bucket a note says where to, so that after an interruption
+    the rest goes there too."""
+    note, old = path / MOVING, free_name(path.with_name(path.name + ".old"))
+    if is_remote(path):
+        if note.exists():
+            old = path.with_name(note.read_text())
+        note.write_text(old.name)
+    move_folder(path, old)
+    if is_remote(path):
+        note.unlink()
+    say(f"the old run is now {old}")
 
 
 def roll_back(path: epath.Path, cfg: Config, source):
@@ -170,7 +195,7 @@ def check_is_run(path: epath.Path):
     if not path.exists() or (path / "config.json").exists():  # object stores have no empty folders
         return
     # A run that was killed or hung while it started leaves its lock, and perhaps one of the others.
-    left_by_start = ("lock", "config.json.part", "crash")
+    left_by_start = ("lock", "config.json.part", "crash", MOVING)
     others = [file.name for file in path.iterdir() if file.name not in left_by_start]
     if others:
         what = f"{path} is not a run directory: it holds {others[0]!r} and no config.json"

@@ -219,6 +219,46 @@ def test_fresh_renames_the_whole_old_run(bucket, run_a, live_run):
     assert checkpoints <= {"0", "1000000"} and "0" in checkpoints
 
 
+CUT_OFF = """
+import os
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+import gcsfs
+import config, files, rundir
+
+left, move = int(sys.argv[2]), gcsfs.GCSFileSystem._mv_file
+
+async def die_later(*args):
+    global left
+    left -= 1
+    if left < 0:
+        os._exit(9)
+    await move(*args)
+
+gcsfs.GCSFileSystem._mv_file = die_later
+source = SimpleNamespace(fingerprint="", tokenizer=None)
+cfg = replace(config.Config(), fresh=True)
+rundir.prepare_run(files.absolute_path(sys.argv[1]), cfg, source, None).release()
+"""
+
+
+def test_fresh_that_is_killed_moves_the_rest_to_the_same_folder(bucket, run_a, flags):
+    bucket.copy(run_a, "runs/cut/")
+    bucket.write("runs/cut.old/notes", b"of another")
+    env, n_left = bucket.env | {"TRIFOLD_LEASE_BEAT": "0.2"}, len(bucket.names(run_a))
+    for n_moved, code in ((20, 9), (n_left - 21, 9), (10**6, 0)):
+        command = [sys.executable, "-c", CUT_OFF, "gs://bucket/runs/cut", str(n_moved)]
+        done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT)
+        assert done.returncode == code, done
+        if code:
+            output = run(bucket, "train.py", *flags, "--run.name", "cut", code=4)
+            assert "give --fresh, which moves the rest" in output
+    assert bucket.contents("runs/cut.old.2/") == bucket.contents(run_a)
+    assert bucket.names("runs/cut/") == {"config.json"}
+    assert bucket.names("runs/cut.old/") == {"notes"}
+
+
 def test_a_second_run_is_refused_while_the_first_is_live(bucket, flags, live_run):
     # It waits for 30 s, because on a busy machine the first run may renew its lease late.
     output = run(bucket, "train.py", *flags, "--run.name", "live", code=8, beat=10)
