@@ -38,6 +38,15 @@ def is_remote(path) -> bool:
     return "://" in os.fspath(path)
 
 
+def is_folder(path: epath.Path) -> bool:
+    """Whether an existing path is a folder.  Raises what storage raises, where the is_dir of a path
+    in a bucket is False."""
+    if not is_remote(path):
+        return path.is_dir()
+    fs, name = fsspec.url_to_fs(os.fspath(path))
+    return fs.info(name)["type"] == "directory"
+
+
 def run_path(cfg: Config) -> epath.Path:
     """The run directory."""
     return absolute_path(cfg.run.dir) / cfg.run.name

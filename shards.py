@@ -18,7 +18,7 @@ import numpy as np
 from etils import epath
 
 from errors import DATA, UserError, describe, or_list
-from files import is_remote, leaves_folder, read_limited
+from files import is_folder, is_remote, leaves_folder, read_limited
 
 
 def missing_error(path: epath.Path) -> UserError:
@@ -341,7 +341,7 @@ def find_shards(path: epath.Path, split: str) -> TokenSet:
     if not path.exists():
         fix = f"make it with scripts/prepare_data.py, or set --data.{split}"
         raise UserError(DATA, f"data.{split}={path} does not exist", fix)
-    if not path.is_dir():
+    if not is_folder(path):
         check_is_file(path)
         return bare_set([path])
     if (path / "manifest.json").exists():

@@ -29,9 +29,9 @@ from shards import n_ids, parse_tokenizer
 def load_tokenizer(path: epath.Path | None, cfg: Config, fix: str):
     """The tokenizer of a tokenizer.json.  Raises UserError DATA if there is none, with this fix,
     if it cannot be read, or if the model lacks some of its ids."""
-    if path is None or not path.is_file():
+    if path is None or not path.exists():
         absent = "tokenizer.json does not exist: the run's data had none"
-        raise UserError(DATA, f"{path} is not a file" if path else absent, fix)
+        raise UserError(DATA, f"{path} does not exist" if path else absent, fix)
     try:
         tokenizer = parse_tokenizer(read_limited(path))
     except ValueError as e:

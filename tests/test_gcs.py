@@ -386,6 +386,35 @@ def test_a_read_that_is_refused_logs_no_traceback(bucket):
     assert (done.stdout, done.stderr) == ("Forbidden\n", "")
 
 
+UNLISTED = """
+import sys
+import gcsfs
+import files, shards
+
+listed, n = gcsfs.GCSFileSystem._list_objects, 0
+
+async def refuse_the_second(*args, **kwargs):
+    global n
+    n += 1
+    if n == 2:
+        raise OSError("Forbidden")
+    return await listed(*args, **kwargs)
+
+gcsfs.GCSFileSystem._list_objects = refuse_the_second
+try:
+    shards.find_shards(files.absolute_path(sys.argv[1]), "train")
+except OSError as e:
+    print(e)
+"""
+
+
+def test_a_folder_that_cannot_be_listed_is_not_a_missing_shard(bucket):
+    bucket.write("unlisted/train.bin", b"xx")
+    command = [sys.executable, "-c", UNLISTED, "gs://bucket/unlisted"]
+    done = subprocess.run(command, capture_output=True, text=True, env=bucket.env, cwd=ROOT)
+    assert (done.stdout, done.stderr) == ("Forbidden\n", "")
+
+
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(bucket, run_a, flags):
     bucket.copy(run_a, "runs/damaged/")
     newest = "runs/damaged/checkpoints/6/"
