@@ -96,11 +96,12 @@ class DiskCache:
 
     def trim(self):
         self.added, found = 0, []
-        for path in self.folder.glob("[0-9a-f][0-9a-f]/*"):
-            with suppress(OSError):  # another process has removed it
-                facts = path.stat()
-                if re.fullmatch("[0-9a-f]{32}", path.name):
-                    found.append((facts.st_mtime, facts.st_size, path))
+        with suppress(OSError):  # all is being removed; the next trim sees what is left
+            for path in self.folder.glob("[0-9a-f][0-9a-f]/*"):
+                with suppress(OSError):  # another process has removed it
+                    facts = path.stat()
+                    if re.fullmatch("[0-9a-f]{32}", path.name):
+                        found.append((facts.st_mtime, facts.st_size, path))
         excess = sum(size for _, size, _ in found) - self.limit
         for _, size, path in sorted(found):
             if excess <= 0:

@@ -4,6 +4,7 @@ import json
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -226,6 +227,22 @@ def test_the_cache_on_disk_keeps_its_size_and_what_was_used_last(tmp_path):
     cache.limit = 0
     cache.trim()
     assert [path.name for path in sorted(cache.folder.glob("*/*"))] == ["folder", "thesis.tex"]
+
+
+def test_a_cache_that_is_removed_while_it_is_trimmed_stops_no_run(tmp_path, monkeypatch):
+    cache, scan = DiskCache(os.fspath(tmp_path / "cache"), limit=10), os.scandir
+    cache.put(b"0" * 16, b"page")
+
+    def scan_and_remove(folder):
+        with scan(folder) as entries:
+            found = list(entries)
+        with suppress(FileNotFoundError):
+            (tmp_path / "cache").rename(tmp_path / "gone")
+        return nullcontext(iter(found))
+
+    monkeypatch.setattr(os, "scandir", scan_and_remove)
+    cache.put(b"1" * 16, b"page")
+    assert cache.get(b"1" * 16) is None
 
 
 def test_memory_keeps_its_size(cfg, folder, monkeypatch):
