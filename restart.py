@@ -59,18 +59,22 @@ class Child:
 
     def __init__(self):
         self.process, self.told_to_stop = None, False
+        self.is_absent = True
+        """Whether there is no process, and the parent waits for storage or for the next try."""
         self.started_over = os.pipe()
         handle_stops(self.forward)
         signal.signal(signal.SIGUSR1, self.forward)
 
     def forward(self, number, frame):
         self.told_to_stop = self.told_to_stop or number != signal.SIGUSR1
+        if self.told_to_stop and self.is_absent:
+            os._exit(INTERRUPTED)  # at once: storage may hang
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(number)
 
     def run(self, words: list[str], last_end: str) -> int:
         """Its exit code, or minus the signal that has ended it."""
-        pipe = self.started_over[1]
+        self.is_absent, pipe = False, self.started_over[1]
         env = os.environ | {LAST_END: last_end, STARTED_OVER: str(pipe)}
         options = dict(env=env, start_new_session=True, preexec_fn=prepare_child, pass_fds=[pipe])
         self.process = subprocess.Popen([sys.executable, *words], **options)
@@ -107,7 +111,7 @@ def supervise(cfg: Config) -> int:
         # It may have ended before it had a handler.
         if child.told_to_stop and -code in STOPS:
             return INTERRUPTED
-        code = 128 - code if code < 0 else code
+        code, child.is_absent = 128 - code if code < 0 else code, True
         if not last_end or child.told_to_stop:
             return code
         before, newest = newest, newest_checkpoint(cfg, newest)
@@ -119,10 +123,7 @@ def supervise(cfg: Config) -> int:
             return code
         wait = min(60, 2**tries)
         say(f"{why}; try {tries} of at most {most} without a new checkpoint, in {wait} s")
-        for _ in range(10 * wait):
-            time.sleep(0.1)
-            if child.told_to_stop:
-                return INTERRUPTED
+        time.sleep(wait)
 
 
 def say(text: str):

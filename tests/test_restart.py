@@ -128,6 +128,27 @@ def test_fresh_that_is_given_twice_moves_the_old_run_once(monkeypatch):
     assert started == [["train.py", "--fresh", "--fresh"], ["train.py"]]
 
 
+HANGING = """
+import time
+import config, restart
+
+def hang(*_):
+    print("waiting", flush=True)
+    time.sleep(60)
+
+restart.newest_checkpoint = hang
+restart.supervise(config.Config())
+"""
+
+
+def test_a_parent_that_waits_for_storage_ends_at_a_signal():
+    command = [sys.executable, "-c", HANGING]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert parent.stdout.readline() == "waiting\n"
+    parent.terminate()
+    assert parent.wait(timeout=30) == INTERRUPTED
+
+
 def history(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
 
