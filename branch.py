@@ -105,10 +105,14 @@ class Parent:
         parent["start_with"] = self.start_with
         theirs = read_record(self.path).get("parent", {})
         is_untrained = (theirs.get("step"), theirs.get("start_with")) == (self.step, "state")
-        rows = []
-        read_lines(self.path / "metrics.jsonl", self.step, rows.append)
-        tokens = [row.get("tokens", 0) for row in rows if row.get("kind") == "train"]
-        parent["tokens"] = max(tokens, default=theirs["tokens"] if is_untrained else 0)
+        rows, file = [], self.path / "metrics.jsonl"
+        read_lines(file, self.step, rows.append)
+        tokens = {row["step"]: row.get("tokens", 0) for row in rows if row.get("kind") == "train"}
+        known = theirs["tokens"] if is_untrained else 0
+        parent["tokens"] = max(tokens.values(), default=known)
+        if self.step not in (0, *tokens) and not is_untrained:
+            what = f"{file} has no row of update {self.step}: its tokens until then are taken as"
+            utils.warn(f"{what} {parent['tokens']}, which is too few")
         write_config(run, read_record(run) | dict(parent=parent))
 
 

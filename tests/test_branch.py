@@ -86,6 +86,16 @@ def test_the_tokens_of_a_branch_of_a_branch_that_made_no_update_go_on(reference,
     assert row["tokens"] == rows(reference)[11]["tokens"]
 
 
+def test_a_parent_that_has_lost_rows_is_named(reference, base, tmp_path, capsys):
+    damaged = tmp_path / "lost-rows"
+    shutil.copytree(reference, damaged)
+    (damaged / "metrics.jsonl").unlink()
+    cfg, _ = branch_of(damaged, base, "of-lost-rows", "@10", "state", train=dict(steps=10))
+    train.main(cfg)
+    warning = "metrics.jsonl has no row of update 10: its tokens until then are taken as 0"
+    assert warning in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_two_processes_start_a_branch_with_a_new_optimizer_and_average(reference, base):
     more = dict(mesh=dict(dp=2, pp=1, tp=1), optim=dict(name="muon", ema=0.9))
