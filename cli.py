@@ -132,6 +132,22 @@ def check_record(record: dict):
         raise ValueError(f"parent's step and tokens are {numbers}, not whole numbers")
 
 
+TEXTS, OR_NULL = ("kind", "set", "text"), ("loss", "grad_norm", "bits_per_byte")
+NUMBERS = (*OR_NULL, "step", "tokens", "step_time", "tokens_per_sec", "spike")
+
+
+def check_row(row: dict):
+    """Raise ValueError if a field of a .jsonl file's row has another type than it is written with.
+    Of other kinds than train and eval only kind and step are known here."""
+    is_known = row.get("kind", "") in ("train", "eval", "")  # a sample has no kind
+    for name in row if is_known else ("kind", "step"):
+        x = row[name]
+        fits = type(x) in (int, float) and abs(x) < 2**63  # so neither NaN nor infinite
+        fits |= x is None and name in OR_NULL
+        if (not fits and name in NUMBERS) or (name in TEXTS and not isinstance(x, str)):
+            raise ValueError(f"{str(row)[:60]} has {name}={str(x)[:60]}")
+
+
 def file_flags(path: str) -> list[str]:
     """A config file as words of a command line, so that both go through the same checks.
 

@@ -6,6 +6,7 @@ import time
 
 from etils import epath
 
+from cli import check_row
 from errors import describe, is_storage_error
 from files import is_remote, local_folder, write_whole
 from utils import is_lead, warn
@@ -84,6 +85,7 @@ def read_lines(path: epath.Path, step: int, track=None) -> list[str]:
         try:
             text = line.decode()
             if text.endswith("\n") and (row := json.loads(text))["step"] <= step:
+                check_row(row)
                 if track:
                     track(row)
                 lines.append(text)

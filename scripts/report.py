@@ -14,7 +14,7 @@ from etils import epath
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from cli import REMOTE_SECONDS, call_within, quit_on_error
+from cli import REMOTE_SECONDS, call_within, check_row, quit_on_error
 from errors import DATA, USAGE, UserError
 from files import absolute_path
 
@@ -34,8 +34,8 @@ FIELDS = dict(
 
 def read_rows(path: epath.Path, *fields: str) -> list[dict]:
     """The rows of a .jsonl file, without one at its end that is still being written, or that a kill
-    left incomplete.  Raises UserError DATA for a row that lacks one of `fields`, or of FIELDS;
-    TimeoutError if storage does not answer within REMOTE_SECONDS."""
+    left incomplete.  Raises UserError DATA for a row that lacks one of `fields`, or of FIELDS, or
+    fails check_row; TimeoutError if storage does not answer within REMOTE_SECONDS."""
     is_there = call_within(REMOTE_SECONDS, path.exists)
     lines = path.read_bytes().split(b"\n")[:-1] if is_there else []
     try:
@@ -44,6 +44,7 @@ def read_rows(path: epath.Path, *fields: str) -> list[dict]:
             needed = *fields, *FIELDS.get(row.get("kind"), ())
             if missing := [name for name in needed if name not in row]:
                 raise ValueError(f"{str(row)[:60]} has no {missing[0]}")
+            check_row(row)
         return rows
     except (ValueError, TypeError, RecursionError) as e:
         what = f"{path} has a line that is not a row: {str(e)[:200]}"

@@ -75,10 +75,13 @@ def test_a_row_without_one_of_its_fields_is_dropped(tmp_path, capsys, name):
 
 
 @pytest.mark.parametrize("row", [
+    dict(kind="train", loss=[2.0], grad_norm=1.0, tokens=1),
+    dict(kind="train", loss=2.0, grad_norm=1.0, tokens=None),
+    dict(kind="eval", loss="2.0"),
     dict(kind="moe", layer=[], load=[]),
     dict(kind="norms", layer=["a"], gradient=None, update=[1.0], weight=[1.0], logit=[1.0]),
-], ids=["moe", "norms"])  # fmt: skip
-def test_a_row_of_a_panel_without_its_numbers_is_dropped(tmp_path, capsys, row):
+], ids=["loss", "tokens", "eval", "moe", "norms"])  # fmt: skip
+def test_a_row_without_its_numbers_is_dropped(tmp_path, capsys, row):
     (tmp_path / "metrics.jsonl").write_text(json.dumps(dict(step=1, **row)) + "\n")
     cfg = on_mesh(ALL_EXPERTS, (1, 1, 1), log=dict(norms_every=1))
     open_log(epath.Path(tmp_path), cfg, 1).close()
