@@ -144,6 +144,9 @@ def init_wandb(run: epath.Path, cfg: Config, mode: str):
         folder = tempfile.mkdtemp(prefix="trifold-")  # it stays, for `wandb sync`
     else:
         folder = local_folder(run)
+    settings = dict(console="off", save_code=False, disable_git=True, init_timeout=30)
+    # Without a limit a run would not end until a network that is gone comes back.
+    settings |= dict(finish_timeout=60, finish_timeout_raises=True)
     session = wandb.init(
         project=cfg.log.wandb_project,
         name=cfg.run.name,
@@ -152,7 +155,7 @@ def init_wandb(run: epath.Path, cfg: Config, mode: str):
         dir=os.fspath(folder),
         mode=mode,
         resume="allow",
-        settings=wandb.Settings(init_timeout=30, console="off", save_code=False, disable_git=True),
+        settings=wandb.Settings(**settings),
     )
     session.define_metric("*", step_metric="step")
     return session

@@ -288,6 +288,26 @@ def test_wandb_that_fails_never_stops_a_run_unless_required(cfg, monkeypatch, tm
         boards.start_wandb(epath.Path(tmp_path), required)
 
 
+def test_a_run_ends_a_minute_after_its_last_update_where_the_network_of_wandb_is_gone(
+    run, monkeypatch, capsys
+):
+    import wandb
+
+    class Session:
+        def define_metric(self, *_, **__):
+            pass
+
+        def finish(self):
+            raise TimeoutError("Timed out finishing run.")
+
+    given = {}
+    monkeypatch.setattr(wandb, "init", lambda **options: given.update(options) or Session())
+    board = boards.Wandb(boards.init_wandb(epath.Path(run.path), run.cfg, "online"))
+    assert 0 < given["settings"].finish_timeout <= 60 and given["settings"].finish_timeout_raises
+    board.close()
+    assert "wandb did not finish (TimeoutError: Timed out" in capsys.readouterr().err
+
+
 # ---- the seam: what the step returns is reported without a line elsewhere
 
 
