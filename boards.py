@@ -110,7 +110,9 @@ def start_wandb(run: epath.Path, cfg: Config):
     Raises UserError USAGE where it does not start though log.wandb=required.
     """
     mode, required = cfg.log.wandb, cfg.log.wandb == "required"
-    if mode == "off":
+    if mode == "online":
+        mode = os.environ.get("WANDB_MODE") or mode  # for machines without a network
+    if mode in ("off", "disabled"):
         return None
     if mode != "offline" and not has_wandb_key():
         if required:
@@ -119,7 +121,7 @@ def start_wandb(run: epath.Path, cfg: Config):
         say("wandb: no API key, so this run is logged offline; `wandb sync` uploads it later")
         mode = "offline"
     try:
-        return init_wandb(run, cfg, "offline" if mode == "offline" else "online")
+        return init_wandb(run, cfg, "online" if required else mode)
     except Exception as e:  # wandb raises many types; unless it is required, training goes on
         why = describe(e)
         if required:

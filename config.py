@@ -327,7 +327,7 @@ class Log:
     They are measured at each update, and drawn in norms.png.  0 measures none."""
     wandb: Literal["off", "offline", "online", "required"] = "online"
     """Weights & Biases.
-    online: logs offline if there is no API key, and not at all if it cannot start.
+    online: offline without an API key or with WANDB_MODE=offline; not at all if it cannot start.
     required: exits in both cases."""
     wandb_project: str = "trifold"
     """Project in Weights & Biases."""

@@ -288,6 +288,18 @@ def test_wandb_that_fails_never_stops_a_run_unless_required(cfg, monkeypatch, tm
         boards.start_wandb(epath.Path(tmp_path), required)
 
 
+@pytest.mark.parametrize("chosen, env, mode", [
+    ("online", "offline", "offline"), ("online", "disabled", None), ("online", "", "online"),
+    ("required", "offline", "online"), ("offline", "online", "offline"), ("off", "online", None),
+])  # fmt: skip
+def test_wandb_stays_offline_where_the_machine_says_so(cfg, monkeypatch, chosen, env, mode):
+    """As on a cluster without a network, where each start would wait for it in vain."""
+    monkeypatch.setenv("WANDB_MODE", env)
+    monkeypatch.setattr(boards, "has_wandb_key", lambda: True)
+    monkeypatch.setattr(boards, "init_wandb", lambda run, cfg, mode: mode)
+    assert boards.start_wandb(None, replace(cfg, log=config.Log(wandb=chosen))) == mode
+
+
 def test_a_run_ends_a_minute_after_its_last_update_where_the_network_of_wandb_is_gone(
     run, monkeypatch, capsys
 ):
