@@ -6,6 +6,7 @@ import os
 import tempfile
 from dataclasses import asdict
 from numbers import Real
+from urllib.parse import urlsplit
 
 from etils import epath
 
@@ -133,10 +134,14 @@ def start_wandb(run: epath.Path, cfg: Config):
 
 
 def has_wandb_key() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    server = os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai"
     try:
-        return bool(os.environ.get("WANDB_API_KEY") or netrc.netrc().authenticators("api.wandb.ai"))
+        keys = netrc.netrc(os.environ.get("NETRC") or None)
     except (OSError, netrc.NetrcParseError):
         return False
+    return bool(keys.authenticators(urlsplit(server).netloc))
 
 
 def init_wandb(run: epath.Path, cfg: Config, mode: str):

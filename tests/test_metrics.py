@@ -288,6 +288,16 @@ def test_wandb_that_fails_never_stops_a_run_unless_required(cfg, monkeypatch, tm
         boards.start_wandb(epath.Path(tmp_path), required)
 
 
+def test_a_key_of_a_server_of_ones_own_is_found_as_wandb_finds_it(monkeypatch, tmp_path):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "keys"))
+    assert not boards.has_wandb_key()
+    (tmp_path / "keys").write_text("machine wandb.lab:8080 login user password " + "0" * 40)
+    assert not boards.has_wandb_key()
+    monkeypatch.setenv("WANDB_BASE_URL", "http://wandb.lab:8080")
+    assert boards.has_wandb_key()
+
+
 @pytest.mark.parametrize("chosen, env, mode", [
     ("online", "offline", "offline"), ("online", "disabled", None), ("online", "", "online"),
     ("required", "offline", "online"), ("offline", "online", "offline"), ("off", "online", None),
