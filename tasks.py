@@ -49,13 +49,16 @@ def find_end_id(tokenizer, cfg: Config) -> int | None:
 
 
 def encode(tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
-    """The ids of a text, with the special tokens that the tokenizer puts before it.  Raises
-    ValueError for a character that it does not know."""
+    """The ids of a text, with the special tokens that the tokenizer puts before it, and without
+    those that it puts after it, because the text goes on.  Raises ValueError for a character that
+    it does not know."""
     try:
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        found = tokenizer.encode(text, add_special_tokens=add_special_tokens)
     except Exception as e:  # tokenizers raises nothing narrower
         what = f"{text!r} has a character that the tokenizer does not know: {e}"
         raise ValueError(what) from None
+    of_text = [n for n, is_added in enumerate(found.special_tokens_mask) if not is_added]
+    return found.ids[: of_text[-1] + 1] if of_text else found.ids
 
 
 def make_batch(rows: list[tuple], L: int, cfg: Config) -> list[jax.Array]:

@@ -14,6 +14,7 @@ import pytest
 from cases import PLAIN, as_float64, params_of, plain_logits
 from conftest import MESHES, on_mesh, run
 from runs import copy_run, finish, losses, new_run, rows, start, start_two, wait_for_step
+from tokenizers.processors import TemplateProcessing
 
 import cli
 import config
@@ -23,7 +24,7 @@ import train
 from errors import UserError
 from scripts import pydocs
 from scripts.vocabularies import byte_tokenizer
-from tasks import Tasks, make_batch, open_tasks
+from tasks import Tasks, encode, make_batch, open_tasks
 
 LENGTH = 12
 """Bytes of a choice, which have to fit the 16 tokens of the tiny preset."""
@@ -142,6 +143,15 @@ def test_a_row_has_the_tokens_of_its_whole_text():
     found = [tasks.make_row(*pair) for pair in texts]
     assert [bytes(ids) for ids, _ in found] == [b"a b", b"a b", b"a b", b"a\nb"]
     assert [n for _, n in found] == [2, 2, 2, 2]
+
+
+def test_what_a_tokenizer_puts_after_texts_is_not_in_a_prompt_and_not_scored():
+    """As </s> of T5's and BERT's kind: the model would go on after the end of the document."""
+    tasks, ends = Tasks(on_mesh(PLAIN), byte_tokenizer()), [("<s>", 257), ("</s>", 258)]
+    tasks.tokenizer.add_special_tokens([name for name, _ in ends])
+    tasks.tokenizer.post_processor = TemplateProcessing("<s> $A </s>", special_tokens=ends)
+    assert encode(tasks.tokenizer, "ab</s>") == [257, *b"ab", 258]  # that of the text stays
+    assert tasks.make_row("a", "b") == ([257, *b"a b"], 2)
 
 
 # ---- mistakes
