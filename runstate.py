@@ -5,6 +5,7 @@ Dimension key (a suffix on every array's name spells its logical shape):
   U  the last updates
 """
 
+import sys
 import time
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from config import Config
 from dataset import Dataset
 from errors import CHECKPOINT, USAGE, UserError
 from files import is_writable
+from processes import refuse_differences
 from verify import SavedCheckpoints
 
 
@@ -177,7 +179,10 @@ def add_items(found: dict, step: int, abstract: dict, cfg: Config) -> dict:
 
 def load_params(run, cfg: Config, step: int = -1, weights: str = "last"):
     """The weights of a run's newest checkpoint, or of the one after `step` updates.  weights: last,
-    or ema for their moving average.  Raises UserError CHECKPOINT."""
+    or ema for their moving average.  Raises UserError CHECKPOINT, and USAGE if another process was
+    started with other flags: they would compute together on different things."""
+    words = {"the command": " ".join(sys.argv[1:])}
+    refuse_differences(words, "start all processes with the same flags")
     item = weights_item(cfg, weights)
     abstract = with_shardings(model.param_shapes(cfg), model.param_specs(cfg))
     found = SavedCheckpoints(run).restore({item: abstract}, step)

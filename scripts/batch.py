@@ -68,6 +68,7 @@ if __name__ == "__main__":  # before jax is imported, see train.py
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 import processes
 import rowfile
@@ -173,6 +174,7 @@ def score_rows(params, tokens_BL, targets_BL, cfg: config.Config) -> np.ndarray:
     targets_NAMBL = np.pad(targets_BL, padding, constant_values=-1).reshape(shape)
     for batch in zip(tokens_NAMBL, targets_NAMBL, strict=True):
         nll_AMBL = train.eval_step(params, *jax.device_put(batch, sharding), cfg)[2]
+        nll_AMBL = multihost_utils.process_allgather(nll_AMBL, tiled=True)
         found.append(np.asarray(nll_AMBL).reshape(-1, t.seq_len))
     return np.concatenate(found)[: len(tokens_BL)]
 
@@ -192,12 +194,12 @@ def read_rows(args: Args, cfg: config.Config, data_cfg: config.Config) -> list[R
     run = files.absolute_path(args.run)
     data = open_data(args, data_cfg, run)
     sources, epochs, windows = data.order.batch(args.step - 1)
-    print(f"update {args.step} of {args.run}: {len(windows)} rows of {cfg.train.seq_len}")
+    utils.say(f"update {args.step} of {args.run}: {len(windows)} rows of {cfg.train.seq_len}")
     if 0 < (made := last_update(run)) < args.step:
-        print(f"it has not been made yet: the run has made {made}")
+        utils.say(f"it has not been made yet: the run has made {made}")
     if (number := data.order.stream_index(args.step - 1) + 1) != args.step:
         what = f"data.skip also counts the updates left out before, so there it is {number}"
-        print(f"{what}: --data.skip {cfg.data.skip},{number} leaves it out too")
+        utils.say(f"{what}: --data.skip {cfg.data.skip},{number} leaves it out too")
     if args.row >= len(windows):
         what = f"row={args.row} must be between -1 and {len(windows) - 1} in this update"
         raise errors.UserError(errors.USAGE, what, "set --row inside that range")
@@ -206,7 +208,7 @@ def read_rows(args: Args, cfg: config.Config, data_cfg: config.Config) -> list[R
     nll = [None] * len(chosen)
     if args.loss or args.html:
         step = find_checkpoint_step(run, args.step)
-        print(f"losses by the weights after update {step}", file=sys.stderr, flush=True)
+        utils.say(f"losses by the weights after update {step}", file=sys.stderr)
         nll = score_rows(runstate.load_params(run, cfg, step), tokens, targets, cfg)
     rows = []
     for n, k in enumerate(chosen):
@@ -220,13 +222,13 @@ def read_rows(args: Args, cfg: config.Config, data_cfg: config.Config) -> list[R
 
 
 def print_row(row: Row, decode):
-    print(f"\n{row.title}")
+    utils.say(f"\n{row.title}")
     for place in row.places:
-        print(f"  {place}")
+        utils.say(f"  {place}")
     if row.nll is not None:
-        print(f"  loss {row.mean()}; of each token after the first, the worst with a *:")
-        print("\n".join(f"  {line}" for line in token_losses(row, decode)))
-    print(f"  {decode(row.tokens)!r}")
+        utils.say(f"  loss {row.mean()}; of each token after the first, the worst with a *:")
+        utils.say("\n".join(f"  {line}" for line in token_losses(row, decode)))
+    utils.say(f"  {decode(row.tokens)!r}")
 
 
 def token_losses(row: Row, decode) -> list[str]:
@@ -278,7 +280,7 @@ def to_html(args: Args, rows: list[Row], decode) -> str:
 
 def main(args: Args, cfg: config.Config, data_cfg: config.Config):
     """Print the rows of the update, and write --html."""
-    check_output("html", args.html)
+    utils.run_on_lead(check_output, "html", args.html)
     cfg = utils.start_mesh(cfg, rows=8 if args.row < 0 else 1)
     path = files.absolute_path(args.run) / "tokenizer.json"
     fix = "copy the tokenizer of the run's data there"
@@ -292,7 +294,7 @@ def main(args: Args, cfg: config.Config, data_cfg: config.Config):
 
     for row in rows:
         print_row(row, decode)
-    if args.html:
+    if args.html and utils.is_lead():
         space = "" if tokenizer else " "
         page = to_html(args, rows, lambda ids: decode(ids) + space)
         files.write_whole(files.absolute_path(args.html), page)

@@ -74,19 +74,24 @@ def main(args: Args, cfg: config.Config):
     """Score every set, print the means, and write --per_token; then score the tasks."""
     cfg, run = utils.start_mesh(cfg, rows=args.batch_size), files.absolute_path(args.run)
     utils.run_on_lead(check_output, "per_token", args.per_token)
-    tasks = open_tasks(run / "tokenizer.json", cfg) if cfg.eval.tasks else None
+    path = run / "tokenizer.json"
+    tasks = utils.together(open_tasks, path, cfg) if cfg.eval.tasks else None
     # An imported run names data in its config.json, but they are not its own.
     has_data = rundir.read_record(run).get("data_fingerprint") or args.data
     if not has_data and (args.per_token or not tasks):
         what = f"{args.run} has no data of its own"
         raise errors.UserError(errors.DATA, what, "give a data set as --data")
     try:
-        sets = [Dataset(cfg, "val", name) for name in read_sets(cfg.data.val) if has_data]
+        names = read_sets(cfg.data.val) if has_data else ()
+        sets = [utils.together(Dataset, cfg, "val", name) for name in names]
     except errors.UserError as e:
         problems = [x._replace(fix=x.fix.replace("--data.val", "--data")) for x in e.problems]
         raise errors.UserError(e.code, problems=problems) from None
     for data in sets:
-        utils.run_on_lead(check_tokenizer, run / "tokenizer.json", data.source.tokenizer)
+        utils.run_on_lead(check_tokenizer, path, data.source.tokenizer)
+    prints = {f"data.val {data.name}".strip(): data.source.fingerprint for data in sets}
+    prints |= {"eval.tasks": tasks.fingerprint} if tasks else {}
+    processes.refuse_differences(prints, "let the path hold the same files on every host")
     params = runstate.load_params(run, cfg, args.step, args.weights)
     for data in sets:
         score(args, cfg, params, data)

@@ -200,7 +200,8 @@ def main(args: Args, cfg: config.Config):
         fix = "name one of `python -m lm_eval ls tasks`, or give your folder as --include_path"
         raise errors.UserError(errors.USAGE, what, fix)
     run = files.absolute_path(args.run)
-    tokenizer = tasks.load_tokenizer(run / "tokenizer.json", cfg, "copy the model's there")
+    path, fix = run / "tokenizer.json", "copy the model's there"
+    tokenizer = utils.together(tasks.load_tokenizer, path, cfg, fix)
     lm = Run(runstate.load_params(run, cfg, args.step, args.weights), tokenizer, cfg)
     options = dict(num_fewshot=args.num_fewshot, limit=args.limit, log_samples=False)
     try:

@@ -1,6 +1,7 @@
 """The scripts that sample, evaluate and report, and the commands of the Makefile."""
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, on_mesh, run
 from etils import epath
+from runs import finish, free_port
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import cli
@@ -160,6 +162,44 @@ def test_where_a_result_cannot_be_written_no_work_is_done(trained, words):
 
 
 @pytest.mark.slow
+def two_processes(script: str, *words, own=((), ()), cwd=(None, None)) -> list[tuple]:
+    """(exit code, stdout, stderr) of a script in two processes, each with half of the mesh."""
+    env = os.environ | dict(JAX_NUM_CPU_DEVICES="1", SLURM_STEP_NODELIST="127.0.0.1")
+    env |= dict(SLURM_JOB_ID=str(free_port()), SLURM_NTASKS="2", SLURM_LOCALID="0")
+    pipes, both = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True), []
+    for n in range(2):
+        command = [sys.executable, ROOT / "scripts" / script, *words, "--mesh.dp", 2, *own[n]]
+        own_env = env | dict(SLURM_PROCID=str(n))
+        both.append(subprocess.Popen([*map(str, command)], env=own_env, cwd=cwd[n], **pipes))
+    return [*map(finish, both)]
+
+
+@pytest.mark.slow
+def test_two_processes_that_compute_different_things_stop_and_say_so(trained, corpus, tmp_path):
+    """Other checkpoints; other files under the same path; no file there in one of them."""
+    flags = ["--run", trained]
+    for code, _, err in two_processes("evaluate.py", *flags, own=(["--step", 10], ["--step", 20])):
+        assert code == USAGE and "the command differs: " in err, err
+    folders = [tmp_path / "0", tmp_path / "1"]
+    for folder, split in zip(folders, ("train", "val"), strict=True):
+        shutil.copytree(corpus / split, folder / "data")
+    flags += ["--data", "data"]
+    for code, _, err in two_processes("evaluate.py", *flags, cwd=folders):
+        assert code == USAGE and "data.val differs: " in err, err
+    shutil.rmtree(folders[1] / "data")
+    found = two_processes("evaluate.py", *flags, cwd=folders)
+    assert [code for code, _, _ in found] == [DATA, DATA], found
+    assert "process 1 stopped: " in found[0][2] and "does not exist" in found[1][2]
+
+
+@pytest.mark.slow
+def test_of_two_processes_one_shows_a_batch_and_writes_its_page(trained, tmp_path):
+    flags = ["--run", trained, "--step", 11, "--row", 0, "--html", tmp_path / "b.html"]
+    (lead, shown, err), (other, rest, _) = two_processes("batch.py", *flags)
+    assert lead == other == 0, err
+    assert "update 11 of" in shown and "update" not in rest and (tmp_path / "b.html").exists()
+
+
 def test_evaluate_takes_another_set(trained, corpus):
     done = run("scripts/evaluate.py", "--run", trained, "--data", corpus / "train", "--mesh.dp", 1)
     assert json.loads(done.stdout)["tokens"] == len(tokens_of(corpus / "train")) - 1
