@@ -285,16 +285,21 @@ def test_questions_that_cannot_be_loaded_are_no_failure_of_storage(trained, tmp_
 
 
 @live
-def test_processes_that_find_other_questions_stop(trained, folder):
+def test_processes_that_find_other_questions_stop(trained, folder, tmp_path):
     """Each computes a part of a batch, so the scores would be of no one's questions."""
-    flags = ["--run", trained, "--include_path", folder, "--tasks", "endings", "--mesh.dp", 2]
+    flags = ["--run", trained, "--include_path", "own", "--tasks", "endings", "--mesh.dp", 2]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     env = os.environ | dict(JAX_NUM_CPU_DEVICES="1", SLURM_STEP_NODELIST="127.0.0.1")
     env |= dict(SLURM_JOB_ID=str(free_port()), SLURM_NTASKS="2", SLURM_LOCALID="0")
-    both = []
+    both, words = [], [sys.executable, ROOT / "scripts/lm_eval.py", *flags]
     for n in range(2):
-        words = [sys.executable, ROOT / "scripts/lm_eval.py", *flags, "--limit", 2 + n]
-        own = env | dict(SLURM_PROCID=str(n))
-        both.append(subprocess.Popen([*map(str, words)], env=own, **pipes))
+        own = tmp_path / str(n) / "own"
+        own.mkdir(parents=True)
+        lines = (folder / "data.jsonl").read_text().splitlines()
+        (own / "data.jsonl").write_text("\n".join(lines[n:]))
+        task = (folder / "endings.yaml").read_text().replace(str(folder), str(own))
+        (own / "endings.yaml").write_text(task)
+        options = dict(env=env | dict(SLURM_PROCID=str(n)), cwd=own.parent)
+        both.append(subprocess.Popen([*map(str, words)], **options, **pipes))
     for code, _, err in map(finish, both):
         assert code == errors.USAGE and "what the harness asks differs: " in err, err
