@@ -6,6 +6,7 @@ Checkpoints are in checkpoint.py and verify.py, and the rows of metrics.jsonl in
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -141,8 +142,9 @@ def move_run(path: epath.Path):
     the rest goes there too."""
     note, old = path / MOVING, free_name(path.with_name(path.name + ".old"))
     if is_remote(path):
-        if note.exists():
-            old = path.with_name(note.read_text())
+        begun = note.read_text() if note.exists() else ""
+        if re.fullmatch(rf"{re.escape(path.name)}\.old(\.\d+)?", begun):  # and no other folder
+            old = path.with_name(begun)
         note.write_text(old.name)
     move_folder(path, old)
     if is_remote(path):

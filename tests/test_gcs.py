@@ -259,6 +259,19 @@ def test_fresh_that_is_killed_moves_the_rest_to_the_same_folder(bucket, run_a, f
     assert bucket.names("runs/cut.old/") == {"notes"}
 
 
+def test_the_note_of_a_stranger_sends_no_run_to_another_folder(bucket):
+    env = bucket.env | {"TRIFOLD_LEASE_BEAT": "0.2"}
+    for n, target in enumerate([b"other", b"../other", b"led2.old/../other"]):
+        run = f"runs/led{n}"
+        bucket.write(f"{run}/config.json", b"{}")
+        bucket.write(f"{run}/moving_to", target)
+        command = [sys.executable, "-c", CUT_OFF, f"gs://bucket/{run}", "100"]
+        done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT)
+        assert done.returncode == 0, done
+        assert bucket.names(f"{run}.old/") == bucket.names(f"{run}/") == {"config.json"}
+        assert not bucket.names("runs/other/") | bucket.names("other/")
+
+
 def test_a_second_run_is_refused_while_the_first_is_live(bucket, flags, live_run):
     # It waits for 30 s, because on a busy machine the first run may renew its lease late.
     output = run(bucket, "train.py", *flags, "--run.name", "live", code=8, beat=10)
