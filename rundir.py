@@ -127,14 +127,16 @@ def prepare_run(path: epath.Path, cfg: Config, source, lock) -> FileLock | Lease
         if not record.exists():
             write_record(path, run_record(cfg, source.fingerprint), source)
         return lock
-    except (UserError, OSError) as e:
+    except Exception as e:  # not all that a bucket raises is an OSError
         if lock is not None:
             lock.release()
-        if isinstance(e, UserError):
+        if not errors.is_storage_error(e):
             raise
-        what = f"cannot write to {e.filename or path}: {e.strerror or e}"
+        where, why = getattr(e, "filename", None) or path, getattr(e, "strerror", None) or e
         fix = "choose a --run.dir that this user can write to"
-        raise UserError(errors.STORAGE, what, fix) from None
+        if is_remote(path):
+            fix = f"look at the bucket and at your rights there, then {errors.AGAIN}"
+        raise UserError(errors.STORAGE, f"cannot write to {where}: {why}", fix) from None
 
 
 def move_run(path: epath.Path):

@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -33,6 +34,16 @@ def test_an_unwritable_run_directory_is_a_storage_error(cfg, tmp_path):
         with pytest.raises(UserError) as error:
             train.main(replace(cfg, run=replace(cfg.run, dir=str(tmp_path / where))))
         assert error.value.code == STORAGE and "cannot write to" in str(error.value)
+
+
+def test_an_error_of_a_bucket_that_is_no_oserror_gives_the_lock_back(cfg, tmp_path, monkeypatch):
+    from gcsfs.retry import HttpError
+
+    monkeypatch.setattr(rundir, "run_record", Mock(side_effect=HttpError(dict(code=503))))
+    for _ in range(2):  # the second would not get the lock
+        with pytest.raises(UserError) as error:
+            rundir.prepare_run(epath.Path(tmp_path), cfg, SimpleNamespace(fingerprint=""), None)
+        assert error.value.code == STORAGE
 
 
 def test_the_commit_is_known_where_another_user_owns_the_checkout(cfg, monkeypatch):
