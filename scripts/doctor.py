@@ -75,6 +75,7 @@ from errors import USAGE, UserError, describe
 from parsers import read_sets
 from scripts.chips import GIB, chip_of
 from scripts.outputs import check_output, nearest_folder
+from tasks import open_tasks
 
 STATUSES = FAIL, WARN, OK = "FAIL", "warn", "ok"
 
@@ -194,7 +195,7 @@ def wandb(cfg: Config, found: dict):
 
 
 def data(cfg: Config, found: dict):
-    """let this user read --data.train and --data.val, or name others; --seconds 20 waits longer"""
+    """let this user read the data and tasks, or name others; --seconds 20 waits longer"""
     sources, one = {}, Mesh(np.array(jax.local_devices()[:1]).reshape(1, 1, 1), utils.AXES)
     for split, name in [("train", ""), *(("val", name) for name in read_sets(cfg.data.val))]:
         label = f"data.{split} {name}".strip()
@@ -211,6 +212,10 @@ def data(cfg: Config, found: dict):
             yield from (Row(FAIL, *problem) for problem in e.problems)
     found["facts"] |= {name: source.fingerprint for name, source in sources.items()}
     check_tokenizers(sources)
+    if cfg.eval.tasks and "data.train" in sources:
+        tasks = open_tasks(sources["data.train"].tokenizer, cfg)
+        found["facts"]["eval.tasks"] = tasks.fingerprint
+        yield Row(OK, f"eval.tasks: {tasks}")
 
 
 def seconds(f, *args) -> float:

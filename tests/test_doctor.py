@@ -94,8 +94,8 @@ def test_without_a_config_it_looks_at_the_machine_and_tells_no_secret(tmp_path):
 
 
 def test_faults_are_told_all_at_once_and_each_with_its_cure(corpus, tmp_path):
-    """A folder that can only be read, few files, no key, a set that is missing, one with a shard
-    that is cut."""
+    """A folder that can only be read, few files, no key, a set and tasks that are missing, and
+    a set with a shard that is cut."""
     data = shutil.copytree(corpus / "train", tmp_path / "data")
     names = [shard["name"] for shard in json.loads((data / "manifest.json").read_text())["shards"]]
     assert len(names) > 2
@@ -104,6 +104,7 @@ def test_faults_are_told_all_at_once_and_each_with_its_cure(corpus, tmp_path):
     runs.mkdir(mode=0o555)
     flags = ["--config", "tiny", "--mesh.tp", 2, "--run.dir", runs, "--log.wandb", "required"]
     flags += ["--data.train", data, "--data.val", f"a={corpus / 'val'},b={tmp_path / 'nowhere'}"]
+    flags += ["--eval.tasks", f"core={tmp_path}/*.jsonl"]
     env = {name: x for name, x in ENV.items() if name != "WANDB_API_KEY"} | dict(HOME=str(tmp_path))
     few = dict(preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128)))
     code, out, err = finish(
@@ -119,6 +120,7 @@ def test_faults_are_told_all_at_once_and_each_with_its_cure(corpus, tmp_path):
     assert "Permission denied" in red["storage"][0] and "--run.dir" in red["storage"][0]
     assert "required; key: no" in red["wandb"][0] and "WANDB_API_KEY" in red["wandb"][0]
     assert names[1] in red["data"][0] and "data.val" in red["data"][1]
+    assert "eval.tasks: core=" in red["data"][2]
     assert {"devices", "mesh", "room", "matmul", "clocks", "same", "links"} <= rows(out, OK).keys()
     assert not [*runs.iterdir()]
 
