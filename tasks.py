@@ -121,8 +121,8 @@ class Tasks:
             fs, path = fsspec.url_to_fs(absolute_path(pattern))
             files = [*filter(fs.isfile, sorted(fs.glob(path)))]
             if not files:
-                what = f"eval.tasks: {name}={pattern} has no questions"
-                problems.append(Problem(what, self.FIX))
+                what = f"eval.tasks: {name}={pattern} names no file"
+                problems.append(Problem(what, f"correct the path; {self.FIX} of files"))
             for file in files:
                 lines = fs.cat_file(file).splitlines()
                 digest.update(b"".join(lines))

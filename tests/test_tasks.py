@@ -195,9 +195,9 @@ def test_a_mistake_in_a_file_is_named_with_its_line(words, tmp_path):
 
 def test_tasks_without_files_names_or_a_tokenizer_are_refused(tmp_path):
     cfg = with_tasks(on_mesh(PLAIN), f"x={tmp_path}/*.jsonl")
-    with pytest.raises(UserError, match=r"x=.*\.jsonl has no questions") as error:
+    with pytest.raises(UserError, match=r"x=.*\.jsonl names no file") as error:
         Tasks(cfg, byte_tokenizer())
-    assert error.value.code == errors.DATA
+    assert error.value.code == errors.DATA and "correct the path" in error.value.problems[0].fix
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "full.jsonl").write_text('{"context": "a", "continuation": "b"}')
     with pytest.raises(UserError, match=r"/empty\.jsonl has no questions"):
