@@ -262,8 +262,11 @@ def run_schedule(schedule: Schedule, work, example_BLD, example_saved, total, br
         grad_BLD = jnp.where(is_end, end_grad_BLD, grad_BLD)
         run_backward = partial(both.backward, back_m, back_r, buffer)
         grad_BLD, total = when(schedule.does_backward, run_backward, grad_BLD, total)
-        finish = partial(work.finish, back_m, grad_BLD)
-        (total,) = when(schedule.does_finish, lambda total: (finish(total),), total)
+
+        def finish(total):
+            return (work.finish(back_m, grad_BLD, total),)
+
+        (total,) = when(schedule.does_finish, finish, total)
         sent = lax.ppermute(y_BLD, "pp", to_next), lax.ppermute(grad_BLD, "pp", to_previous)
         return (*sent, buffer if size > 1 else (), total), None
 

@@ -19,6 +19,7 @@ WORDS = dict(
     update_parts="Muon on one device",
     accumulate="accumulation step",
     tick="tick of the pipeline",
+    work_and_choose="work in lock step",  # with mesh.skip_bubbles False
     block="layers",
     add_chunk="chunk of the logits",
     visit_next="block of attention",

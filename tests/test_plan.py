@@ -836,6 +836,17 @@ def test_every_loop_of_the_picture_has_a_name_that_is_no_code():
     assert all(titles.count(f"{x} on one device") == 1 for x in ("loss and gradient", "Muon"))
 
 
+def test_the_work_of_a_stage_has_its_name_in_the_picture():
+    def titles(**mesh):
+        cfg = configure(dict(dp=2, pp=2, tp=2, **mesh), MOE)
+        picture = step_picture.step_svg(train.step_jaxpr, cfg, CHIP.kind)
+        return {title.partition(",")[0] for title in re.findall('bold">([^<]+)', picture)}
+
+    found = titles()
+    assert {"begin", "forward", "score", "backward", "finish"} <= found and "part" not in found
+    assert not any("_" in title for title in titles(skip_bubbles=False))
+
+
 def test_the_picture_writes_numbers_of_any_size_without_exponents():
     cost = cost_model.Cost(flops=1.5e15, matmul_seconds=3.29)
     assert step_picture.lines(cost, CHIP)[0][0] == "matmuls: 1,500 TFLOP, 3,290 ms"
