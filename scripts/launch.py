@@ -410,6 +410,7 @@ def write_archive(path: str) -> str:
 # JAX finds the other processes by Slurm's variables, and gives each one GPU.  USR1 comes 300 s
 # before the time limit, to this shell only.  It sends train.py SIGTERM by scancel, because srun
 # would kill it.  If a user has cancelled the job, it is no longer RUNNING, and is not queued again.
+# Nor is it if the limit is below those 300 s: each start would be warned as it begins, for ever.
 SBATCH = """#!/bin/bash
 #SBATCH --job-name=trifold
 #SBATCH --nodes={nodes}
@@ -418,14 +419,22 @@ SBATCH = """#!/bin/bash
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --signal=B:USR1@300
-trap 'scancel --signal=TERM $SLURM_JOB_ID' USR1
+left=
+trap '[ $SECONDS -gt 60 ] || left=$(squeue -h -j $SLURM_JOB_ID -o %L)
+  scancel --signal=TERM $SLURM_JOB_ID' USR1
 trap : TERM
 srun --cpu-bind=none {command} &
 srun=$!
 while kill -0 $srun 2>/dev/null; do wait $srun; done
 wait $srun; code=$?
 state=$(squeue -h -j $SLURM_JOB_ID -o %T)
-if [ $code = {again} ] && [ "$state" = RUNNING ]; then scontrol requeue $SLURM_JOB_ID; fi
+if [ $code = {again} ] && [ "$state" = RUNNING ]; then
+  case $left in
+    ?:??) echo "error: the warning came as the job began, with $left of its time limit left
+  fix: give a longer --time, or a later warning: --signal=B:USR1@60" >&2;;
+    *) scontrol requeue $SLURM_JOB_ID;;
+  esac
+fi
 exit $code
 """
 

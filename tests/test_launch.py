@@ -742,6 +742,31 @@ def job_state(job: str) -> dict:
     return dict(word.split("=", 1) for word in text.split() if "=" in word)
 
 
+@pytest.mark.parametrize("number, left, is_queued", [
+    (signal.SIGUSR1, "4:33", False), (signal.SIGUSR1, "29:33", True), (signal.SIGTERM, "4:33", True)
+])  # fmt: skip
+def test_a_job_whose_limit_is_below_the_warnings_is_not_queued_again(
+    number, left, is_queued, tmp_path
+):
+    """Each start would be warned as it begins.  Slurm's tools are played by others; SIGTERM is one
+    from elsewhere to a process."""
+    tools = dict(srun="trap 'exit 75' TERM; echo $$ > pid; while :; do sleep 0.1; done")
+    tools |= dict(squeue=f"case $* in *%L*) echo {left};; *) echo RUNNING;; esac")
+    tools |= dict(scancel="kill $(cat pid)", scontrol="touch queued")
+    for name, text in tools.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o700)
+    words = ["slurm", "--nodes", 1, "--gpus", 0, "--dry_run", "--", "python", "train.py"]
+    script = finish(launch(*words))[1].partition("<<'END'\n")[2].removesuffix("END\n")
+    env = plain_env(PATH=f"{tmp_path}:{os.environ['PATH']}", SLURM_JOB_ID="1")
+    options = dict(cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True)
+    job, pid = subprocess.Popen(["bash", "-c", script], **options), tmp_path / "pid"
+    wait_until(lambda: pid.exists() and pid.read_text())
+    os.kill(job.pid if number == signal.SIGUSR1 else int(pid.read_text()), number)
+    assert ("fix: give a longer --time" in job.communicate(timeout=60)[1]) != is_queued
+    assert job.returncode == INTERRUPTED and (tmp_path / "queued").exists() == is_queued
+
+
 @pytest.mark.slow
 def test_under_slurm_a_job_comes_back_after_a_warning_and_not_after_scancel(
     two, undisturbed, slurm
