@@ -84,21 +84,21 @@ def find_remote(pattern: str, suffix: str) -> list[File]:
 
 def drop_descriptions(files: list[File]) -> list[File]:
     """The files, without those that only describe .arrow files in the same folder, or in folders
-    for each split, and without what `datasets` puts beside a data set: its locks, and the results
-    of map(), shuffle() and the like."""
-    # DOTALL, because a lock is named after the whole path, which may have a line break.
+    for each split, and without what `datasets` puts beside a data set: its locks, which are empty,
+    and the results of map(), shuffle() and the like."""
+    # DOTALL, because a name may have a line break.
     is_result = re.compile(r"cache-[0-9a-f]{16}.*\.arrow", re.DOTALL).fullmatch
-    is_lock = re.compile(r"_.*\.lock|.*_builder\.lock", re.DOTALL).fullmatch
     # All of them, if they alone are named.
     files = [x for x in files if not is_result(os.path.basename(x.source))] or files
     folders = {os.path.dirname(x.source) for x in files if x.source.endswith(".arrow")}
     lists = {os.path.join(os.path.dirname(folder), "dataset_dict.json") for folder in folders}
 
-    def is_description(source: str) -> bool:
-        is_beside = os.path.dirname(source) in folders and not source.endswith(".arrow")
-        return is_beside or source in lists or bool(folders and is_lock(os.path.basename(source)))
+    def is_description(x: File) -> bool:
+        is_beside = os.path.dirname(x.source) in folders and not x.source.endswith(".arrow")
+        is_lock = bool(folders) and x.size == 0 and x.source.endswith(".lock")
+        return is_beside or x.source in lists or is_lock
 
-    return [x for x in files if not is_description(x.source)]
+    return [x for x in files if not is_description(x)]
 
 
 def find_input(pattern: str, suffix: str, out: str = "") -> list[File]:

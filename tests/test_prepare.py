@@ -741,10 +741,13 @@ def test_what_datasets_puts_beside_a_data_set_is_not_read(tmp_path):
     tmp_path = tmp_path / "a\nb"  # a name may have any character
     hidden = "json/0.0.0/cache-5e1dc27ab7fe2d54"
     names = ["json/0.0.0/json-train.arrow", f"{hidden}.arrow", f"{hidden}_00000_of_00002.arrow"]
-    for name in [*names, "_tmp_a\nb_json.lock", "json/0.0.0_builder.lock", "json/0.0.0/info.json"]:
+    # Where cache_dir is a relative path, the name of the first lock begins with that folder's.
+    locks = ["tmp_a\nb_json.lock", "json/0.0.0_builder.lock", "json/0.0.0.incomplete_info.lock"]
+    for name in [*names, *locks, "json/0.0.0/info.json", "Cargo.lock"]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(b"x")
-    assert [file.name for file in corpus.find_input(str(tmp_path), "")] == names[:1]
+        (tmp_path / name).write_bytes(b"" if name in locks else b"x")
+    read = [file.name for file in corpus.find_input(str(tmp_path), "")]
+    assert read == ["Cargo.lock", names[0]]
     named = corpus.find_input(f"{tmp_path}/{hidden}*", "")
     assert [file.source for file in named] == [f"{tmp_path}/{name}" for name in names[1:]]
 
