@@ -513,6 +513,8 @@ def text_problems(cfg: Config):
     except ValueError as e:
         fix = "give them as in --data.train web=data/web:0.7,code=data/code:0.3 "
         fix += "--data.val web=data/web-val --data.stages 8000:web=0.2,code=0.8"
+        if cfg.data.stages:  # perhaps from a config file
+            fix += ", or --data.stages alone for no stages"
         yield Problem(f"data.train, data.val or data.stages: {e}", fix)
     try:
         paths += [("eval.tasks", pattern) for pattern in read_tasks(cfg.eval.tasks).values()]

@@ -201,6 +201,18 @@ def test_a_config_reads_back_from_its_json(preset, tmp_path):
     assert cli.parse(["--config", str(path), "--run.seed", "6"]).run.seed == 6
 
 
+def test_stages_of_a_file_that_do_not_fit_another_set_can_be_dropped(tmp_path):
+    path, other = tmp_path / "config.json", ["--data.train", "c=data/c"]
+    stages = ["--data.train", "a=data/a,b=data/b", "--data.stages", "5:a=1"]
+    path.write_text(cli.to_json(cli.parse(["--config", "demo", *stages])))
+    with pytest.raises(UserError) as error:
+        cli.parse(["--config", str(path), *other])
+    [problem] = error.value.problems
+    assert "'5:a=1' names 'a'" in problem.what
+    assert "--data.stages alone for no stages" in problem.fix
+    assert cli.parse(["--config", str(path), *other, "--data.stages"]).data.stages == ()
+
+
 def test_dp_may_be_slices_and_their_ranks_here_and_in_a_file(tmp_path, capsys):
     path = tmp_path / "config.json"
     cfg = cli.parse(["--config", "tiny", "--mesh.dp", "2x4"])
