@@ -22,6 +22,8 @@ from utils import only_warn, say, warn
 def row_fields(row: dict) -> dict:
     """The fields of a row under their names on a board: kind/field, and val/.. for named sets."""
     fields = {name: row[name] for name in row if name not in ("kind", "step", "data")}
+    sources = fields.pop("tokens_by_source", {})
+    fields |= {f"tokens_by_source/{source}": tokens for source, tokens in sources.items()}
     if row["kind"] in PANELS:
         fields = PANELS[row["kind"]].board_fields(row)
     if "set" in row:  # its loss is val/name
@@ -75,7 +77,9 @@ class TensorBoard:
             upload_folder(self.local, self.folder)
 
     def close(self):
-        """Nothing is left to do after `upload`."""
+        with only_warn("tensorboard was not written"):
+            self.writer.close()  # waits for the rows in its queue, which flush does not
+            upload_folder(self.local, self.folder)
 
 
 # ---- Weights & Biases

@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import shutil
 import struct
 import time
 from contextlib import redirect_stdout
@@ -465,6 +466,17 @@ def test_tensorboard_has_the_numbers_of_the_rows_also_after_a_resume(tmp_path):
     assert found == expected
     assert found["train/lr", 2] == 4 and found["val/web", 2] == 2 and ("train/lr", 3) not in found
     assert ("train/loss", 1) not in found and found["norms/weight/layer_1", 1] == 1
+
+
+def test_tensorboard_has_the_tokens_of_each_source_also_in_a_bucket(tmp_path, monkeypatch):
+    monkeypatch.setattr(boards, "local_folder", lambda path: tmp_path / "local")
+    monkeypatch.setattr(boards, "upload_folder", partial(shutil.copytree, dirs_exist_ok=True))
+    board = boards.TensorBoard(epath.Path(tmp_path), 0)
+    board.send(dict(kind="train", step=1, tokens=8, tokens_by_source=dict(web=5, code=3)))
+    board.upload()
+    board.close()
+    counts = {("train/tokens_by_source/web", 1): 5, ("train/tokens_by_source/code", 1): 3}
+    assert read_scalars(tmp_path) == {("train/tokens", 1): 8} | counts
 
 
 def test_tensorboard_does_not_hide_that_storage_fails(tmp_path, monkeypatch):
