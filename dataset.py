@@ -9,6 +9,7 @@ Dimension key: A accumulation steps, M microbatches, B sequences, L sequence len
 
 import hashlib
 import json
+import operator
 from bisect import bisect_right
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -288,11 +289,14 @@ def check_tokenizers(sources: dict[str, Source]):
         parts |= {f"{name} {part}".strip(): x for part, x in parts_of(source).items()}
     texts = {name: tokenizer_text(x.tokenizer) for name, x in parts.items() if x.tokenizer}
     ends = {name: x.end_id for name, x in parts.items() if x.end_id >= 0}
-    differ = are_different([*texts.values()])
-    if differ or len(set(ends.values())) > 1:
-        what = f"{', '.join(texts if differ else ends)} have different tokenizers"
-        fix = "prepare them with one, by --tokenizer PATH/tokenizer.json"
-        raise UserError(DATA, what, fix)
+    for stated, differ, how in (
+        (texts, lambda a, b: are_different([a, b]), "has another tokenizer than"),
+        (ends, operator.ne, "ends documents with another token than"),
+    ):
+        first, *rest = stated or [""]
+        if others := [name for name in rest if differ(stated[first], stated[name])]:
+            fix = "prepare all with one --tokenizer PATH/tokenizer.json and one --end_token"
+            raise UserError(DATA, f"{first} {how} {', '.join(others)}", fix)
 
 
 # ---- batches
