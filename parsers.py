@@ -6,7 +6,8 @@ from fractions import Fraction
 from typing import NamedTuple
 
 NUMBER = r"(?:\d{1,9}(?:\.\d{0,9})?|\.\d{1,9})"
-MISTAKEN_NUMBER = r"[+-]?\d*\.?\d*(e[+-]?\d+)?|nan|inf"  # after the colon before a weight; "" too
+MISTAKEN_NUMBER = r"[+-]?\d*\.?\d*(e[+-]?\d+)?%?|\d+/\d+|nan|inf"
+"""What is no weight, but was meant to be one if it is after the last colon; "" too."""
 
 
 class Part(NamedTuple):

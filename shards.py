@@ -340,6 +340,8 @@ def find_shards(path: epath.Path, split: str) -> TokenSet:
     """
     if not path.exists():
         fix = f"make it with scripts/prepare_data.py, or set --data.{split}"
+        if "=" in os.fspath(path):
+            fix += "; in NAME=PATH a NAME has letters, digits, _ and - only"
         raise UserError(DATA, f"data.{split}={path} does not exist", fix)
     if not is_folder(path):
         check_is_file(path)

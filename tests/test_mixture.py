@@ -166,6 +166,8 @@ def test_a_path_may_end_in_a_number():
     (dict(train="a=x:0.0000000001,b=y"), "the weight in 'a=x:0.0000000001' is no decimal"),
     (dict(train="a=x:-1,b=y:"), "the weight in 'a=x:-1' is no decimal"),
     (dict(train="a=x:,b=y"), "the weight in 'a=x:' is no decimal"),
+    (dict(train="a=x:70%,b=y:30%"), "the weight in 'a=x:70%' is no decimal"),
+    (dict(train="a=x:1/3,b=y:2/3"), "the weight in 'a=x:1/3' is no decimal"),
     (dict(train="a=x,b=y", stages=("5:c=1",)), "names 'c', but data.train has a, b"),
     (dict(train="x", stages=("5:c=1",)), "data.train has no names"),
     (dict(train="a=x", stages=("five:a=1",)), "is not UPDATES:NAME=WEIGHT"),
@@ -404,6 +406,9 @@ def test_sets_that_cannot_be_mixed_are_named(cfg, tmp_path):
     assert error.value.code == DATA
     assert "synthetic:x is not a data set" in str(error.value)
     assert "x holds 10 tokens" in str(error.value)
+    with pytest.raises(UserError) as absent:
+        Dataset(on_mesh(cfg, data=dict(train="a.b=x:0.5,c=y:0.5")), "train")
+    assert "a NAME has letters, digits, _ and - only" in absent.value.problems[0].fix
 
 
 @pytest.mark.parametrize("end", [None, 7])
