@@ -195,7 +195,7 @@ def read_rows(args: Args, cfg: config.Config, data_cfg: config.Config) -> list[R
     data = open_data(args, data_cfg, run)
     sources, epochs, windows = data.order.batch(args.step - 1)
     utils.say(f"update {args.step} of {args.run}: {len(windows)} rows of {cfg.train.seq_len}")
-    if 0 < (made := last_update(run)) < args.step:
+    if (made := last_update(run)) < args.step:
         utils.say(f"it has not been made yet: the run has made {made}")
     if (number := data.order.stream_index(args.step - 1) + 1) != args.step:
         what = f"data.skip also counts the updates left out before, so there it is {number}"

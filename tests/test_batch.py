@@ -230,6 +230,7 @@ def test_an_update_that_has_not_been_made_yet_is_shown_as_such(reference, tmp_pa
     record = json.loads((reference / "config.json").read_text())
     rows = (reference / "metrics.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "config.json").write_text(json.dumps(record))
+    assert "not been made yet: the run has made 0" in explain(tmp_path, "--step", 1)  # an average
     made = [row for row in rows if json.loads(row)["step"] <= 5]
     (tmp_path / "metrics.jsonl").write_text("".join(made))
     assert "not been made yet: the run has made 5" in explain(tmp_path, "--step", 6)
