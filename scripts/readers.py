@@ -266,8 +266,10 @@ def check_columns(file: File, names: list[str], options: Options):
             raise UserError(DATA, what, fix)
 
 
-MESSAGE = ("role", "content")
-"""The fields of a chat's message that are read."""
+MESSAGE_FORMS = ("role", "content"), ("from", "value")
+"""The fields of a chat's message that are read.  The second form is ShareGPT's."""
+ROLES = dict(human="user", gpt="assistant")
+"""ShareGPT's names of roles."""
 
 
 # {type of text: that of bytes with the same layout}
@@ -283,7 +285,8 @@ def bytes_type(t: pa.DataType) -> pa.DataType:
     struct only the fields of a message are left: others, such as times in nanoseconds, may have no
     Python value."""
     if pa.types.is_struct(t):
-        return pa.struct([x.with_type(bytes_type(x.type)) for x in t if x.name in MESSAGE])
+        read = [x for x in t if x.name in sum(MESSAGE_FORMS, ())]
+        return pa.struct([x.with_type(bytes_type(x.type)) for x in read])
     if pa.types.is_list(t):
         return pa.list_(bytes_type(t.value_type))
     if pa.types.is_large_list(t):
@@ -474,14 +477,16 @@ def as_text(value):
 
 def message_of(value, number: int) -> tuple[str, str]:
     """The role and the content of a chat's message, the number-th from 1.  Raises ValueError."""
-    form = 'a message is {"role": .., "content": ..}'
+    form = 'a message is {"role": .., "content": ..} or {"from": .., "value": ..}'
     if not isinstance(value, dict):
         raise ValueError(f"message {number} is of type {type(value).__name__}; {form}")
-    message = {key: as_text(value.get(key)) for key in MESSAGE}
-    for key, x in message.items():
+    has_role = [keys for keys in MESSAGE_FORMS if value.get(keys[0]) is not None]
+    keys = (*has_role, MESSAGE_FORMS[0])[0]
+    role, content = (as_text(value.get(key)) for key in keys)
+    for key, x in zip(keys, (role, content), strict=True):
         if not isinstance(x, str):
             raise ValueError(f"message {number}: {key} is not text; {form}")
-    return message["role"], message["content"]
+    return ROLES.get(role, role) if keys != MESSAGE_FORMS[0] else role, content
 
 
 def parts_of(value, options: Options) -> list[tuple[str, bool]]:

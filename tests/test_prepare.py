@@ -1242,21 +1242,27 @@ def test_prompts_are_not_scored(tmp_path, kind):
     check_digests(out)
 
 
+@pytest.mark.parametrize("role_key, content_key", [("role", "content"), ("from", "value")])
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_only_the_assistant_is_scored(tmp_path, kind):
+def test_only_the_assistant_is_scored(tmp_path, kind, role_key, content_key):
     rows, want = [], []
+    other_names = dict(user="human", assistant="gpt") if role_key == "from" else {}
+
+    def message(role, content):
+        return {role_key: other_names.get(role, role), content_key: content}
+
     for n in range(20):
         talk = [("system", "Be brief."), ("user", f"Hi {n}"), ("assistant", f"Hello {n}!")]
         talk += [("user", "Bye"), ("assistant", "So long.\nBye")][: 2 if n % 2 else 1]
-        rows.append(dict(messages=[dict(role=role, content=text) for role, text in talk]))
+        rows.append(dict(messages=[message(*x) for x in talk]))
         text = "".join(f"{role}: {content}\n" for role, content in talk)
         scored = "".join(f"{content}\n" for role, content in talk if role == "assistant")
         want.append((text, scored, talk[-1][0] == "assistant"))
     path, out = tmp_path / f"a.{kind}", tmp_path / "out"
     if kind == "jsonl":
-        bad = [dict(messages=[dict(role="user", content="alone")]), dict(messages=[3])]
+        bad = [dict(messages=[message("user", "alone")]), dict(messages=[3])]
         for content in (None, [dict(type="text", text="Hi")]):
-            bad.append(dict(messages=[rows[0]["messages"][0], dict(role="user", content=content)]))
+            bad.append(dict(messages=[rows[0]["messages"][0], message("user", content)]))
         path.write_bytes(json_lines(rows + bad))
     else:
         parquet.write_table(pa.Table.from_pylist(rows), path)
@@ -1264,9 +1270,9 @@ def test_only_the_assistant_is_scored(tmp_path, kind):
     prepare("--input", path, *flags, "--out", out)
     assert masked_documents(out) == sorted(want)
     if kind == "jsonl":
-        form = 'a message is {"role": .., "content": ..}'
+        form = 'a message is {"role": .., "content": ..} or {"from": .., "value": ..}'
         why = ["no message of the assistant", f"message 1 is of type int; {form}"]
-        why += [f"message 2: content is not text; {form}"] * 2
+        why += [f"message 2: {content_key} is not text; {form}"] * 2
         assert [x["why"] for x in skipped_of(out)] == why
 
 
