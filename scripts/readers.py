@@ -354,14 +354,17 @@ STREAMED = 2**30
 
 
 def open_dataset(source: str):
-    """hf://org/name[:config][:split], through the library `datasets`.  Raises UserError."""
+    """hf://org/name[@revision][:config][:split], through the library `datasets`.  Raises
+    UserError."""
     try:
         from datasets import load_dataset
     except ImportError:
         fix = "pip install datasets, as docs/data.md says"
         raise UserError(USAGE, f"--input {source} needs the package datasets", fix) from None
     name, config, split = (source.removeprefix("hf://").split(":") + ["", ""])[:3]
-    return load_dataset(name, config or None, split=split or "train", streaming=True)
+    name, _, revision = name.partition("@")
+    options = dict(split=split or "train", revision=revision or None, streaming=True)
+    return load_dataset(name, config or None, **options)
 
 
 def cut_dataset(file: File, options: Options) -> list[tuple]:

@@ -1478,6 +1478,19 @@ def test_a_streamed_data_set_is_read_through_its_library(tmp_path):
     assert names == [f"shard_{n:05d}.npy" for n in range(3)]
 
 
+@pytest.mark.parametrize("source, asked", [
+    ("hf://org/name", ("org/name", None, "train", None)),
+    ("hf://org/name:small:test", ("org/name", "small", "test", None)),
+    ("hf://org/name@v1.0::test", ("org/name", None, "test", "v1.0")),
+])  # fmt: skip
+def test_a_streamed_data_set_is_asked_for_by_its_parts(monkeypatch, source, asked):
+    def load_dataset(name, config, *, split, revision, streaming):
+        return name, config, split, revision
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    assert readers.open_dataset(source) == asked
+
+
 @pytest.mark.parametrize("error", [
     RuntimeError("Dataset scripts are no longer supported, but found b.py"),
     FileNotFoundError("Dataset 'a/b' is a gated dataset on the Hub."),
