@@ -161,7 +161,6 @@ def test_where_a_result_cannot_be_written_no_work_is_done(trained, words):
     assert fix.startswith("  fix: ")
 
 
-@pytest.mark.slow
 def two_processes(script: str, *words, own=((), ()), cwd=(None, None)) -> list[tuple]:
     """(exit code, stdout, stderr) of a script in two processes, each with half of the mesh."""
     env = os.environ | dict(JAX_NUM_CPU_DEVICES="1", SLURM_STEP_NODELIST="127.0.0.1")
@@ -200,6 +199,7 @@ def test_of_two_processes_one_shows_a_batch_and_writes_its_page(trained, tmp_pat
     assert "update 11 of" in shown and "update" not in rest and (tmp_path / "b.html").exists()
 
 
+@pytest.mark.slow
 def test_evaluate_takes_another_set(trained, corpus):
     done = run("scripts/evaluate.py", "--run", trained, "--data", corpus / "train", "--mesh.dp", 1)
     assert json.loads(done.stdout)["tokens"] == len(tokens_of(corpus / "train")) - 1
