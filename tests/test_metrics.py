@@ -89,6 +89,13 @@ def test_a_row_without_its_numbers_is_dropped(tmp_path, capsys, row):
     assert "dropped a line that is not a row" in capsys.readouterr().err
 
 
+def test_the_largest_numbers_of_float32_are_no_damage(tmp_path):
+    """As the gradient norm of a run that diverges, whose row a resume would drop."""
+    path = epath.Path(tmp_path) / "metrics.jsonl"
+    path.write_text(json.dumps(dict(kind="train", step=1, loss=3.4e38, grad_norm=1.8e19)) + "\n")
+    assert len(rowfile.read_lines(path, 1)) == 1
+
+
 def test_lost_rows_are_said(tmp_path, capsys):
     cfg, path = on_mesh(config.tiny(), (1, 1, 1)), epath.Path(tmp_path)
     train_row = dict(kind="train", loss=2.0, grad_norm=1.0, tokens=1)
