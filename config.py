@@ -328,7 +328,7 @@ class Log:
     wandb: Literal["off", "offline", "online", "required"] = "online"
     """Weights & Biases.
     online: offline without an API key or with WANDB_MODE=offline; not at all if it cannot start.
-    required: exits in both cases."""
+    required: online, or the run does not start."""
     wandb_project: str = "trifold"
     """Project in Weights & Biases."""
     tensorboard: bool = False
