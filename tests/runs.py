@@ -127,6 +127,18 @@ def start_two(first: Config, second: Config | None = None, cwd=(None, None), n_p
     return both
 
 
+def two_processes(script: str, *words, own=((), ()), cwd=(None, None)) -> list[tuple]:
+    """(exit code, stdout, stderr) of a script in two processes, each with half of the mesh."""
+    env = os.environ | dict(JAX_NUM_CPU_DEVICES="1", SLURM_STEP_NODELIST="127.0.0.1")
+    env |= dict(SLURM_JOB_ID=str(free_port()), SLURM_NTASKS="2", SLURM_LOCALID="0")
+    pipes, both = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True), []
+    for n in range(2):
+        command = [sys.executable, ROOT / "scripts" / script, *words, "--mesh.dp", 2, *own[n]]
+        own_env = env | dict(SLURM_PROCID=str(n))
+        both.append(subprocess.Popen([*map(str, command)], env=own_env, cwd=cwd[n], **pipes))
+    return [*map(finish, both)]
+
+
 def open_log(run: Path, cfg: Config, step: int) -> metrics.MetricsLog:
     """The log of a run whose updates all have train.batch_size sequences."""
     n = cfg.train.batch_size * cfg.train.seq_len

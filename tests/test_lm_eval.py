@@ -2,10 +2,7 @@
 own `hf` backend from the exported model: `make test-interop`."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 import textwrap
 from dataclasses import replace
 from importlib.util import find_spec
@@ -15,8 +12,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from cases import MOE, PLAIN, params_of
-from conftest import ROOT, needs, on_mesh, run
-from runs import finish, free_port
+from conftest import needs, on_mesh, run
+from runs import two_processes
 from test_tasks import questions
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
@@ -287,11 +284,7 @@ def test_questions_that_cannot_be_loaded_are_no_failure_of_storage(trained, tmp_
 @live
 def test_processes_that_find_other_questions_stop(trained, folder, tmp_path):
     """Each computes a part of a batch, so the scores would be of no one's questions."""
-    flags = ["--run", trained, "--include_path", "own", "--tasks", "endings", "--mesh.dp", 2]
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    env = os.environ | dict(JAX_NUM_CPU_DEVICES="1", SLURM_STEP_NODELIST="127.0.0.1")
-    env |= dict(SLURM_JOB_ID=str(free_port()), SLURM_NTASKS="2", SLURM_LOCALID="0")
-    both, words = [], [sys.executable, ROOT / "scripts/lm_eval.py", *flags]
+    flags = ["--run", trained, "--include_path", "own", "--tasks", "endings"]
     for n in range(2):
         own = tmp_path / str(n) / "own"
         own.mkdir(parents=True)
@@ -299,7 +292,5 @@ def test_processes_that_find_other_questions_stop(trained, folder, tmp_path):
         (own / "data.jsonl").write_text("\n".join(lines[n:]))
         task = (folder / "endings.yaml").read_text().replace(str(folder), str(own))
         (own / "endings.yaml").write_text(task)
-        options = dict(env=env | dict(SLURM_PROCID=str(n)), cwd=own.parent)
-        both.append(subprocess.Popen([*map(str, words)], **options, **pipes))
-    for code, _, err in map(finish, both):
+    for code, _, err in two_processes("lm_eval.py", *flags, cwd=(tmp_path / "0", tmp_path / "1")):
         assert code == errors.USAGE and "what the harness asks differs: " in err, err

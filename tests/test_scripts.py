@@ -1,7 +1,6 @@
 """The scripts that sample, evaluate and report, and the commands of the Makefile."""
 
 import json
-import os
 import re
 import shlex
 import shutil
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, on_mesh, run
 from etils import epath
-from runs import finish, free_port
+from runs import two_processes
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import cli
@@ -159,18 +158,6 @@ def test_where_a_result_cannot_be_written_no_work_is_done(trained, words):
     assert done.returncode == STORAGE and len(done.stdout.splitlines()) <= 1
     assert error == f"error: {words[-1]} {out} cannot be written: Not a directory"
     assert fix.startswith("  fix: ")
-
-
-def two_processes(script: str, *words, own=((), ()), cwd=(None, None)) -> list[tuple]:
-    """(exit code, stdout, stderr) of a script in two processes, each with half of the mesh."""
-    env = os.environ | dict(JAX_NUM_CPU_DEVICES="1", SLURM_STEP_NODELIST="127.0.0.1")
-    env |= dict(SLURM_JOB_ID=str(free_port()), SLURM_NTASKS="2", SLURM_LOCALID="0")
-    pipes, both = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True), []
-    for n in range(2):
-        command = [sys.executable, ROOT / "scripts" / script, *words, "--mesh.dp", 2, *own[n]]
-        own_env = env | dict(SLURM_PROCID=str(n))
-        both.append(subprocess.Popen([*map(str, command)], env=own_env, cwd=cwd[n], **pipes))
-    return [*map(finish, both)]
 
 
 @pytest.mark.slow
