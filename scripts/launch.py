@@ -249,22 +249,28 @@ class Tpu:
         if self.dry_run:
             print(shlex.join(command))
             return "READY 1" if group == "tpu-vm" else "ACTIVE" if self.is_ours else ""
-        options = dict(stdin=subprocess.DEVNULL, capture_output=True, text=True, process_group=0)
-        try:
-            done = subprocess.run(command, errors="replace", timeout=CLOUD_LIMIT, **options)
-        except subprocess.TimeoutExpired:
-            what = f"gcloud {group} {verb} did not end within {CLOUD_LIMIT} s"
-            raise CloudError(what) from None
-        if done.returncode:
-            lines = [line for line in map(str.strip, done.stderr.splitlines()) if line]
+        pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        options = dict(text=True, errors="replace", process_group=0)
+        with subprocess.Popen(command, **pipes, **options) as process:
+            try:
+                out, err = process.communicate(timeout=CLOUD_LIMIT)
+            except BaseException as e:  # KeyboardInterrupt too
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # gcloud is a script that runs Python
+                if not isinstance(e, subprocess.TimeoutExpired):
+                    raise
+                what = f"gcloud {group} {verb} did not end within {CLOUD_LIMIT} s"
+                raise CloudError(what) from None
+        if process.returncode:
+            lines = [line for line in map(str.strip, err.splitlines()) if line]
             at = next((n for n, line in enumerate(lines) if line.startswith("ERROR:")), len(lines))
             what = f"gcloud {group} {verb}: {' '.join(lines[max(0, at - 2) : at + 3])}"
-            if verb == "describe" and "NOT_FOUND" in done.stderr:
+            if verb == "describe" and "NOT_FOUND" in err:
                 return ""
-            if re.search(PERMANENT, done.stderr):
+            if re.search(PERMANENT, err):
                 raise UserError(USAGE, what, "correct the flags, or gcloud's login or project")
             raise CloudError(what)
-        return done.stdout.strip() or "UNKNOWN"
+        return out.strip() or "UNKNOWN"
 
     def state(self) -> str:
         """The pod's state; "" where there is none."""
