@@ -376,26 +376,21 @@ def unused_fields(m: Model) -> dict[str, str]:
 
 # Not reported: presets set these, and a flag that makes them unused need not unset them.
 MAY_BE_UNUSED = {"n_kv_heads", "d_ff", "mlp_bias"}
-UNUSED_BY = {
-    "optim.name": dict(adamw="muon_momentum muon_lr_ratio", lion="eps muon_momentum muon_lr_ratio"),
-    "optim.schedule": dict.fromkeys(("cosine", "linear", "constant"), "decay_ratio"),
-}
-"""{setting: {value: the settings of optim that it does not use}}"""
+UNUSED_BY = dict(adamw="muon_momentum muon_lr_ratio", lion="eps muon_momentum muon_lr_ratio")
+"""{optim.name: the settings of optim that it does not use}"""
 ONLY_MOE = "train.balance_loss", "train.bias_rate", "train.capacity_factor", "mesh.experts"
 """Settings of other sections that only moe layers use."""
 
 
 def no_effect_problems(cfg: Config):
     """Settings that were changed from their defaults, but have no effect."""
-    m, given, usual = cfg.model, settings(cfg), settings(Config())
+    m, o, given, usual = cfg.model, cfg.optim, settings(cfg), settings(Config())
     unused = {f"model.{n}": why for n, why in unused_fields(m).items() if n not in MAY_BE_UNUSED}
     if not has_layer(m, "moe"):
         unused |= dict.fromkeys(ONLY_MOE, "no layer is moe")
     elif not m.router_bias:
         unused["train.bias_rate"] = "model.router_bias=False"
-    for name, table in UNUSED_BY.items():
-        names = table.get(given[name], "").split()
-        unused |= {f"optim.{n}": f"{name}={given[name]}" for n in names}
+    unused |= {f"optim.{n}": f"optim.name={o.name}" for n in UNUSED_BY.get(o.name, "").split()}
     for name, why in unused.items():
         if given[name] != usual[name]:
             fix = f"leave --{name} out, or set it to {usual[name]} if a preset or file has set it"

@@ -310,8 +310,6 @@ def config_of_run(run: str, mesh: Mesh, *flags: str) -> Config:
     train |= dict(remat="layer", attention="auto")
     one_process = dict(coordinator="", num_processes=0, process_id=-1)
     sections = dict(mesh=asdict(mesh), train=train, run=one_process)
-    # Old records may have another one beside a schedule without decay, which is refused by now.
-    sections |= dict(optim=dict(decay_ratio=Config().optim.decay_ratio))
     changes = [f"--{s}.{name}={x}" for s, values in sections.items() for name, x in values.items()]
     cfg = parse(["--config", f"{run.rstrip('/')}/config.json", *changes, *flags])
     simulate_devices(mesh)

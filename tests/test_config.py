@@ -613,14 +613,6 @@ def test_a_rollback_to_a_negative_update_is_refused_not_ignored():
         cli.parse(["--config", "tiny", "--rollback=-5"])
 
 
-def test_scripts_read_a_run_with_a_decay_ratio_that_its_schedule_does_not_use(tmp_path):
-    """As runs were recorded before train.py refused that."""
-    record = json.loads(cli.to_json(config.tiny()))
-    record["optim"] |= dict(schedule="cosine", decay_ratio=0.5)
-    (tmp_path / "config.json").write_text(json.dumps(record))
-    assert cli.config_of_run(str(tmp_path), config.Mesh(1, 1, 1)).optim.schedule == "cosine"
-
-
 def test_a_run_that_is_not_there_is_named_and_no_presets(tmp_path):
     with pytest.raises(UserError) as e:
         cli.config_of_run(f"{tmp_path}/", config.Mesh())

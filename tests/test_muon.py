@@ -162,8 +162,6 @@ def test_a_run_goes_back_and_on_to_the_same_bits(base):
 @pytest.mark.parametrize("flags, word", [
     (["--optim.muon_momentum", 0.9], "optim.muon_momentum=0.9 has no effect: optim.name=adamw"),
     (["--optim.name", "lion", "--optim.eps", 1e-6], "optim.eps=1e-06 has no effect"),
-    (["--optim.schedule", "linear", "--optim.decay_ratio", 0.5],
-     "optim.decay_ratio=0.5 has no effect: optim.schedule=linear"),
 ])  # fmt: skip
 def test_settings_of_another_optimizer_are_refused(flags, word):
     with pytest.raises(UserError, match=word) as error:
