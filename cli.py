@@ -137,8 +137,8 @@ NUMBERS = (*OR_NULL, "step", "tokens", "step_time", "tokens_per_sec", "spike")
 
 
 def check_row(row: dict):
-    """Raise ValueError if a field of a .jsonl file's row has another type than it is written with.
-    Of other kinds than train and eval only kind and step are known here."""
+    """Raise ValueError if a field of a row of metrics.jsonl or samples.jsonl has a type that no run
+    writes.  Of rows of other kinds than train and eval only kind and step are checked."""
     is_known = row.get("kind", "") in ("train", "eval", "")  # a sample has no kind
     for name in row if is_known else ("kind", "step"):
         x = row[name]

@@ -97,8 +97,8 @@ class TokenFiles(Source):
         found = find_shards(path, split)
         self.shards, self.masks, manifest = found.shards, found.masks, found.manifest
         if manifest.get("digest") not in (None, manifest_digest(manifest)):
-            what = f"{path}/manifest.json is not as it was written: it is damaged, or was edited"
-            warn(f"{what} (then delete its field digest)")
+            what = f"{path}/manifest.json is not as it was written: copy the data set again, or if"
+            warn(f"{what} you have edited it, delete its field digest")
         self.cfg, self.fingerprint = cfg, fingerprint(found)
         self.pages = PageReader(self.shards, cfg)
         # The index in the whole set of each shard's first token, and at last n_tokens.

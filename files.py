@@ -39,8 +39,8 @@ def is_remote(path) -> bool:
 
 
 def is_folder(path: epath.Path) -> bool:
-    """Whether an existing path is a folder.  Raises what storage raises, where the is_dir of a path
-    in a bucket is False."""
+    """Whether an existing path is a folder.  Raises the errors of a bucket's storage, which epath's
+    is_dir takes for the answer no."""
     if not is_remote(path):
         return path.is_dir()
     fs, name = fsspec.url_to_fs(os.fspath(path))
@@ -176,12 +176,12 @@ def move_folder(path: epath.Path, where: epath.Path):
     new = os.fspath(where).partition("://")[2]
     stay, last = (f"{old}/lock", f"{old}/{MOVING}"), ("config.json", "commit_success.txt")
 
-    def turn(name: str) -> tuple[bool, int]:
+    def rank(name: str) -> tuple[bool, int]:
         return name.removeprefix(f"{old}/") in last, -name.count("/")
 
     found = [name for name in fs.find(old) if name not in stay]
-    for now in sorted({turn(name) for name in found}):
-        names = [name for name in found if turn(name) == now]
+    for n in sorted({rank(name) for name in found}):
+        names = [name for name in found if rank(name) == n]
         fs.mv(names, [new + name.removeprefix(old) for name in names])
 
 

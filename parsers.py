@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 NUMBER = r"(?:\d{1,9}(?:\.\d{0,9})?|\.\d{1,9})"
 MISTAKEN_NUMBER = r"[+-]?\d*\.?\d*(e[+-]?\d+)?%?|\d+/\d+|nan|inf"
-"""What is no weight, but was meant to be one if it is after the last colon; "" too."""
+"""What a user may have meant as a weight after the last colon; it may be empty."""
 
 
 class Part(NamedTuple):

@@ -145,7 +145,8 @@ def move_run(path: epath.Path):
     note, old = path / MOVING, free_name(path.with_name(path.name + ".old"))
     if is_remote(path):
         begun = note.read_text() if note.exists() else ""
-        if re.fullmatch(rf"{re.escape(path.name)}\.old(\.\d+)?", begun):  # and no other folder
+        # No other folder, because the note may be a stranger's.
+        if re.fullmatch(rf"{re.escape(path.name)}\.old(\.\d+)?", begun):
             old = path.with_name(begun)
         note.write_text(old.name)
     move_folder(path, old)

@@ -103,7 +103,7 @@ def page_digests(data: bytes) -> bytes:
 
 
 def manifest_digest(manifest: dict) -> str:
-    """The digest of all fields of a manifest besides "digest", which may hold it."""
+    """The digest of all fields of a manifest except "digest", where prepare_data writes it."""
     rest = {name: value for name, value in manifest.items() if name != "digest"}
     return page_digest(json.dumps(rest, sort_keys=True).encode()).hex()
 

@@ -89,9 +89,9 @@ def main(args: Args, cfg: config.Config):
         raise errors.UserError(e.code, problems=problems) from None
     for data in sets:
         utils.run_on_lead(check_tokenizer, path, data.source.tokenizer)
-    prints = {f"data.val {data.name}".strip(): data.source.fingerprint for data in sets}
-    prints |= {"eval.tasks": tasks.fingerprint} if tasks else {}
-    processes.refuse_differences(prints, "let the path hold the same files on every host")
+    fingerprints = {f"data.val {data.name}".strip(): data.source.fingerprint for data in sets}
+    fingerprints |= {"eval.tasks": tasks.fingerprint} if tasks else {}
+    processes.refuse_differences(fingerprints, "let the path hold the same files on every host")
     params = runstate.load_params(run, cfg, args.step, args.weights)
     for data in sets:
         score(args, cfg, params, data)

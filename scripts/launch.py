@@ -416,7 +416,7 @@ def write_archive(path: str) -> str:
 # JAX finds the other processes by Slurm's variables, and gives each one GPU.  USR1 comes 300 s
 # before the time limit, to this shell only.  It sends train.py SIGTERM by scancel, because srun
 # would kill it.  If a user has cancelled the job, it is no longer RUNNING, and is not queued again.
-# Nor is it if the limit is below those 300 s: each start would be warned as it begins, for ever.
+# Nor is it if the limit is below those 300 s, because each start would be warned as it begins.
 SBATCH = """#!/bin/bash
 #SBATCH --job-name=trifold
 #SBATCH --nodes={nodes}

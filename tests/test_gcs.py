@@ -127,13 +127,19 @@ def losses(metrics: bytes) -> list:
     return [(row["kind"], row["step"], row["loss"], row.get("grad_norm")) for row in rows]
 
 
+def run_code(bucket, code: str, *words, **env) -> subprocess.CompletedProcess:
+    """Python code that has run in a process of its own, which sees the bucket."""
+    command = [sys.executable, "-c", code, *map(str, words)]
+    env = bucket.env | env
+    return subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT)
+
+
 # ---- tests
 
 
 def test_an_emulated_bucket_is_not_asked_for_its_kind(bucket):
     code = "import files, fsspec; print(fsspec.get_filesystem_class('gs').__module__)"
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, env=bucket.env, cwd=ROOT)
+    done = run_code(bucket, code)
     assert done.stdout == "gcsfs.core\n", done
 
 
@@ -246,10 +252,9 @@ rundir.prepare_run(files.absolute_path(sys.argv[1]), cfg, source, None).release(
 def test_fresh_that_is_killed_moves_the_rest_to_the_same_folder(bucket, run_a, flags):
     bucket.copy(run_a, "runs/cut/")
     bucket.write("runs/cut.old/notes", b"of another")
-    env, n_left = bucket.env | {"TRIFOLD_LEASE_BEAT": "0.2"}, len(bucket.names(run_a))
+    beat, n_left = dict(TRIFOLD_LEASE_BEAT="0.2"), len(bucket.names(run_a))
     for n_moved, code in ((20, 9), (n_left - 21, 9), (10**6, 0)):
-        command = [sys.executable, "-c", CUT_OFF, "gs://bucket/runs/cut", str(n_moved)]
-        done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT)
+        done = run_code(bucket, CUT_OFF, "gs://bucket/runs/cut", n_moved, **beat)
         assert done.returncode == code, done
         if code:
             output = run(bucket, "train.py", *flags, "--run.name", "cut", code=4)
@@ -260,13 +265,11 @@ def test_fresh_that_is_killed_moves_the_rest_to_the_same_folder(bucket, run_a, f
 
 
 def test_the_note_of_a_stranger_sends_no_run_to_another_folder(bucket):
-    env = bucket.env | {"TRIFOLD_LEASE_BEAT": "0.2"}
     for n, target in enumerate([b"other", b"../other", b"led2.old/../other"]):
         run = f"runs/led{n}"
         bucket.write(f"{run}/config.json", b"{}")
         bucket.write(f"{run}/moving_to", target)
-        command = [sys.executable, "-c", CUT_OFF, f"gs://bucket/{run}", "100"]
-        done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT)
+        done = run_code(bucket, CUT_OFF, f"gs://bucket/{run}", 100, TRIFOLD_LEASE_BEAT="0.2")
         assert done.returncode == 0, done
         assert bucket.names(f"{run}.old/") == bucket.names(f"{run}/") == {"config.json"}
         assert not bucket.names("runs/other/") | bucket.names("other/")
@@ -394,8 +397,7 @@ except OSError as e:
 
 def test_a_read_that_is_refused_logs_no_traceback(bucket):
     bucket.write("refused", b"x")
-    command = [sys.executable, "-c", REFUSED, "gs://bucket/refused"]
-    done = subprocess.run(command, capture_output=True, text=True, env=bucket.env, cwd=ROOT)
+    done = run_code(bucket, REFUSED, "gs://bucket/refused")
     assert (done.stdout, done.stderr) == ("Forbidden\n", "")
 
 
@@ -423,8 +425,7 @@ except OSError as e:
 
 def test_a_folder_that_cannot_be_listed_is_not_a_missing_shard(bucket):
     bucket.write("unlisted/train.bin", b"xx")
-    command = [sys.executable, "-c", UNLISTED, "gs://bucket/unlisted"]
-    done = subprocess.run(command, capture_output=True, text=True, env=bucket.env, cwd=ROOT)
+    done = run_code(bucket, UNLISTED, "gs://bucket/unlisted")
     assert (done.stdout, done.stderr) == ("Forbidden\n", "")
 
 
