@@ -715,14 +715,15 @@ def tpu_compiler(monkeypatch):
 
 
 EXPERTS = dict(pattern="moe", n_experts=64, n_active=4, d_expert=128)
+LATENTS = dict(attention="mla", kv_rank=128, d_rope=64, d_value=128)
 
 
 @needs("libtpu")
-@pytest.mark.parametrize("experts, pp", [({}, 1), (EXPERTS, 1), ({}, 2)])
-def test_decoding_on_a_tpu_copies_no_cache_and_no_experts(experts, pp, tpu_compiler):
+@pytest.mark.parametrize("variant, pp", [({}, 1), (EXPERTS, 1), (LATENTS, 1), ({}, 2)])
+def test_decoding_on_a_tpu_copies_no_cache_and_no_experts(variant, pp, tpu_compiler):
     """By the temporary memory of the compiled program."""
     sizes = dict(d_model=256, n_layers=4, n_heads=4, n_kv_heads=2, d_head=128)
-    cfg = replace(TINY, model=replace(TINY.model, **sizes, **experts))
+    cfg = replace(TINY, model=replace(TINY.model, **sizes, **variant))
     cfg = configure(dict(dp=1, pp=pp, tp=1), cfg, seq_len=2048, dtype="bfloat16")
     mesh = utils.mesh_of(compiled_cost.target_devices("v5p:2x2x1", CHIPS["v5p"], 4, 1)[:pp], cfg)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
