@@ -96,7 +96,8 @@ class Checkpoints(SavedCheckpoints):
         self.keep, self.best, self.retries = keep, LowestLosses(), Retries(patience)
         self.saved_at = time.monotonic()
         """When the last save was started, or this object made."""
-        self.several, self.n_saves = jax.process_count() > 1, 0
+        self.several = jax.process_count() > 1
+        self.barrier = SaveBarrier() if self.several else None
         self.n_arrays = {}
         """{item: how many arrays of it were saved last}."""
         self.warned_of = None
@@ -105,10 +106,6 @@ class Checkpoints(SavedCheckpoints):
             what = f"no checkpoint can be written to {run}: a folder has [ ] in its name"
             raise UserError(errors.USAGE, what, "rename that folder, or choose another")
         super().__init__(run, settings, accept)
-
-    def open_manager(self):
-        self.barrier = SaveBarrier() if self.several else None
-        super().open_manager()
 
     def options(self) -> ocp.CheckpointManagerOptions:
         kept = [checkpoint_managers.LatestN(self.keep), self.best]
@@ -208,8 +205,7 @@ class Checkpoints(SavedCheckpoints):
         is_first, self.saved_at = self.newest is None, time.monotonic()
         self.newest = step
         if self.several:
-            self.barrier.begin(self.n_saves)
-        self.n_saves += 1
+            self.barrier.begin()
         try:
             started = self.manager.save(step, args=args, force=True)
             assert started, f"orbax declined to save {step}; it has {self.manager.all_steps()}"

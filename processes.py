@@ -203,11 +203,11 @@ class SaveBarrier:
     def __init__(self):
         self.n_saves, self.passed, self.ended, self.lock = 0, 0, True, threading.Lock()
 
-    def begin(self, n_saves: int):
-        """To be called by every process before each save.  n_saves: how many were before."""
-        if is_lead() and n_saves > 0:
-            shared_store().key_value_delete(f"trifold/save/{n_saves - 1}/")
-        self.n_saves, self.passed, self.ended = n_saves, 0, False
+    def begin(self):
+        """To be called by every process before each save."""
+        if is_lead():  # those of the save before are not read any more
+            shared_store().key_value_delete(f"trifold/save/{self.n_saves}/")
+        self.n_saves, self.passed, self.ended = self.n_saves + 1, 0, False
 
     def __call__(self, *, key: str, timeout_ms: int):
         """Orbax's BarrierSyncFn.  Raises PeerFailed, or RuntimeError if this process failed."""
