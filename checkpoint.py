@@ -11,7 +11,6 @@ import jax
 import orbax.checkpoint as ocp
 import tensorstore
 from etils import epath
-from orbax.checkpoint import checkpoint_managers
 
 import errors
 import utils
@@ -61,24 +60,6 @@ class Retries:
             raise self.error
 
 
-class LowestLosses:
-    """An orbax PreservationPolicy: keep the two checkpoints of lowest loss.
-
-    Not orbax's BestN, which knows only a loss that was known when the checkpoint was saved.
-    """
-
-    def __init__(self):
-        self.losses = {}
-        """{step: validation loss or None}; it grows while the run trains."""
-        self.unknown = set()
-        """Steps of older checkpoints without a known loss: they stay, as they may be the best."""
-
-    def should_preserve(self, checkpoints, *, context) -> list[bool]:
-        known = [x.step for x in checkpoints if self.losses.get(x.step) is not None]
-        kept = {*sorted(known, key=self.losses.get)[:2], *self.unknown}
-        return [x.step in kept for x in checkpoints]
-
-
 class Checkpoints(SavedCheckpoints):
     """The checkpoints of a run that trains, saved in the background.  Damaged ones are moved to
     damaged/ when they are to be restored."""
@@ -93,7 +74,11 @@ class Checkpoints(SavedCheckpoints):
 
         Raises UserError USAGE for a path that orbax would take for a pattern: it would not find the
         arrays there."""
-        self.keep, self.best, self.retries = keep, LowestLosses(), Retries(patience)
+        self.keep, self.retries = keep, Retries(patience)
+        self.losses = {}
+        """{step: validation loss or None}; it grows while the run trains."""
+        self.no_loss = set()
+        """Steps of older checkpoints without a known loss: they stay, as they may be the best."""
         self.saved_at = time.monotonic()
         """When the last save was started, or this object made."""
         self.several = jax.process_count() > 1
@@ -108,9 +93,8 @@ class Checkpoints(SavedCheckpoints):
         super().__init__(run, settings, accept)
 
     def options(self) -> ocp.CheckpointManagerOptions:
-        kept = [checkpoint_managers.LatestN(self.keep), self.best]
         return ocp.CheckpointManagerOptions(
-            preservation_policy=checkpoint_managers.AnyPreservationPolicy(kept),
+            preservation_policy=self,
             create=True,
             # No limit of orbax's, which measures a save by the system's clock, and that may jump;
             # `is_writing` applies SLOWEST.
@@ -122,7 +106,16 @@ class Checkpoints(SavedCheckpoints):
         run trains.  Checkpoints older than the newest `keep` that have no loss stay too: it may be
         lost, and they may be here only because they were among the best."""
         older = sorted(self.manager.all_steps())[: -self.keep]
-        self.best.losses, self.best.unknown = losses, set(older) - losses.keys()
+        self.losses, self.no_loss = losses, set(older) - losses.keys()
+
+    def should_preserve(self, checkpoints, *, context) -> list[bool]:
+        """Which checkpoints stay: the method of an orbax PreservationPolicy.  Orbax's own BestN
+        knows only a loss that was known when the checkpoint was saved."""
+        steps = [x.step for x in checkpoints]
+        known = [step for step in steps if self.losses.get(step) is not None]
+        best = sorted(known, key=self.losses.get)[:2]
+        kept = {*steps[-self.keep :], *best, *self.no_loss}
+        return [step in kept for step in steps]
 
     def reject_step(self, step: int, why: str):
         """Move it to damaged/ and open orbax's manager anew: if it stayed, orbax would refuse to
