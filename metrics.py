@@ -80,9 +80,6 @@ class PastRows:
         found += [self.scores] if self.cfg.eval.tasks else []
         return all(step in rows for rows in found)
 
-    def is_finished(self) -> bool:
-        return self.is_evaluated(self.cfg.train.steps)
-
     def draw(self, run: epath.Path):
         draw_loss(run / "loss.png", self.losses, self.eval_losses, self.scores)
         for panel in self.panels.values():
@@ -277,15 +274,6 @@ def print_scores(step: int, scores: dict):
     """Print the scores of each name of eval.tasks, without those of its files."""
     means = [f"{name} {x:.4f}" for name, x in scores.items() if name.count("/") == 1]
     say(f"update {step}  {'  '.join(means)}")
-
-
-def print_end(log: MetricsLog, step: int):
-    """Print the last line of a run that ends after update `step`."""
-    if log.past.is_finished():
-        say(f"finished: {log.run}")
-    else:
-        again = "run the same command again to go on"
-        say(f"interrupted: checkpoint of update {step} committed; {again}")
 
 
 MAX_SKIPS = 10

@@ -65,7 +65,7 @@ from experts import moe_metrics, update_router_biases, warn_of_constant_gate
 from generate import generate
 from gradient import Rows, add_gradient, prepare_parts, reduce_total, zero_total
 from layers import BATCH, platform
-from metrics import MetricsLog, print_end, print_eval, print_scores
+from metrics import MetricsLog, print_eval, print_scores
 from norms import layer_norms, score_sizes
 from parsers import read_sets
 from profiling import DATA_WAIT, Profile
@@ -333,8 +333,8 @@ def save_if_due(store, step: int, state: State, last: bool, evaluated: bool, log
 
 
 def train_loop(run, store, state: State, train: Dataset, vals, tasks, stop, cfg: Config):
-    """(state, log) after training to the last step, or until `stop`, with the evaluations, samples
-    and checkpoints on the way."""
+    """Train to the last step, or until `stop`, with the evaluations, samples and checkpoints on the
+    way.  Returns the state, and whether the run is finished."""
     start = int(state.step)
     utils.run_on_lead(record_start, run, cfg, train.source, start)
     fingerprints = {("eval", val.name): val.source.fingerprint for val in vals}
@@ -375,16 +375,15 @@ def train_loop(run, store, state: State, train: Dataset, vals, tasks, stop, cfg:
     store.close()
     profile.report()
     log.close()
-    return state, log
+    return state, log.past.is_evaluated(cfg.train.steps)
 
 
 def main(cfg: Config, held=None) -> State | None:
     """Make or resume a run and train it, or only evaluate it.  held: the run's lock, if this
     process has it already."""
     stop = processes.Stop()
-    if held is not None and not utils.is_lead():
+    if held and not utils.is_lead():  # open_run needs that of process 0 only
         held.release()
-        held = None
     with processes.Watchdog(stop, cfg):
         processes.compare_settings(cfg)
         cfg = utils.start_mesh(cfg, plan_remat=plan_remat)
@@ -402,13 +401,15 @@ def main(cfg: Config, held=None) -> State | None:
             if cfg.eval_only:
                 return evaluate_once(state, vals, tasks, stop, cfg)
             print_sizes(train, vals, tasks, cfg)
-            state, log = train_loop(run, store, state, train, vals, tasks, stop, cfg)
-            if log.past.is_finished():
+            state, finished = train_loop(run, store, state, train, vals, tasks, stop, cfg)
+            if finished:
                 stop.ignore_signals()
             utils.together(stop.raise_error)
-            print_end(log, int(state.step))
-            if not log.past.is_finished():
+            if not finished:
+                committed = f"checkpoint of update {int(state.step)} committed"
+                utils.say(f"interrupted: {committed}; run the same command again to go on")
                 sys.exit(INTERRUPTED)
+            utils.say(f"finished: {run}")
     return state
 
 
