@@ -18,7 +18,6 @@ from config import Config
 from errors import UserError, describe
 from model import flops_per_token
 from panels import PANELS, write_png
-from parsers import read_sets
 from rowfile import RowFile
 from rundir import read_history, read_record
 from utils import finite_or_none, run_on_lead, say, warn
@@ -36,11 +35,11 @@ class PastRows:
     def __init__(self, cfg: Config, fingerprints: dict, tokens: tuple[int, int]):
         """fingerprints: as MetricsLog.  tokens: (update, tokens until then) before the first row:
         (0, 0), or the parent's where a branch started with its state."""
-        self.cfg, self.fingerprints = cfg, fingerprints
+        self.fingerprints = fingerprints
         self.tokens = tokens  # (newest update, tokens until then)
         self.losses = {}  # {step: loss}
-        self.eval_losses = {name: {} for name in read_sets(cfg.data.val)}  # of each set
-        self.scores = {}  # {step: its row of kind "tasks"}
+        # {(kind, set): {step: loss, or for kind "tasks" the row}}
+        self.evaluations = {key: {} for key in fingerprints}
         self.skips = 0  # updates in a row, up to the newest, that were not finite
         self.spikes = 0  # updates that were skipped because of train.spike_sigma
         self.panels = {name: panel(cfg) for name, panel in PANELS.items()}
@@ -54,34 +53,31 @@ class PastRows:
             self.losses[step] = loss
             self.skips = self.skips + 1 if None in (loss, norm) else 0
             self.spikes += row.get("spike", 0) > 0
-        elif self.is_of_other_data(row):
-            self.others.add((row["kind"], row.get("set", "")))
-        elif row["kind"] == "eval":
-            self.eval_losses.setdefault(row.get("set", ""), {})[row["step"]] = row["loss"]
-        elif row["kind"] == "tasks":
-            self.scores[row["step"]] = row
+        elif row["kind"] in ("eval", "tasks"):
+            key = row["kind"], row.get("set", "")
+            here = self.fingerprints.get(key, row.get("data"))
+            if row.get("data", here) == here:
+                found = row["loss"] if row["kind"] == "eval" else row
+                self.evaluations.setdefault(key, {})[row["step"]] = found
+            else:
+                self.others.add(key)
         elif row["kind"] in self.panels:
             panel = self.panels[row["kind"]]
             panel.track(row)
             self.alarms = panel.alarms() | self.alarms
 
-    def is_of_other_data(self, row: dict) -> bool:
-        """Whether an evaluation's set, or the tasks, were other files than this start's."""
-        here = self.fingerprints.get((row["kind"], row.get("set", "")))
-        return here is not None and row.get("data", here) != here
-
     def best_losses(self) -> dict:
         """{step: loss} of the set that decides which checkpoints are best."""
-        return next(iter(self.eval_losses.values()))
+        return next(iter(self.evaluations.values()))
 
     def is_evaluated(self, step: int) -> bool:
         """Whether all that is evaluated after update `step` is there."""
-        found = [self.eval_losses[name] for name in read_sets(self.cfg.data.val)]
-        found += [self.scores] if self.cfg.eval.tasks else []
-        return all(step in rows for rows in found)
+        return all(step in self.evaluations[key] for key in self.fingerprints)
 
     def draw(self, run: epath.Path):
-        draw_loss(run / "loss.png", self.losses, self.eval_losses, self.scores)
+        evals = {name: x for (kind, name), x in self.evaluations.items() if kind == "eval"}
+        scores = self.evaluations.get(("tasks", ""), {})
+        draw_loss(run / "loss.png", self.losses, evals, scores)
         for panel in self.panels.values():
             panel.draw(run)
 
@@ -93,6 +89,8 @@ class MetricsLog:
     Rows are written one update late: while the host waits for the numbers of one update, the
     device has the next one to do.
     """
+
+    MAX_SKIPS = 10
 
     def __init__(
         self, run: epath.Path, cfg: Config, step: int, tokens_by_source, fingerprints: dict
@@ -144,7 +142,7 @@ class MetricsLog:
         self.pending = (step, metrics)
 
     def flush(self):
-        """Wait for the pending update and write its rows.  Raises as check_skips does."""
+        """Wait for the pending update and write its rows.  Raises what check_skips raises."""
         if self.pending is None:
             return
         (step, metrics), self.pending = self.pending, None
@@ -161,7 +159,7 @@ class MetricsLog:
         if is_first_or_last or step % self.cfg.log.every == 0:
             summaries = [self.past.panels[name].summary(x) for name, x in arrays.items()]
             self.print_update(step, scalars, speed, summaries)
-        check_skips(step, scalars, self.past)
+        self.check_skips(step, scalars)
 
     def measure_speed(self, step: int) -> dict:
         """The speed of update `step`, which has just ended; begins to time the next one."""
@@ -206,6 +204,21 @@ class MetricsLog:
             f"eta {utils.format_duration((steps - step) * seconds_per_step)}",
         ]
         say("  ".join(parts))
+
+    def check_skips(self, step: int, scalars: dict):
+        """Warn of a skipped update.  Raises UserError DIVERGED after MAX_SKIPS in a row that were
+        not finite."""
+        loss, norm, skips = scalars["loss"], scalars["grad_norm"], self.past.skips
+        if scalars.get("spike"):
+            why = f"its gradient norm {norm:.3f} is a spike (train.spike_sigma)"
+            warn(f"update {step} skipped: {why}; {self.past.spikes} so far")
+        if skips > 0:
+            warn(f"update {step} skipped: loss {loss}, gradient norm {norm}; {skips} in a row")
+        if skips >= self.MAX_SKIPS:
+            o, first = self.cfg.optim, step - skips + 1
+            what = f"diverged: {skips} updates in a row, {first} to {step}, were not finite"
+            fix = f"lower optim.lr={o.lr} or optim.clip_norm={o.clip_norm}, or check their data"
+            raise UserError(errors.DIVERGED, what, fix)
 
     def run_untimed(self, f, *args):
         """f(*args), once all earlier rows are written; no update's step_time includes it, and the
@@ -274,25 +287,6 @@ def print_scores(step: int, scores: dict):
     """Print the scores of each name of eval.tasks, without those of its files."""
     means = [f"{name} {x:.4f}" for name, x in scores.items() if name.count("/") == 1]
     say(f"update {step}  {'  '.join(means)}")
-
-
-MAX_SKIPS = 10
-
-
-def check_skips(step: int, scalars: dict, past: PastRows):
-    """Warn of a skipped update.  Raises UserError DIVERGED after MAX_SKIPS in a row that were not
-    finite."""
-    loss, norm = scalars["loss"], scalars["grad_norm"]
-    if scalars.get("spike"):
-        why = f"its gradient norm {norm:.3f} is a spike (train.spike_sigma)"
-        warn(f"update {step} skipped: {why}; {past.spikes} so far")
-    if past.skips > 0:
-        warn(f"update {step} skipped: loss {loss}, gradient norm {norm}; {past.skips} in a row")
-    if past.skips >= MAX_SKIPS:
-        o, first = past.cfg.optim, step - past.skips + 1
-        what = f"diverged: {past.skips} updates in a row, {first} to {step}, were not finite"
-        fix = f"lower optim.lr={o.lr} or optim.clip_norm={o.clip_norm}, or check their data"
-        raise UserError(errors.DIVERGED, what, fix)
 
 
 # ---- pictures

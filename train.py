@@ -291,10 +291,10 @@ def evaluate_if_due(params, step: int, vals, tasks, log: MetricsLog, stop, cfg: 
     if not is_due(step, cfg.train.eval_every, cfg) or log.past.is_evaluated(step):
         return False
     for val in vals:
-        if step not in log.past.eval_losses[val.name]:
+        if step not in log.past.evaluations["eval", val.name]:
             result = log.run_untimed(evaluate, params, val, step, cfg, stop)
             log.add_evaluation(step, result)
-    if tasks and step not in log.past.scores:
+    if tasks and step not in log.past.evaluations["tasks", ""]:
         result = log.run_untimed(score_tasks, params, tasks, cfg, stop)
         log.add_evaluation(step, result, "tasks")
     return True
