@@ -20,10 +20,6 @@ from errors import AGAIN, UserError, describe, write_error
 from files import is_remote, run_path
 
 
-def warn(text: str):
-    write_error(f"warning: {text}\n")
-
-
 def busy_error(path: epath.Path, owner: str) -> UserError:
     owner = owner[:200] or "it has just started"
     what = f"run directory {path.parent} belongs to another live run: {owner}"
@@ -123,10 +119,7 @@ class Lease:
         self.path, self.file, self.released = path, BucketFile(path), threading.Event()
         self.renew_every = float(os.environ.get("TRIFOLD_LEASE_BEAT", 15))  # shorter in tests
         self.owner = new_owner()
-        free = self.wait_until_free()
-        self.generation = self.write(free)
-        if self.generation is None:  # another run that started at the same time was faster
-            raise busy_error(path, self.file.read()[1])
+        self.generation = self.write(self.wait_until_free())
         self.thread = threading.Thread(target=self.renew_until_released, daemon=True)
         self.thread.start()
 
@@ -145,29 +138,27 @@ class Lease:
                 raise busy_error(self.path, owner)
         return found
 
-    def write(self, generation: str) -> str | None:
-        """The new generation; None if another run has written the lease."""
+    def write(self, generation: str) -> str:
+        """The new generation.  Raises UserError BUSY if another run has written the lease."""
         for _ in range(5):
             if written := self.file.write(self.owner, generation):
                 return written
             # If the answer to a write was lost, the lease is still ours, of a newer generation.
             generation, there = self.file.read()
             if there != self.owner:
-                return None
+                raise busy_error(self.path, there or "the lease is gone")
         raise OSError("the answers to 5 writes of the run's lease were lost")
 
     def renew_until_released(self):
         """The lease's thread; ends the whole process when another run has taken the lease."""
         while not self.released.wait(self.renew_every):
             try:
-                generation = self.write(self.generation)
-                if generation is None:
-                    error = busy_error(self.path, self.file.read()[1] or "the lease is gone")
-                    write_error(f"{error}\n")
-                    os._exit(errors.BUSY)
-                self.generation = generation
+                self.generation = self.write(self.generation)
+            except UserError as e:
+                write_error(f"{e}\n")
+                os._exit(errors.BUSY)
             except Exception as e:  # the next turn tries again, and sees whether it is still ours
-                warn(f"{self.path} was not renewed ({describe(e)})")
+                write_error(f"warning: {self.path} was not renewed ({describe(e)})\n")
 
     def release(self):
         self.released.set()
@@ -175,7 +166,7 @@ class Lease:
         try:
             self.file.remove(self.generation)
         except Exception as e:  # must not hide why the run ends; the lease expires by itself
-            warn(f"{self.path} was not removed ({describe(e)})")
+            write_error(f"warning: {self.path} was not removed ({describe(e)})\n")
 
 
 def take_lock(run: epath.Path) -> FileLock | Lease:
