@@ -205,7 +205,7 @@ class Checkpoints(SavedCheckpoints):
         except Exception as e:  # note_failure raises what storage cannot have caused
             # The other processes wait for this one at orbax's collectives, on the main thread, so
             # it cannot go on with training.
-            self.note_failure(step, e, is_final=self.several)
+            self.note_failure(e, is_final=self.several)
             self.retries.raise_if_final()
         if is_first:
             self.finish()
@@ -217,26 +217,26 @@ class Checkpoints(SavedCheckpoints):
             return
         try:
             self.manager.wait_until_finished()
-            self.check_written(self.newest)
+            self.check_written()
         except Exception as e:  # note_failure raises what storage cannot have caused
-            self.note_failure(self.newest, e)
+            self.note_failure(e)
         else:
             self.newest_complete = self.newest
             self.remove_parts()  # again: a failed save may have gone on in the background
             self.retries.failed = []
 
-    def note_failure(self, step: int, error: Exception, is_final: bool = False):
-        """Note that saving `step` has failed, and when to try again, if not is_final.  Raises the
+    def note_failure(self, error: Exception, is_final: bool = False):
+        """Note that saving `newest` has failed, and when to try again, if not is_final.  Raises the
         error if storage cannot be its cause."""
         # Orbax raises many types for storage, and ValueErrors for a lost process too.
         is_usual = isinstance(error, ValueError | RuntimeError) or errors.is_storage_error(error)
         if not is_usual or re.search(LOST_IN_COLLECTIVE, str(error)):
             raise error
         reason = re.sub(r"\s+", " ", str(error).replace(f"{self.path}/", ""))[:400]
-        what = f"checkpoint {step} could not be written to {self.path}: {reason}"
+        what = f"checkpoint {self.newest} could not be written to {self.path}: {reason}"
         fix = f"make room or fix the storage, and {AGAIN}"
         is_final = is_final or self.newest_complete is None
-        next_try = self.retries.add(step, UserError(errors.STORAGE, what, fix), is_final)
+        next_try = self.retries.add(self.newest, UserError(errors.STORAGE, what, fix), is_final)
         if not self.several:  # with several, the others may still write there
             self.remove_parts()
         if utils.is_lead() and not self.retries.is_final:
@@ -257,14 +257,13 @@ class Checkpoints(SavedCheckpoints):
             return True
         utils.run_on_lead(retries.raise_if_final)
         # As process 0 knows it, so that all go on from the same checkpoint.
-        ours = [retries.is_time(), self.newest_complete, retries.failed[-1:]]
-        is_time, complete, failed = utils.exchange(ours)[0]
+        is_time, complete = utils.exchange([retries.is_time(), self.newest_complete])[0]
         if not is_time:
             return False
         self.newest_complete = complete
-        return self.reopen(failed[0][0] if failed else None)
+        return self.reopen()
 
-    def reopen(self, failed_step: int | None) -> bool:
+    def reopen(self) -> bool:
         """Remove what a failed save left, and open orbax's manager anew.  Returns whether that
         worked; raises as `recover`."""
         try:
@@ -272,30 +271,30 @@ class Checkpoints(SavedCheckpoints):
                 self.manager.close()
             self.remove_parts()
             self.open_manager()
-            if failed_step in self.manager.all_steps():
-                self.check_failed(failed_step)
+            if self.newest != self.newest_complete and self.newest in self.manager.all_steps():
+                self.check_failed()
         except Exception as e:  # note_failure raises what storage cannot have caused
-            self.note_failure(self.newest, e, is_final=self.several)
+            self.note_failure(e, is_final=self.several)
             self.retries.raise_if_final()
             return False
         self.newest, self.retries.error = self.newest_complete, None
         return True
 
-    def check_failed(self, step: int):
+    def check_failed(self):
         """Decide about a checkpoint that exists although its save has failed: it counts as
         complete, or is moved to damaged/."""
         is_whole = True
         try:
-            self.check_written(step)
+            self.check_written()
         except Damaged:
             is_whole = False
         if utils.all_agree(is_whole):
-            self.newest_complete, self.retries.failed = step, []
+            self.newest_complete, self.retries.failed = self.newest, []
         else:
-            self.reject_step(step, "is incomplete")
+            self.reject_step(self.newest, "is incomplete")
 
-    def check_written(self, step: int):
-        """Raises Damaged if meta or an array of a checkpoint is missing.
+    def check_written(self):
+        """Raises Damaged if meta or an array of the newest checkpoint is missing.
 
         On an object store whose listings lag behind, orbax loses what is not listed yet, and
         reports success.  This reads the names of the arrays, in a millisecond where orbax's
@@ -305,21 +304,20 @@ class Checkpoints(SavedCheckpoints):
         if not utils.is_lead():
             return
         try:
-            (self.path / str(step) / "meta" / "metadata").read_bytes()
+            (self.path / str(self.newest) / "meta" / "metadata").read_bytes()
             for item, n_arrays in self.n_arrays.items():
-                if (found := self.count_arrays(step, item)) < n_arrays:
+                if (found := self.count_arrays(item)) < n_arrays:
                     raise FileNotFoundError(f"{item} has {found} of {n_arrays} arrays")
         except Exception as e:  # orbax and its storage raise many types
             if isinstance(e, FileNotFoundError) or "NOT_FOUND" in str(e):
                 raise Damaged(f"not all that was written is there: {e}") from e
             if not (errors.is_storage_error(e) or re.search(UNREACHABLE, str(e))):
                 raise
-            why = describe(e)
-            utils.warn(f"checkpoint {step} could not be looked at ({why})")
+            utils.warn(f"checkpoint {self.newest} could not be looked at ({describe(e)})")
 
-    def count_arrays(self, step: int, item: str) -> int:
-        """The number of arrays in an item of checkpoint `step`, as its database lists them."""
-        folder = f"{self.path / str(step) / item}/"
+    def count_arrays(self, item: str) -> int:
+        """The number of arrays in an item of the newest checkpoint, as its database lists them."""
+        folder = f"{self.path / str(self.newest) / item}/"
         base = folder if is_remote(self.path) else dict(driver="file", path=folder)
         keys = tensorstore.KvStore.open(dict(driver="ocdbt", base=base)).result().list().result()
         return sum(key.endswith(b"/.zarray") for key in keys)

@@ -375,9 +375,9 @@ def test_a_peer_that_is_lost_in_a_save_is_no_storage_error(tmp_path):
     store = checkpoint.Checkpoints(epath.Path(tmp_path))
     for kind in (jax.errors.JaxRuntimeError, ValueError):
         with pytest.raises(kind, match="Gloo"):
-            store.note_failure(1, kind("UNKNOWN: Gloo AllGather failed: Connection reset by peer"))
+            store.note_failure(kind("UNKNOWN: Gloo AllGather failed: Connection reset by peer"))
     assert store.retries.error is None
-    store.note_failure(1, RuntimeError("disk full"), is_final=True)
+    store.note_failure(RuntimeError("disk full"), is_final=True)
     assert store.retries.error.code == STORAGE
 
 

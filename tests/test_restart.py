@@ -477,7 +477,7 @@ def test_a_save_that_cannot_be_looked_at_counts(tmp_path, capsys, monkeypatch):
     """It is verified before it is used in any case."""
     store = checkpoint.Checkpoints(files.absolute_path(str(tmp_path)))
 
-    def fail(step, item):
+    def fail(item):
         raise TimeoutError("the storage does not answer")
 
     monkeypatch.setattr(store, "count_arrays", fail)
