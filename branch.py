@@ -67,11 +67,6 @@ class Parent:
             raise UserError(CHECKPOINT, problems=problems)
         check_tokenizer(self.path / "tokenizer.json", tokenizer)
 
-    def has(self, item: str, abstract: dict) -> bool:
-        """Whether the parent's item has just the arrays of `abstract`, {item: tree}."""
-        names = {n for n in self.meta["leaves"] if n.startswith(f"{item}/")}
-        return names == utils.leaf_table({item: abstract[item]}).keys()
-
     def restore(self, abstract: dict, cfg: Config) -> dict:
         """The items of `abstract`, verified.  Learned positions beyond the parent's get the initial
         values of a new run, and their moments are 0."""

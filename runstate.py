@@ -158,7 +158,9 @@ def branch_state(run, source, cfg: Config) -> State:
 
 def items_of_parent(parent: Parent, abstract: dict, source, cfg: Config) -> set[str]:
     """The items of a checkpoint that a branch with run.start_with=state takes from its parent."""
-    found = {item for item in abstract if parent.has(item, abstract)} | {"params"}
+    # Those of which the parent has just the same arrays.
+    differ = parent.meta["leaves"].keys() ^ utils.leaf_table(abstract).keys()
+    found = abstract.keys() - {name.split("/")[0] for name in differ} | {"params"}
     if not batch_settings(cfg, source.fingerprint).items() <= parent.meta["must"].items():
         found -= {"recent_norms"}  # other batches have other gradient norms
     return found
