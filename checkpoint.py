@@ -52,9 +52,6 @@ class Retries:
         self.error, self.is_final, self.retry_at = error, is_final or left <= 0, now + wait
         return f"the next try is in {wait:.0f} s, the last in {left:.0f} s"
 
-    def is_time(self) -> bool:
-        return self.error is None or time.monotonic() >= self.retry_at
-
     def raise_if_final(self):
         if self.error is not None and self.is_final:
             raise self.error
@@ -148,7 +145,7 @@ class Checkpoints(SavedCheckpoints):
             return False
         self.finish()
         if self.retries.error is not None:
-            return self.retries.is_time()
+            return time.monotonic() >= self.retries.retry_at
         return time.monotonic() >= self.saved_at + 60 * minutes if minutes else every == 0
 
     def save(self, step: int, state: dict, last: bool = False) -> bool:
@@ -257,7 +254,8 @@ class Checkpoints(SavedCheckpoints):
             return True
         utils.run_on_lead(retries.raise_if_final)
         # As process 0 knows it, so that all go on from the same checkpoint.
-        is_time, complete = utils.exchange([retries.is_time(), self.newest_complete])[0]
+        is_time = time.monotonic() >= retries.retry_at
+        is_time, complete = utils.exchange([is_time, self.newest_complete])[0]
         if not is_time:
             return False
         self.newest_complete = complete
