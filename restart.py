@@ -21,10 +21,6 @@ STARTED_OVER = "TRIFOLD_STARTED_OVER"
 """The environment variable with the pipe that `note_start_over` writes to."""
 
 
-def is_parent(cfg: Config) -> bool:
-    return cfg.run.restarts > 0 and not cfg.eval_only and not has_parent()
-
-
 def has_parent() -> bool:
     """Whether this process was started by `supervise`, which hands signals on."""
     return LAST_END in os.environ

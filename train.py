@@ -34,7 +34,7 @@ if __name__ == "__main__":
     import lock  # takes 0.3 s
     import restart
 
-    if restart.is_parent(CFG):
+    if CFG.run.restarts > 0 and not (CFG.eval_only or restart.has_parent()):
         sys.exit(restart.supervise(CFG))
     LOCK = cli.quit_on_error(lock.take_early, CFG)
 
