@@ -19,10 +19,10 @@ from files import free_name, is_remote, move_folder, paths_in
 from processes import LOST_IN_COLLECTIVE, PeerFailed, SaveBarrier
 from verify import UNREACHABLE, Damaged, SavedCheckpoints, digests_of, meta_checksum
 
-# Without orbax's notes on the shapes of shards: nothing here reads them, and to write them each
-# process waits up to 600 s for a folder that process 0 makes.  Of a shard that several devices hold
-# each writes a part, but only if the parts have a megabyte or more: to cut one out is an operation
-# of its own, and with those of small arrays the demo's first save took 1.4 s instead of 0.7.
+# This handler leaves out orbax's notes on the shapes of shards: nothing here reads them, and to
+# write them each process waits up to 600 s for a folder that process 0 makes.  Devices that hold
+# the same shard each write a part of it, but only if a part has a megabyte or more: each part is
+# cut out by an operation, and with small parts the demo's first save took 1.4 s instead of 0.7.
 HANDLER = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=2**20)
 ocp.type_handlers.register_type_handler(jax.Array, HANDLER, override=True)
 
@@ -93,7 +93,7 @@ class Checkpoints(SavedCheckpoints):
         return ocp.CheckpointManagerOptions(
             preservation_policy=self,
             create=True,
-            # No limit of orbax's, which measures a save by the system's clock, and that may jump;
+            # Orbax's limit is never reached, because it goes by the system's clock, which may jump;
             # `is_writing` applies SLOWEST.
             async_options=ocp.AsyncOptions(timeout_secs=10**7, barrier_sync_fn=self.barrier),
         )
@@ -265,7 +265,7 @@ class Checkpoints(SavedCheckpoints):
         """Remove what a failed save left, and open orbax's manager anew.  Returns whether that
         worked; raises as `recover`."""
         try:
-            with suppress(Exception):  # those of the failed save; its threads have ended then
+            with suppress(Exception):  # the failed save's, raised again once its threads ended
                 self.manager.close()
             self.remove_parts()
             self.open_manager()
@@ -296,7 +296,7 @@ class Checkpoints(SavedCheckpoints):
 
         On an object store whose listings lag behind, orbax loses what is not listed yet, and
         reports success.  This reads the names of the arrays, in a millisecond where orbax's
-        item_metadata takes 40 and loses 0.2 MB of memory each time.  Processes come here at
+        item_metadata takes 40 and leaks 0.2 MB each time.  Processes come here at
         different times, so only process 0 does it.
         """
         if not utils.is_lead():

@@ -126,8 +126,8 @@ def wait_for_greeting(server: socket.socket, r: Run, greeted: dict, deadline: fl
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """Whether the process at the other end is gone: it sends no more than its greeting, so only an
-    end can be read."""
+    """Whether the process at the other end is gone.  It sends nothing after its greeting, so what
+    there is to read is the end of the connection."""
     events = select.poll()
     events.register(connection, select.POLLIN)
     return bool(events.poll(0))

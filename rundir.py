@@ -60,8 +60,8 @@ def run_record(cfg: Config, fingerprint: str = "", old: dict | None = None) -> d
 
 def git_commit() -> str:
     """The commit of this code, which may end with -dirty; empty where it is not a checkout."""
-    # With git from 2.38 on also where another user owns the checkout, as in a container; its code
-    # is what runs here.
+    # From git 2.38 on safe.directory allows a checkout that another user owns, as in a container;
+    # its code runs here in any case.
     command = ["git", "-c", "safe.directory=*", "describe", "--always", "--dirty", "--abbrev=40"]
     command += ["--exclude=*"]
     folder = os.path.dirname(os.path.abspath(__file__))
@@ -98,8 +98,8 @@ def open_run(cfg: Config, source, lock: FileLock | None = None):
 
 
 def prepare_run(path: epath.Path, cfg: Config, source, lock) -> FileLock | Lease | None:
-    """The part of open_run that only process 0 does.  None for a directory that cannot be written,
-    with --eval_only."""
+    """The part of open_run that only process 0 does.  Returns the lock, or None with --eval_only
+    for a directory that cannot be written."""
     record = path / "config.json"
     if (cfg.eval_only or cfg.rollback >= 0) and not record.exists():
         what = f"there is no run in {path} to {'evaluate' if cfg.eval_only else 'roll back'}"
