@@ -14,7 +14,7 @@ from config import Config
 from errors import CHECKPOINT, USAGE, Problem, UserError
 from files import absolute_path, run_path
 from rowfile import read_lines
-from rundir import read_record, write_config
+from rundir import begin_of_rows, read_record, write_config
 from shards import check_tokenizer
 from verify import Damaged, SavedCheckpoints
 from weights import init_weights
@@ -98,14 +98,12 @@ class Parent:
         checkpoint's meta), tokens until then, and what of it the run started with."""
         parent = dict(path=str(self.path), step=self.step, digest=self.meta["checksum"])
         parent["start_with"] = self.start_with
-        theirs = read_record(self.path).get("parent", {})
-        is_untrained = (theirs.get("step"), theirs.get("start_with")) == (self.step, "state")
         rows, file = [], self.path / "metrics.jsonl"
         read_lines(file, self.step, rows.append)
-        tokens = {row["step"]: row.get("tokens", 0) for row in rows if row.get("kind") == "train"}
-        known = theirs["tokens"] if is_untrained else 0
-        parent["tokens"] = max(tokens.values(), default=known)
-        if self.step not in (0, *tokens) and not is_untrained:
+        tokens = dict([begin_of_rows(read_record(self.path))])
+        tokens |= {row["step"]: row.get("tokens", 0) for row in rows if row.get("kind") == "train"}
+        parent["tokens"] = max(tokens.values())
+        if self.step not in tokens:
             what = f"{file} has no row of update {self.step}: its tokens until then are taken as"
             utils.warn(f"{what} {parent['tokens']}, which is too few")
         write_config(run, read_record(run) | dict(parent=parent))

@@ -19,7 +19,7 @@ from errors import UserError, describe
 from model import flops_per_token
 from panels import PANELS, write_png
 from rowfile import RowFile
-from rundir import read_history, read_record
+from rundir import begin_of_rows, read_history, read_record
 from utils import finite_or_none, run_on_lead, say, warn
 
 # ---- the log of a run
@@ -33,8 +33,7 @@ class PastRows:
     """What the rows of metrics.jsonl say: those that a resume finds, and those written since."""
 
     def __init__(self, cfg: Config, fingerprints: dict, tokens: tuple[int, int]):
-        """fingerprints: as MetricsLog.  tokens: (update, tokens until then) before the first row:
-        (0, 0), or the parent's where a branch started with its state."""
+        """fingerprints: as MetricsLog.  tokens: see rundir.begin_of_rows."""
         self.fingerprints = fingerprints
         self.tokens = tokens  # (newest update, tokens until then)
         self.losses = {}  # {step: loss}
@@ -103,10 +102,7 @@ class MetricsLog:
         self.start = self.clock = time.perf_counter()  # of this start, and of the update under way
         self.compiled = set()  # the functions that run_untimed has called
         self.pending = None  # (step, metrics) of the newest update, not written yet
-        parent = (run_on_lead(read_record, run) or {}).get("parent", {})  # the lead writes rows
-        # The rows of a branch that went on with its parent's state begin after the parent's step.
-        with_state = parent.get("start_with") == "state"
-        begin = (parent["step"], parent["tokens"]) if with_state else (0, 0)
+        begin = begin_of_rows(run_on_lead(read_record, run) or {})  # the lead writes rows
         self.past, self.sampled_steps = PastRows(cfg, fingerprints, begin), set()
         patience = cfg.checkpoint.patience
         self.metrics_file = RowFile(run / "metrics.jsonl", step, patience, self.past.track)

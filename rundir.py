@@ -237,6 +237,13 @@ def read_record(path: epath.Path) -> dict:
         raise UserError(errors.USAGE, what, "repair it, or start over with --fresh") from None
 
 
+def begin_of_rows(record: dict) -> tuple[int, int]:
+    """(update, tokens until then) before a run's first row in metrics.jsonl: those of its parent
+    where it went on with that one's state."""
+    parent = record.get("parent", {})
+    return (parent["step"], parent["tokens"]) if parent.get("start_with") == "state" else (0, 0)
+
+
 # ---- what a start changes
 
 SAME_NUMBERS = {
