@@ -1,6 +1,5 @@
 """Weights & Biases and TensorBoard, which get the rows of metrics.jsonl too."""
 
-import json
 import netrc
 import os
 import tempfile
@@ -16,6 +15,7 @@ from config import Config
 from errors import UserError, describe
 from files import is_remote, local_folder, upload_folder
 from panels import PANELS
+from rundir import read_record
 from utils import only_warn, say, warn
 
 
@@ -161,7 +161,7 @@ def init_wandb(run: epath.Path, cfg: Config, mode: str):
     session = wandb.init(
         project=cfg.log.wandb_project,
         name=cfg.run.name,
-        id=json.loads((run / "config.json").read_text())["run_id"],
+        id=read_record(run)["run_id"],
         config={section: asdict(getattr(cfg, section)) for section in config.SECTIONS},
         dir=os.fspath(folder),
         mode=mode,
