@@ -83,14 +83,12 @@ def listening_address(coordinator: str) -> tuple[int, tuple]:
     host, port = coordinator.rsplit(":", 1)
     found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     family, _, _, _, address = found[0]
-    with socket.socket(family) as probe:
-        try:
-            probe.bind((address[0], 0))
-            is_ours = address[0] != "127.0.1.1"
-        except OSError:
-            is_ours = False
+    with socket.socket(family) as probe, suppress(OSError):  # raised if it is not this host's
+        probe.bind((address[0], 0))
+        if address[0] != "127.0.1.1":
+            return family, address
     anywhere = "::" if family == socket.AF_INET6 else "0.0.0.0"
-    return family, address if is_ours else (anywhere, *address[1:])
+    return family, (anywhere, *address[1:])
 
 
 def wait_for_greeting(server: socket.socket, r: Run, greeted: dict, deadline: float):
