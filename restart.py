@@ -65,8 +65,8 @@ class Child:
         self.told_to_stop = self.told_to_stop or number != signal.SIGUSR1
         if self.told_to_stop and self.is_absent:
             os._exit(INTERRUPTED)  # at once: storage may hang
-        if self.process is not None and self.process.poll() is None:
-            self.process.send_signal(number)
+        if self.process is not None:
+            self.process.send_signal(number)  # does nothing once it has ended
 
     def run(self, words: list[str], last_end: str) -> int:
         """Its exit code, or minus the signal that has ended it."""
