@@ -192,8 +192,7 @@ class Checkpoints(SavedCheckpoints):
         items = {name: ocp.args.StandardSave(tree) for name, tree in state.items()}
         args = ocp.args.Composite(**items, meta=ocp.args.JsonSave(meta))
         self.n_arrays = {item: len(jax.tree.leaves(tree)) for item, tree in state.items()}
-        is_first, self.saved_at = self.newest is None, time.monotonic()
-        self.newest = step
+        self.newest, self.saved_at = step, time.monotonic()
         if self.several:
             self.barrier.begin()
         try:
@@ -204,7 +203,7 @@ class Checkpoints(SavedCheckpoints):
             # it cannot go on with training.
             self.note_failure(e, is_final=self.several)
             self.retries.raise_if_final()
-        if is_first:
+        if self.newest_complete is None:
             self.finish()
             self.recover()
 
