@@ -83,6 +83,18 @@ def remote(folder: str, command: list[str]) -> str:
     return shlex.join(["bash", "-c", REMOTE.format(**words, saving=SAVING, usage=USAGE)])
 
 
+def start(words: list[str], **pipes) -> subprocess.Popen:
+    """Start a program in a process group of its own, so that Ctrl-C does not reach it."""
+    options = dict(stdout=subprocess.PIPE, text=True, errors="replace", process_group=0)
+    return subprocess.Popen(words, **options, **pipes)
+
+
+def kill(process: subprocess.Popen):
+    """Kill a program and those that it has started: gcloud is a script that runs Python."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+
+
 class Worker:
     """A command on another machine, run by a local program such as ssh.  It is stopped when the
     program's stdin is closed."""
@@ -93,10 +105,7 @@ class Worker:
         """The command's exit code; None until it has ended, or if the connection was lost."""
         self.update = 0
         """The number of the last update that it has printed."""
-        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        # In a process group of its own, so that Ctrl-C does not reach it.
-        options = dict(text=True, errors="replace", process_group=0)
-        self.process = subprocess.Popen(words, **pipes, **options)
+        self.process = start(words, stdin=subprocess.PIPE, stderr=subprocess.STDOUT)
         self.reader = threading.Thread(target=self.read, daemon=True)
         self.reader.start()
 
@@ -116,8 +125,7 @@ class Worker:
                     print(line, end="", flush=True)
 
     def end(self):
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
+        kill(self.process)
         self.reader.join(5)
 
     def report(self):
@@ -249,22 +257,17 @@ class Tpu:
         if self.dry_run:
             print(shlex.join(command))
             return "READY 1" if group == "tpu-vm" else "ACTIVE" if self.is_ours else ""
-        pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        options = dict(text=True, errors="replace", process_group=0)
-        with subprocess.Popen(command, **pipes, **options) as process:
+        with start(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
             try:
                 out, err = process.communicate(timeout=CLOUD_LIMIT)
-            except BaseException as e:  # KeyboardInterrupt too
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # gcloud is a script that runs Python
-                if not isinstance(e, subprocess.TimeoutExpired):
-                    raise
+            except subprocess.TimeoutExpired:
                 what = f"gcloud {group} {verb} did not end within {CLOUD_LIMIT} s"
                 raise CloudError(what) from None
+            finally:  # after KeyboardInterrupt too
+                kill(process)
         if process.returncode:
-            lines = [line for line in map(str.strip, err.splitlines()) if line]
-            at = next((n for n, line in enumerate(lines) if line.startswith("ERROR:")), len(lines))
-            what = f"gcloud {group} {verb}: {' '.join(lines[max(0, at - 2) : at + 3])}"
+            from_error = re.sub("(?s)^.*?(?=ERROR:)", "", err)  # general advice follows the error
+            what = f"gcloud {group} {verb}: {' '.join(from_error.split())[:500]}"
             if verb == "describe" and "NOT_FOUND" in err:
                 return ""
             if re.search(PERMANENT, err):
