@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import errors
-from cli import quit_on_error
+from cli import quit_on_error, too_low
 from config import Flag
 from errors import DISTRIBUTED, INTERRUPTED, TEMPORARY, USAGE, Problem, UserError
 from signals import STOPS, handle_stops, ignore_stops, leave_terminal
@@ -462,8 +462,7 @@ class Slurm:
     tool = "sbatch"
 
     def problems(self) -> list[Problem]:
-        nodes, gpus = (self.nodes > 0, "1 or more"), (self.gpus >= 0, "0 or more")
-        return problems_with(self, nodes=nodes, gpus=gpus)
+        return too_low(self, nodes=1, gpus=0)
 
     def launch(self) -> int:
         words = dict(nodes=self.nodes, gpus=self.gpus, tasks=max(1, self.gpus), again=INTERRUPTED)
