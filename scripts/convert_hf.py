@@ -511,8 +511,7 @@ def write_shards(
             file = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
         arrays = {}
         for tensor in shard:
-            weights.keep_only([part.weight for part in tensor.parts])
-            x = tensor.from_weights([weights.read(p.weight, p.entry) for p in tensor.parts])
+            x = tensor.from_weights(weights.read({p.weight: p.entry for p in tensor.parts}))
             arrays[tensor.name] = y = round_to(x, file_dtype(tensor, dtype), tensor.name)
             index[tensor.name], total = file, total + y.nbytes
             bar.update(4 * x.size)

@@ -150,8 +150,7 @@ def read_chunks(array, bar):
 
 
 class SavedWeights:
-    """The weights of a checkpoint, read in slabs, which begin and end where chunks do.  The last
-    slab of each weight is kept, because the next tensor is often in it too."""
+    """The weights of a checkpoint, read in slabs, which begin and end where chunks do."""
 
     def __init__(self, path, names):
         """path: the item `params` of a checkpoint.  names: the weights' paths in it."""
@@ -166,16 +165,17 @@ class SavedWeights:
             slab.append(slice(start, min(start + length, n)))
         return tuple(slab)
 
-    def read(self, name: str, entry: tuple):
-        """weight[entry], from the kept slab if that contains it."""
-        slab = self.slab(name, entry)
-        if name not in self.kept or self.kept[name][0] != slab:
-            self.kept.pop(name, None)  # before the read, or both slabs would be in memory
-            self.kept[name] = slab, self.arrays[name][slab].read().result()
-        inside = zip(entry, slab, strict=True)
-        inside = tuple(at - s.start if isinstance(at, int) else at for at, s in inside)
-        return self.kept[name][1][inside]
-
-    def keep_only(self, names: list[str]):
-        """Drop the kept slabs of all other weights."""
-        self.kept = {name: x for name, x in self.kept.items() if name in names}
+    def read(self, entries: dict[str, tuple]) -> list:
+        """weight[entry] of each {weight's name: entry}.  Their slabs are kept until the next call,
+        because its entries are often in them too."""
+        slabs = {name: self.slab(name, entry) for name, entry in entries.items()}
+        # Before the reads, or the old slabs would be in memory as well.
+        self.kept = {name: x for name, x in self.kept.items() if x[0] == slabs.get(name)}
+        found = []
+        for name, slab in slabs.items():
+            if name not in self.kept:
+                self.kept[name] = slab, self.arrays[name][slab].read().result()
+            inside = zip(entries[name], slab, strict=True)
+            inside = tuple(at - s.start if isinstance(at, int) else at for at, s in inside)
+            found.append(self.kept[name][1][inside])
+        return found
