@@ -375,7 +375,7 @@ def write_checkpoint(found: dict[str, StoredTensor], tensors: list[TensorMap], r
     shapes = {name: x.shape for name, x in utils.leaf_table(state).items()}
     digests = {name: hf_arrays.zero_digest(shape) for name, shape in shapes.items()}
     broken = []
-    with progress_bar("read and verify", tensors) as bar:
+    with progress_bar("read and verify", cfg) as bar:
         for name, blocks in weight_blocks(found, tensors, shapes, bar).items():
             parts = ((index, read()) for index, read in blocks)
             digests[name], finite = hf_arrays.digest_blocks(parts, shapes[name])
@@ -386,7 +386,7 @@ def write_checkpoint(found: dict[str, StoredTensor], tensors: list[TensorMap], r
         raise UserError(DATA, what, "fetch the model again")
 
     store = checkpoint.Checkpoints(run, settings=runstate.model_settings(cfg))
-    with progress_bar("write", tensors) as bar, hf_arrays.streaming():
+    with progress_bar("write", cfg) as bar, hf_arrays.streaming():
         blocks = weight_blocks(found, tensors, shapes, bar)
 
         def leaf(path, x):
@@ -396,8 +396,8 @@ def write_checkpoint(found: dict[str, StoredTensor], tensors: list[TensorMap], r
         store.close()
 
 
-def progress_bar(what: str, tensors: list[TensorMap]) -> tqdm:
-    total = 4 * sum(math.prod(tensor.shape) for tensor in tensors)
+def progress_bar(what: str, cfg: Config) -> tqdm:
+    total = 4 * model.param_count(cfg)  # bytes in float32
     return tqdm(desc=what, total=total, unit="B", unit_scale=True, mininterval=1)
 
 
@@ -417,12 +417,12 @@ def export_hf(run_dir, hf_dir, step=-1, dtype="float32", shard_size=5_000_000_00
     (start, start_text), (end, end_text) = special_tokens(tokenizer, cfg.data.end_id)
     hf = hf_config.write_config(cfg, dtype, end, start)
     tensors = hf_families.tensor_maps(hf["model_type"], cfg)
-    step, saved = open_weights(run, cfg, step, runstate.weights_item(cfg, weights), tensors)
+    step, saved = open_weights(run, cfg, step, runstate.weights_item(cfg, weights))
     tensors.sort(key=partial(slab_order, saved))  # so that each slab is read once
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with progress_bar("write", tensors) as bar:
-            write_shards(saved, tensors, folder, dtype, shard_size, bar)
+        with progress_bar("write", cfg) as bar:
+            write_shards(saved, split_by_size(tensors, dtype, shard_size), folder, dtype, bar)
         if tokenizer:
             (folder / "tokenizer.json").write_text(tokenizer)
             about = dict(bos_token=start_text, eos_token=end_text)
@@ -451,7 +451,7 @@ def special_tokens(tokenizer: str, end_id: int) -> tuple[tuple, tuple]:
     return start, (end_id, texts.get(end_id))
 
 
-def open_weights(run, cfg: Config, step: int, item: str, tensors) -> tuple[int, SavedWeights]:
+def open_weights(run, cfg: Config, step: int, item: str) -> tuple[int, SavedWeights]:
     """(step, weights) of checkpoint `step`, or of the newest for -1, verified.  Raises UserError
     CHECKPOINT and STORAGE."""
     store = verify.SavedCheckpoints(run)
@@ -462,7 +462,7 @@ def open_weights(run, cfg: Config, step: int, item: str, tensors) -> tuple[int, 
     try:
         meta = store.read_meta(step, {item: model.param_shapes(cfg)})
         saved = SavedWeights(path / item, utils.leaf_table(model.param_table(cfg)))
-        with progress_bar("read and verify", tensors) as bar:
+        with progress_bar("read and verify", cfg) as bar:
             for name, array in saved.arrays.items():
                 digest, _ = hf_arrays.digest_blocks(hf_arrays.read_chunks(array, bar), array.shape)
                 if digest != meta["leaves"][f"{item}/{name}"][2]:
@@ -500,15 +500,13 @@ def split_by_size(tensors: list[TensorMap], dtype: str, limit: int) -> list[list
     return shards
 
 
-def write_shards(
-    weights: SavedWeights, tensors: list[TensorMap], folder: Path, dtype: str, limit: int, bar
-):
-    """Write *.safetensors of at most `limit` bytes, and an index if there are several."""
-    shards, index, total = split_by_size(tensors, dtype, limit), {}, 0
-    for i, shard in enumerate(shards):
+def write_shards(weights: SavedWeights, shards: list[list[TensorMap]], folder: Path, dtype, bar):
+    """Write each group of tensors as a *.safetensors, and an index if there are several."""
+    index, total = {}, 0
+    for n, shard in enumerate(shards, 1):
         file = "model.safetensors"
         if len(shards) > 1:
-            file = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
+            file = f"model-{n:05}-of-{len(shards):05}.safetensors"
         arrays = {}
         for tensor in shard:
             x = tensor.from_weights(weights.read({p.weight: p.entry for p in tensor.parts}))
