@@ -199,8 +199,7 @@ def unknown_tensors(found: dict[str, StoredTensor], known, hf: dict, cfg: Config
         if embed and not np.array_equal(embed.read(), found["lm_head.weight"].read()):
             unknown.append("lm_head.weight (tie_word_embeddings, but it is not the embedding)")
     layer = family.layer_prefix.replace(".", r"\.").format(r"(\d{1,9})")
-    numbers = {name: int(x[1]) for name in unknown if (x := re.match(layer, name))}
-    later = [name for name, n in numbers.items() if n >= m.n_layers]
+    later = [n for n in unknown if (x := re.match(layer, n)) and int(x[1]) >= m.n_layers]
     if later and hf.get("num_nextn_predict_layers"):
         utils.warn(f"left out {len(later)} tensors that predict further tokens: {later[0]}, ..")
         unknown = [name for name in unknown if name not in later]
@@ -331,8 +330,7 @@ def run_config(hf: dict, run) -> Config:
     if type(longest) is not int:
         what = f"config.json: max_position_embeddings={longest!r} is no whole number"
         raise UserError(DATA, what, "correct config.json")
-    cfg = Config(run=config.Run(name=run.name, dir=os.fspath(run.parent)))
-    checks.check(cfg)
+    cfg = checks.check(Config(run=config.Run(name=run.name, dir=os.fspath(run.parent))))
     end = hf.get("eos_token_id")
     end = end[0] if isinstance(end, list) and end else end
     end = end if isinstance(end, int) and 0 <= end < m.vocab_size else -1
@@ -478,8 +476,7 @@ def slab_order(weights: SavedWeights, tensor: TensorMap):
     """A sort key that puts the tensors of one slab next to each other."""
     part = tensor.parts[0]
     slab = weights.slab(part.weight, part.entry)
-    starts, numbers = [s.start for s in slab], [at for at in part.entry if isinstance(at, int)]
-    return part.weight, starts, numbers
+    return part.weight, [s.start for s in slab], [at for at in part.entry if isinstance(at, int)]
 
 
 def file_dtype(tensor: TensorMap, dtype: str) -> str:
