@@ -105,8 +105,7 @@ RELEASES = dict(python=("3.11.", "3.12.", "3.13."), jax=("0.10.", "0.11.", "0.12
 
 def versions(cfg: Config, found: dict):
     """take Python 3.11 to 3.13, and pip install --require-hashes -r requirements.txt"""
-    has = rundir.run_record(cfg)["versions"]
-    has |= dict(optax=metadata.version("optax"))
+    has = rundir.run_record(cfg)["versions"] | dict(optax=metadata.version("optax"))
     found["facts"] |= has
     # The package of the module orbax.checkpoint is named orbax-checkpoint.
     pins = (ROOT / "requirements.in").read_text().replace("-", ".")
