@@ -5,7 +5,6 @@ import math
 from contextlib import contextmanager
 from functools import cache, partial, reduce
 from itertools import product
-from operator import getitem
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -47,7 +46,7 @@ def streamed_array(shape, dtype, blocks: list | None) -> Streamed:
     zeros = np.broadcast_to(np.zeros((), dtype), shape)
     if not blocks:
         indices = chunk_indices(shape, chunk_shape(shape, zeros.itemsize))
-        blocks = [(index, partial(getitem, zeros, index)) for index in indices]
+        blocks = [(index, partial(zeros.__getitem__, index)) for index in indices]
     x = zeros.view(Streamed)
     x.blocks = blocks
     return x
@@ -65,13 +64,11 @@ class StreamHandler(ocp.type_handlers.NumpyHandler):
         index = value.blocks[0][0]
         shape = [1 if isinstance(at, int) else at.stop - (at.start or 0) for at in index]
         tspec["metadata"]["chunks"] = chunk_shape(tuple(shape), value.dtype.itemsize)
-        array = ts.open(ts.Spec(tspec), create=True, open=True, context=ts_context).result()
-        write = None
+        opened = write = ts.open(ts.Spec(tspec), create=True, open=True, context=ts_context)
         for index, read in value.blocks:
-            x = read()  # while the previous block is being written
-            if write is not None:
-                write.result()
-            write = array[index].write(x)
+            x = read()  # while the array is being opened, or the previous block written
+            write.result()
+            write = opened.result()[index].write(x)
         write.result()
 
 
