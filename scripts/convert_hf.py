@@ -162,7 +162,7 @@ def shard_files(folder: Path) -> list[Path]:
         raise UserError(DATA, what, "fetch the model's safetensors, or convert it to them")
     lost = [path.name for path in paths if not path.is_file()]
     if lost:
-        what = f"{folder} lacks {len(lost)} of {len(paths)} files: {', '.join(lost[:10])}"
+        what = f"{folder} lacks {len(lost)} of {len(paths)} files: {first_ten(lost)}"
         raise UserError(DATA, what, "fetch them again")
     for path in paths:
         check_is_part(path)
@@ -298,7 +298,7 @@ def read_tokenizer(path: Path, vocab_size: int) -> str:
         raise UserError(DATA, what, fix)
     if lost:
         what = f"left out {len(lost)} token(s) of {path}, for which the model has no row"
-        utils.warn(f"{what}: {', '.join(map(str, lost[:10]))}")
+        utils.warn(f"{what}: {first_ten(lost)}")
     return text
 
 
@@ -380,7 +380,7 @@ def write_checkpoint(found: dict[str, StoredTensor], tensors: list[TensorMap], r
             if not finite:
                 broken.append(name)
     if broken:
-        what = f"{len(broken)} weights hold a NaN or infinity: {', '.join(broken[:10])}"
+        what = f"{len(broken)} weights hold a NaN or infinity: {first_ten(broken)}"
         raise UserError(DATA, what, "fetch the model again")
 
     store = checkpoint.Checkpoints(run, settings=runstate.model_settings(cfg))
