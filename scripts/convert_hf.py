@@ -142,6 +142,7 @@ def read_json(path: Path) -> dict:
 def shard_files(folder: Path) -> list[Path]:
     """The files with the model's tensors."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    paths = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
     if index.exists():
         file_of = read_json(index).get("weight_map")
         names = [*file_of.values()] if isinstance(file_of, dict) else []
@@ -153,8 +154,6 @@ def shard_files(folder: Path) -> list[Path]:
         if single.exists() and paths != [single]:
             what = f"{folder} has both {single.name}, which transformers reads, and {index.name}"
             raise UserError(DATA, what, "keep the one that belongs to the model")
-    else:
-        paths = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
     if not paths:
         pickled = [p.name for end in ("bin", "pt", "pth") for p in sorted(folder.glob(f"*.{end}"))]
         what = f"{folder} holds no *.safetensors"
@@ -412,8 +411,8 @@ def export_hf(run_dir, hf_dir, step=-1, dtype="float32", shard_size=5_000_000_00
     cfg = cli.config_of_run(os.fspath(run), config.Mesh(1, 1, 1))
     path = run / "tokenizer.json"
     tokenizer = tokenizer_text(path) if path.exists() else ""
-    (start, start_text), (end, end_text) = special_tokens(tokenizer, cfg.data.end_id)
-    hf = hf_config.write_config(cfg, dtype, end, start)
+    (bos_id, bos), (eos_id, eos) = special_tokens(tokenizer, cfg.data.end_id)
+    hf = hf_config.write_config(cfg, dtype, eos_id, bos_id)
     tensors = hf_families.tensor_maps(hf["model_type"], cfg)
     step, saved = open_weights(run, cfg, step, runstate.weights_item(cfg, weights))
     tensors.sort(key=partial(slab_order, saved))  # so that each slab is read once
@@ -423,8 +422,7 @@ def export_hf(run_dir, hf_dir, step=-1, dtype="float32", shard_size=5_000_000_00
             write_shards(saved, split_by_size(tensors, dtype, shard_size), folder, dtype, bar)
         if tokenizer:
             (folder / "tokenizer.json").write_text(tokenizer)
-            about = dict(bos_token=start_text, eos_token=end_text)
-            about |= dict(tokenizer_class="PreTrainedTokenizerFast")
+            about = dict(bos_token=bos, eos_token=eos, tokenizer_class="PreTrainedTokenizerFast")
             (folder / "tokenizer_config.json").write_text(json.dumps(about, indent=2) + "\n")
         (folder / "config.json").write_text(json.dumps(hf, indent=2, sort_keys=True) + "\n")
     except BaseException:  # also Ctrl-C; or the next export would refuse the directory
