@@ -250,7 +250,7 @@ def import_hf(hf_dir, run_dir):
     found = find_tensors(folder, hf["model_type"])
     tensors = hf_families.tensor_maps(hf["model_type"], cfg, bool(hf.get("rope_interleave", True)))
     check_tensors(found, tensors, hf, cfg)
-    # An error of the tokenizer comes now, before the weights are written.
+    # Before the weights are written, so that an error in the tokenizer is found first.
     tokenizer = read_tokenizer(folder / "tokenizer.json", cfg.model.vocab_size)
     # A model published in float32 would have other losses in bfloat16, our default.
     dtype = "bfloat16" if any(found[x.name].dtype == "BF16" for x in tensors) else "float32"
@@ -262,7 +262,7 @@ def import_hf(hf_dir, run_dir):
             files.write_whole(run / "tokenizer.json", tokenizer)
         rundir.write_config(run, rundir.run_record(cfg))
     except BaseException:  # also Ctrl-C; or the next import would refuse the directory
-        with suppress(Exception):  # a bucket has errors of its own; the first error is told
+        with suppress(Exception):  # any that storage raises, so that the first error is reported
             (run / "checkpoints").rmtree(missing_ok=True)
             for name, end in product(("tokenizer.json", "config.json"), ("", ".part")):
                 (run / f"{name}{end}").unlink(missing_ok=True)
@@ -312,9 +312,9 @@ def check_new(path, flag: str):
 
 
 def kept_files(path):
-    """What is in a folder besides the incomplete checkpoint of an import that has failed: threads
-    of orbax write for a while after their error, even after the folder was removed.  The checkpoint
-    of an import that still runs looks the same."""
+    """Yield what is in a folder, except the incomplete checkpoint of an import that has failed:
+    orbax's threads write on for a while after an error, even after the folder was removed.  The
+    checkpoint of an import that is still running looks the same."""
     for entry in path.iterdir():
         is_searched = entry.name == "checkpoints" and entry.is_dir() and not os.path.islink(entry)
         found = entry.iterdir() if is_searched else [entry]

@@ -49,7 +49,7 @@ def say(text: str):
 
 
 def problems_with(args, **rules: tuple[object, str]) -> list[Problem]:
-    """A problem for each flag that is not good.  rules: {flag: (whether it is good, the fix)}."""
+    """A problem for each flag with a bad value.  rules: {flag: (whether it is good, the fix)}."""
     return [
         Problem(f"{name} cannot be {getattr(args, name)!r}", f"give {fix}")
         for name, (is_good, fix) in rules.items()
@@ -191,7 +191,7 @@ DEAD = {"FAILED", "SUSPENDING", "SUSPENDED", "PREEMPTED", "TERMINATED"}
 """The states from which a pod does not come back."""
 PERMANENT = "ALREADY_EXISTS|INVALID_ARGUMENT|PERMISSION_DENIED|UNAUTHENTICATED|auth login|"
 PERMANENT += "required property|unrecognized arguments"
-"""A pattern of the messages of gcloud after which trying again is of no use."""
+"""A pattern that finds gcloud's errors for which another try is of no use."""
 
 
 class CloudError(Exception):
@@ -300,7 +300,7 @@ class Tpu:
         words = "queued-resources", "delete", self.name, "--force"
         for n in range(20):
             with suppress(CloudError, UserError):  # a login may have run out meanwhile
-                # Not at once: a pod may show itself late, if Ctrl-C has cut off its creation.
+                # Not at the first look: a pod whose creation Ctrl-C has cut off may appear late.
                 if n and not self.state():
                     return
                 self.call(*words)
