@@ -120,9 +120,9 @@ class Worker:
                 # Process 0 prints these, and need not be on the first worker.
                 self.update, self.is_shown = int(update[1]), True
             if self.is_shown:
-                line = line.rstrip("\n") + "\n"  # in one write: other threads print too
                 with suppress(OSError):  # the terminal may be gone, but the worker has to be read
-                    print(line, end="", flush=True)
+                    # In one write, because other threads print too.
+                    print(line.rstrip("\n") + "\n", end="", flush=True)
 
     def end(self):
         kill(self.process)
