@@ -244,8 +244,7 @@ class Tpu:
 
     def gcloud(self, group: str, verb: str, *words: str) -> list[str]:
         """The words of a command line."""
-        zone = f"--zone={self.zone}"
-        return ["gcloud", "compute", "tpus", group, verb, *words, zone, "--quiet"]
+        return ["gcloud", "compute", "tpus", group, verb, *words, f"--zone={self.zone}", "--quiet"]
 
     def call(self, group: str, verb: str, *words: str) -> str:
         """What a gcloud command prints; "" if it is `describe` and there is no such resource, and
@@ -403,10 +402,9 @@ class Tpu:
 def write_archive(path: str) -> str:
     """An archive of what git tracks, as it is in the folder.  Raises UserError USAGE."""
     try:
-        stash = ["git", "-C", str(ROOT), "stash", "create"]
-        options = dict(check=True, text=True, capture_output=True)
-        commit = subprocess.run(stash, **options).stdout.strip() or "HEAD"
-        subprocess.run(["git", "-C", str(ROOT), "archive", "-o", path, commit], **options)
+        options = dict(cwd=ROOT, check=True, text=True, capture_output=True)
+        commit = subprocess.run(["git", "stash", "create"], **options).stdout.strip() or "HEAD"
+        subprocess.run(["git", "archive", "-o", path, commit], **options)
     except (OSError, subprocess.CalledProcessError) as e:  # OSError: there is no git
         lines = str(getattr(e, "stderr", e)).strip().splitlines()
         what = f"{ROOT}: {(lines or ['git failed'])[-1]}; what git tracks is copied to the pod"
