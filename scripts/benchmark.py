@@ -79,7 +79,7 @@ def parse() -> tuple[Args, Config, dict[str, Config]]:
     largest = max(meshes, key=lambda mesh: math.prod(n for n in mesh.sizes if n > 0))
     cli.keep_freed_memory()
     cli.simulate_devices(largest, cfg.run.num_processes)
-    if {"transformers", "nanogpt"} & set(args.peers):
+    if {*args.peers} - {"plain"}:
         # Otherwise JAX would take most of a GPU's memory and leave torch none.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     return args, cfg, others
@@ -277,13 +277,6 @@ def make_torch(name: str, window_BL, cfg: Config) -> Contestant:
     return Contestant(name, 1, training.begin, training.step, seconds, memory, loss)
 
 
-PEERS = dict(
-    plain=make_plain,
-    transformers=partial(make_torch, "transformers"),
-    nanogpt=partial(make_torch, "nanogpt"),
-)
-
-
 def make_peers(names, window_BL, cfg: Config) -> tuple[list[Contestant], dict[str, str]]:
     """The peers of these names, and the reason for each that is left out."""
     given = config.settings(cfg)
@@ -295,7 +288,8 @@ def make_peers(names, window_BL, cfg: Config) -> tuple[list[Contestant], dict[st
     peers, left_out = [], {}
     for name in names:
         try:
-            peers.append(on_first_device(PEERS[name], window_BL, cfg))
+            make = make_plain if name == "plain" else partial(make_torch, name)
+            peers.append(on_first_device(make, window_BL, cfg))
         except UserError as e:
             left_out[name] = e.problems[0].what
         except Exception as e:  # other libraries raise anything; the rest is still measured
@@ -357,11 +351,8 @@ def summarize(contestant: Contestant, turns: list, matmul_rate: float, cfg: Conf
     wall, cpu = np.median(turns, axis=0).tolist()
     tokens, flops_per_token = cfg.train.batch_size * cfg.train.seq_len, model.flops_per_token(cfg)
     rate = tokens / cpu if jax.default_backend() == "cpu" else tokens / wall / contestant.n_devices
-    mesh_peak, mfu, mfu_palm = utils.peak_flops(cfg), None, None
-    if mesh_peak is not None:
-        peak = mesh_peak / math.prod(cfg.mesh.sizes)
-        mfu = rate * flops_per_token / peak
-        mfu_palm = rate * palm_flops_per_token(cfg) / peak
+    mesh_peak = utils.peak_flops(cfg)
+    peak = mesh_peak and mesh_peak / math.prod(cfg.mesh.sizes)
     return dict(
         name=contestant.name,
         n_devices=contestant.n_devices,
@@ -373,8 +364,8 @@ def summarize(contestant: Contestant, turns: list, matmul_rate: float, cfg: Conf
         tokens_per_sec=tokens / wall,
         rate=rate,
         of_matmul=rate * flops_per_token / matmul_rate,
-        mfu=mfu,
-        mfu_palm=mfu_palm,
+        mfu=peak and rate * flops_per_token / peak,
+        mfu_palm=peak and rate * palm_flops_per_token(cfg) / peak,
         turns=[seconds.tolist() for seconds in turns],
     )
 
