@@ -25,8 +25,6 @@ class Gpu(NamedTuple):
     """Bytes of shared memory of a core."""
     cache: int
     """Bytes of the second-level cache."""
-    memory: float
-    """Bytes of memory, as CUDA reports them."""
 
 
 class Chip(NamedTuple):
@@ -62,23 +60,17 @@ class Chip(NamedTuple):
         return ("ICI", "DCN") if self.platform == "tpu" else ("NVLink", "InfiniBand")
 
 
-JAX_SHARE = 0.75
-"""The part of a GPU's memory that JAX takes unless XLA_CLIENT_MEM_FRACTION is set."""
-
-
-def gpu_chip(kind: str, gpu: Gpu, hbm: float, link: float, slow: float, clock: float) -> Chip:
-    return Chip(kind, JAX_SHARE * gpu.memory, hbm, link, slow, clock, gpu)
-
+JAX_GIB = 0.75 * GIB
+"""What JAX takes of each GiB of a GPU's memory unless XLA_CLIENT_MEM_FRACTION is set."""
 
 KIB, MIB = 2**10, 2**20
-A100 = Gpu(8.0, cores=108, lanes=64, shared=164 * KIB, cache=40 * MIB, memory=79.26 * GIB)
-A100_40GB = A100._replace(memory=39.42 * GIB)
-H100 = Gpu(9.0, cores=132, lanes=128, shared=228 * KIB, cache=50 * MIB, memory=79.2 * GIB)
-H200 = H100._replace(cache=60 * MIB, memory=139.8 * GIB)
-B200 = Gpu(10.0, cores=148, lanes=128, shared=228 * KIB, cache=126 * MIB, memory=178.36 * GIB)
+A100 = Gpu(8.0, cores=108, lanes=64, shared=164 * KIB, cache=40 * MIB)
+H100 = Gpu(9.0, cores=132, lanes=128, shared=228 * KIB, cache=50 * MIB)
+H200 = H100._replace(cache=60 * MIB)
+B200 = Gpu(10.0, cores=148, lanes=128, shared=228 * KIB, cache=126 * MIB)
 
-# Memory: for TPUs, what XLA's out-of-memory message calls usable; for GPUs, JAX's share of what
-# CUDA reports.  Rates: Google Cloud's TPU pages, the "TPU specs" table of the JAX scaling book
+# Memory: for TPUs, what XLA's out-of-memory message calls usable; for GPUs, JAX's part of what CUDA
+# reports.  Rates: Google Cloud's TPU pages, the "TPU specs" table of the JAX scaling book
 # (Austin et al. 2025, chapter 2), and NVIDIA's data sheets of the A100 SXM4, H100 SXM, H200 and
 # B200.  What XLA has to know of a GPU, and the rate of a B200's memory: XLA's descriptions of GPUs
 # (xla/backends/gpu/target_config/specs).  Between slices: the NICs of a host on the TPU pages,
@@ -90,11 +82,11 @@ CHIPS = {
     "v5e": Chip("TPU v5e", 15.75 * GIB, 0.81e12, 0.9e11, 3.1e9, 1.5e9),
     "v5p": Chip("TPU v5p", 95.74 * GIB, 2.77e12, 1.8e11, 6.25e9, 1.75e9),
     "v6e": Chip("TPU v6e", 31.25 * GIB, 1.64e12, 1.8e11, 1.25e10, 1.75e9),
-    "a100_40gb": gpu_chip("NVIDIA A100-SXM4-40GB", A100_40GB, 1.555e12, 3e11, 2.5e10, 1.41e9),
-    "a100": gpu_chip("NVIDIA A100-SXM4-80GB", A100, 2.039e12, 3e11, 2.5e10, 1.41e9),
-    "h100": gpu_chip("NVIDIA H100 80GB HBM3", H100, 3.35e12, 4.5e11, 5e10, 1.98e9),
-    "h200": gpu_chip("NVIDIA H200", H200, 4.8e12, 4.5e11, 5e10, 1.98e9),
-    "b200": gpu_chip("NVIDIA B200", B200, 7.67e12, 9e11, 5e10, 1.965e9),
+    "a100_40gb": Chip("NVIDIA A100-SXM4-40GB", 39.42 * JAX_GIB, 1.555e12, 3e11, 25e9, 1.41e9, A100),
+    "a100": Chip("NVIDIA A100-SXM4-80GB", 79.26 * JAX_GIB, 2.039e12, 3e11, 25e9, 1.41e9, A100),
+    "h100": Chip("NVIDIA H100 80GB HBM3", 79.2 * JAX_GIB, 3.35e12, 4.5e11, 50e9, 1.98e9, H100),
+    "h200": Chip("NVIDIA H200", 139.8 * JAX_GIB, 4.8e12, 4.5e11, 50e9, 1.98e9, H200),
+    "b200": Chip("NVIDIA B200", 178.36 * JAX_GIB, 7.67e12, 9e11, 50e9, 1.965e9, B200),
 }
 
 # {another name that JAX has for a kind of device: its Chip.kind}.
@@ -117,7 +109,7 @@ runtime_version {{ major: 13 }} dnn_version_info {{ major: 9 minor: 15 }}
 gpu_device_info {{
   cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {extension} }}
   core_count: {gpu.cores} fpus_per_core: {gpu.lanes} clock_rate_ghz: {chip.clock / 1e9}
-  memory_bandwidth: {chip.hbm:.0f} device_memory_size: {gpu.memory:.0f}
+  memory_bandwidth: {chip.hbm:.0f} device_memory_size: {chip.memory / JAX_GIB * GIB:.0f}
   l2_cache_size: {gpu.cache}
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
   shared_memory_per_block: 49152 shared_memory_per_core: {gpu.shared}
@@ -128,13 +120,11 @@ gpu_device_info {{
 """
 
 
-LARGEST = dict(v4=4096, v5e=256, v5p=8960, v6e=256)
-"""Chips of the largest slice, or for v5p of a pod."""
+# The slices that Google Cloud's TPU pages list: of v5e and v6e, and of v4 and v5p.
 FLAT = "1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16 or 16x16"
 CUBES = "2x2x1, 2x2x2, 2x2x4, 2x4x4, or three multiples of 4 with at most {} chips in all"
-IS_FLAT = ("v5e", "v6e")
-SLICES = {chip: FLAT if chip in IS_FLAT else CUBES.format(n) for chip, n in LARGEST.items()}
-"""The slices that Google Cloud's TPU pages list."""
+LARGEST = dict(v4=4096, v5p=8960)
+"""Chips of the largest slice of a v4, and of a v5p's pod."""
 
 
 def can_exist(chip: str, sizes: list[int]) -> bool:
@@ -142,8 +132,8 @@ def can_exist(chip: str, sizes: list[int]) -> bool:
     number of chips in any shape."""
     n, dims, any_shape = math.prod(sizes), sum(x > 1 for x in sizes), len(sizes) == 1
     is_power = n.bit_count() == 1
-    if chip in IS_FLAT:
-        return is_power and n <= LARGEST[chip] and (any_shape or (dims <= 2 and max(sizes) <= 16))
+    if chip not in LARGEST:
+        return is_power and n <= 256 and (any_shape or (dims <= 2 and max(sizes) <= 16))
     is_cubes = n % 64 == 0 and (any_shape or (dims == 3 and all(x % 4 == 0 for x in sizes)))
     return (is_power and n <= 32 and dims <= 3) or (is_cubes and n <= LARGEST[chip])
 
@@ -154,15 +144,17 @@ def parse_topology(name: str) -> tuple[Chip, int]:
     Raises UserError USAGE.
     """
     chip, _, shape = name.partition(":")
-    sizes = shape.split("x")
-    if chip not in CHIPS or not all(x.isdecimal() and len(x) < 6 and int(x) for x in sizes):
+    words = shape.split("x")
+    if chip not in CHIPS or not all(x.isdecimal() and len(x) < 6 and int(x) for x in words):
         what = f"topology={name!r} is not a chip ({or_list(CHIPS)}) and its shape"
         raise UserError(USAGE, what, "give one such as v5p:4x4x4, v5e:16x16 or h200:8")
-    n = math.prod(map(int, sizes))
-    if CHIPS[chip].platform == "gpu" and n > 8:
+    sizes = [int(x) for x in words]
+    n, is_gpu = math.prod(sizes), CHIPS[chip].platform == "gpu"
+    if is_gpu and n > 8:
         what = f"topology={name} has {n} devices, but a node has at most 8"
         raise UserError(USAGE, what, f"give --topology {chip}:8 --slices {-(-n // 8)}")
-    if chip in SLICES and not can_exist(chip, [int(size) for size in sizes]):
-        fix = f"give a slice that exists: {SLICES[chip]}; for several of them add --slices"
+    if not is_gpu and not can_exist(chip, sizes):
+        shapes = CUBES.format(LARGEST[chip]) if chip in LARGEST else FLAT
+        fix = f"give a slice that exists: {shapes}; for several of them add --slices"
         raise UserError(USAGE, f"topology={name}: there is no {chip} slice of that shape", fix)
     return CHIPS[chip], n
