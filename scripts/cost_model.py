@@ -440,13 +440,10 @@ class Memory:
 def body_memory(op: Op, weight_shapes: set, free: set) -> Counter:
     """The most memory by class in use inside an operation, without its inputs and outputs; `free`
     are the inputs not needed later."""
-    overwritable, n_carried = (), 0
-    if op.name == "scan":
-        overwritable = carry_operands(op)
-        n_carried = len(overwritable)
-    elif op.name == "cond":
-        overwritable = [i for i, x in enumerate(op.inputs[1:]) if x in free]
-    args = weight_shapes, range(n_carried, len(op.outputs)), overwritable
+    carry = carry_operands(op) if op.name == "scan" else ()
+    branch_inputs = enumerate(op.inputs[1:]) if op.name == "cond" else ()
+    overwritable = carry or [i for i, x in branch_inputs if x in free]
+    args = weight_shapes, range(len(carry), len(op.outputs)), overwritable
     peaks = [peak_memory(body, *args) for body, _ in bodies(op)]
     return max(peaks, key=Counter.total, default=Counter())
 
@@ -489,12 +486,12 @@ def state_bytes(cfg: Config) -> dict:
     state, specs = runstate.state_shapes(cfg), runstate.state_specs(cfg)
 
     def device_bytes(x, spec) -> int:
-        n = math.prod(shard_shape(x.shape, spec, cfg.mesh.shape))
-        return n * x.dtype.itemsize if x.shape else 0
+        size = math.prod(shard_shape(x.shape, spec, cfg.mesh.shape))
+        return size * x.dtype.itemsize if x.shape else 0
 
-    weights = jax.tree.map(device_bytes, state.params, specs.params)
-    moments = jax.tree.map(device_bytes, (state.opt, state.ema), (specs.opt, specs.ema))
-    return dict(weights=sum(jax.tree.leaves(weights)), moments=sum(jax.tree.leaves(moments)))
+    n = jax.tree.map(device_bytes, state, specs)
+    moments = jax.tree.leaves((n.opt, n.ema))
+    return dict(weights=sum(jax.tree.leaves(n.params)), moments=sum(moments))
 
 
 def update_bytes(cfg: Config) -> int:
