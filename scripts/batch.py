@@ -41,7 +41,7 @@ class Args:
 
 
 def parse() -> tuple[Args, config.Config, config.Config]:
-    """(args, cfg to compute losses with, cfg of the run's data: with its batches)."""
+    """(args, the config to compute losses with, the same config with the run's own batches)."""
     args = tyro.cli(Args, use_underscores=True, description=__doc__)
     file = f"{args.run.rstrip('/')}/config.json"
     cfg = cli.config_of_run(args.run, args.mesh, "--data.epochs_max=0")
@@ -111,8 +111,8 @@ def describe_row(source, window: int, cfg) -> list[str]:
 
 
 def count_documents(source: TokenFiles, end_id: int, start: int, stop: int) -> int:
-    """How many documents end from token `start` to token `stop`: the number of the document that
-    token `stop` is in, where `start` begins document 0."""
+    """How many documents end from token `start` to token `stop`, which is the number of the
+    document that token `stop` is in if document 0 begins at `start`."""
     at = range(start, stop, 2**24)
     return sum(int((source.read(a, min(a + 2**24, stop)) == end_id).sum()) for a in at)
 
@@ -144,7 +144,8 @@ def open_data(args: Args, cfg: config.Config, run) -> Dataset:
         later = (*FOR_LATER, *(["train.batch_size"] if "train.batch_ramp" in found else []))
         changed = [x for x in found if x.startswith(IN_BATCH) and x not in later]
         if start.get("step", 0) >= args.step and changed:
-            utils.warn(f"{', '.join(changed)} changed after update {args.step}; this is as of now")
+            what = f"{', '.join(changed)} changed after update {args.step}"
+            utils.warn(f"{what}; the batch is made with the present settings")
     return data
 
 
@@ -181,13 +182,8 @@ def score_rows(params, tokens_BL, targets_BL, cfg: config.Config) -> np.ndarray:
 
 def last_update(run) -> int:
     """The newest update that metrics.jsonl has; 0 without one."""
-    steps = [0]
-
-    def track(row: dict):  # a row without a kind is dropped with a warning
-        steps.extend([row["step"]] if row["kind"] == "train" else [])
-
-    rowfile.read_lines(run / "metrics.jsonl", 10**12, track)
-    return max(steps)
+    rows = map(json.loads, rowfile.read_lines(run / "metrics.jsonl", 10**12))
+    return max((row["step"] for row in rows if row.get("kind") == "train"), default=0)
 
 
 def read_rows(args: Args, cfg: config.Config, data_cfg: config.Config) -> list[Row]:

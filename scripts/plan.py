@@ -132,8 +132,8 @@ def make_plan(cfg: Config, chip: Chip) -> dict:
 
 def decoding_speed(cfg: Config, chip: Chip, rows: int) -> float:
     """Tokens per second of `rows` sequences decoded together, if only reading the weights takes
-    time: an upper bound.  Stages read theirs one after another, tp ranks in parallel.  Of the
-    experts, those that a row chooses are read, taken to be other ones for each row."""
+    time: an upper bound.  Stages read theirs one after another, tp ranks in parallel.  Each row is
+    taken to choose experts of its own; experts that no row chooses are not read."""
     whole, active = (model.param_sizes(cfg, active=x) for x in (False, True))
     lookups = {"position_LD"} if cfg.model.tie_embeddings else {"position_LD", "embed_VD"}
     read = sum(min(n, rows * active[name]) for name, n in whole.items() if name not in lookups)
