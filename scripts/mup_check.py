@@ -106,7 +106,6 @@ import processes
 import runstate
 import train
 import utils
-from architecture import layer_places
 from dataset import Dataset
 from optim import optimizer
 from panels import write_png
@@ -131,14 +130,13 @@ def sizes(params, tokens_AMBL, cfg: config.Config) -> dict:
 
     @jax.shard_map(in_specs=(model.param_specs(cfg), model.token_spec()), out_specs=P())
     def per_device(params, tokens_AMBL):
-        w = model.prepare_weights(params, cfg, cfg.train.dtype)
-        arranged, token_MBL, found = model.arrange_layers(w, cfg), tokens_AMBL[0], {}
+        w, token_MBL = model.prepare_weights(params, cfg, cfg.train.dtype), tokens_AMBL[0]
         span = attention.full_row_span(token_MBL, 0, cfg)
-        x_BLD, _, _ = model.apply_front(arranged, token_MBL[0], span, cfg)
-        found["embedding"] = x_BLD
-        for n, (group, kind, row) in enumerate(layer_places(cfg.model)):
-            layer = jax.tree.map(lambda x, row=row: x[row], w[group][kind])
-            x_BLD, _, _ = model.decoder_layer(kind, x_BLD, layer, cfg, None, span, None)
+        x_BLD, _ = model.apply_embedding(w, token_MBL[0], span, cfg)
+        found = {"embedding": x_BLD}
+        for n in range(cfg.model.n_layers):
+            layer = {name: x[n] for name, x in w["layers"]["dense"].items()}
+            x_BLD, _, _ = model.decoder_layer("dense", x_BLD, layer, cfg, None, span, None)
             found[f"after layer {n + 1}"] = x_BLD
         x_BLD = layers.gather_rows(layers.norm(x_BLD, w, "norm", cfg))
         found["logits"] = model.logits(x_BLD, w, cfg)[..., : cfg.model.vocab_size]
