@@ -287,11 +287,10 @@ def check_devices(args: Args, cfg: Config, n_devices: int):
         else:
             what += ": a mesh whose pp or tp leaves a node cannot be planned"
         raise UserError(USAGE, what, fix)
-    if math.prod(cfg.mesh.sizes) != n_devices:
+    if (n := math.prod(cfg.mesh.sizes)) != n_devices:
         product = "mesh.dp*mesh.pp*mesh.tp = {}*{}*{}".format(*cfg.mesh.sizes)
-        product += f" = {math.prod(cfg.mesh.sizes)}"
         fix = f"choose axes whose product is {n_devices} (one axis may be -1)"
-        raise UserError(USAGE, f"{product}, but {args.target} has {n_devices} devices", fix)
+        raise UserError(USAGE, f"{product} = {n}, but {args.target} has {n_devices} devices", fix)
 
 
 def main(args: Args, cfg: Config):
