@@ -212,9 +212,9 @@ def decoding_attention(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg, width: int, sink
     B, L, H, K = q_BLHK.shape
     S, G = k_BSGK.shape[1:3]
     y_dtype, q_BLHK = q_BLHK.dtype, q_BLHK.astype(k_BSGK.dtype)
-    # Heads and new tokens are one dim (N), because XLA would turn a cache with one key head (mla) and
-    # back for each token: 58 instead of 33 ms a token on a CPU (4 layers of 768, 8 rows of 1,024
-    # tokens, float32).
+    # Heads and new tokens are one dim (N).  Apart, XLA would transpose a cache with one key head
+    # (mla) for each token: 58 instead of 33 ms a token on a CPU (4 layers of 768, float32, 8 rows
+    # of 1,024 tokens).
     q_BGNK = q_BLHK.reshape(B, L, G, -1, K).transpose(0, 2, 3, 1, 4).reshape(B, G, -1, K)
     k_BGSK, v_BGSW = k_BSGK.swapaxes(1, 2), v_BSGW.swapaxes(1, 2)
     score_BGNS = einsum("BGNK,BGSK->BGNS", q_BGNK, k_BGSK, jnp.float32)
@@ -518,8 +518,8 @@ def mla(x_BLD, w, cfg, span: Span, cache):
     """
     h_BLJ, c_BSI, k_BST = mla_latents(x_BLD, w, cfg, span)
     if span.decoding:
-        # Whole lanes of 128 on a TPU, which would else keep tokens in lanes, and copy the cache into
-        # this layout and back for each token.
+        # On a TPU padded to whole lanes of 128.  Else XLA would store the tokens along the lanes,
+        # and for each token copy the cache to the layout that it needs and back.
         C = cfg.model.kv_rank + cfg.model.d_rope
         n_pad = -C % 128 if platform() == "tpu" else 0
         ck_BLC = jnp.pad(jnp.concatenate([c_BSI, k_BST], -1), ((0, 0), (0, 0), (0, n_pad)))

@@ -69,10 +69,6 @@ def parse() -> tuple[Args, Config, dict[str, Config]]:
     about = __doc__.partition("Dimension key")[0]
     args, rest = tyro.cli(Args, return_unknown_args=True, use_underscores=True, description=about)
     cli.check_at_least(args, repeats=1, steps=0)
-    out = Path(args.json)
-    if args.json and (out.is_dir() or not out.parent.is_dir()):
-        what = f"--json {out} is not a file in a folder that exists"
-        raise UserError(errors.USAGE, what, "make the folder, or name another file")
     cfg = cli.parse(rest)
     others = parse_meshes(args.meshes, rest)
     meshes = [x.mesh for x in (cfg, *others.values())]

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -536,6 +537,15 @@ def test_a_config_that_changes_the_maths_is_refused(family, keys, words, tmp_pat
     if family == "qwen3":
         tensors["lm_head.weight"] = np.ones((V, D), np.float32)
     assert words in problems(tmp_path, family, tensors, **keys)
+
+
+def test_tied_weights_of_another_dtype_are_refused(tmp_path):
+    """They are compared, which numpy could not do with these."""
+    tensors = hf_tensors("qwen3")
+    tensors["model.embed_tokens.weight"] = np.ones((V, D), ml_dtypes.float8_e4m3fn)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    words = problems(tmp_path, "qwen3", tensors, tie_word_embeddings=True)
+    assert "model.embed_tokens.weight (F8_E4M3)" in words
 
 
 def test_keys_that_only_concern_other_programs_are_read():
