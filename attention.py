@@ -6,11 +6,11 @@ Dimension key (a suffix on every array's name spells its logical shape):
   B  sequences   L  sequence length, of the queries   S  sequence length of the keys   D  d_model
   H  query heads   G  key and value heads   R  query heads per key head   K  head dim
   A  rotated pairs of elements   M  microbatches   1  a dim of size 1
-  N  all query heads of a key head, and all new tokens of each: R * L
+  N  R * L: the new tokens of all query heads of a key head
   k  in an einsum, the second K of a [K, K] array
 mla:
   J  latent of the queries   I  latent of keys and values   T  rotary dim of a key   W  value dim
-  C  what decoding caches of a token: I and behind it T
+  C  what decoding caches of a token: I, behind it T, and on a TPU padding
 
 Inside shard_map the letters still name the whole dims; a sharded dim is only as long as this
 device's part.
