@@ -15,6 +15,7 @@ import threading
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
+from inspect import getdoc
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -185,40 +186,39 @@ def file_flags(path: str) -> list[str]:
 
 # ---- the command line
 
-# The top of --help.  tyro keeps the breaks before indented lines and joins all others.
-ABOUT = """Train a language model, or resume the run that the run directory holds.
-
-Common flags:
-  --config PRESET|FILE    settings to start from; all other flags change them
-  --run.name NAME         name of the run
-  --run.dir DIR           folder that holds run directories
-  --mesh.dp N             data parallelism; -1 takes the devices that are left
-  --mesh.pp N             pipeline parallelism
-  --mesh.tp N             tensor parallelism
-  --data.train PATH       training set
-  --data.val PATH         held-out set for evaluation
-  --train.steps N         number of updates in the whole run
-  --train.batch_size N    sequences in an update
-  --train.seq_len N       tokens in a sequence
-  --optim.lr X            peak learning rate
-  --checkpoint.every N    updates between checkpoints
-  --fresh                 start over; an old run is moved aside, never deleted
-  --eval_only             evaluate the newest checkpoint and exit
-  --run.start_from RUN    start from a checkpoint of another run, RUN@STEP
-  --run.start_with WHAT   its weights, or its state
-  --rollback STEP         go back to the newest checkpoint up to STEP
-
-Examples:
-  python train.py --config demo
-  python train.py --config demo --run.name wide --model.d_ff 768
-  python train.py --config runs/demo/config.json --run.name again
-  python train.py --config llama_1b --help    (shows its values as defaults)
-"""
-
 
 @dataclass(frozen=True)
 class CommandLine:
-    """--config, and the flags of Config."""
+    """Train a language model, or resume the run that the run directory holds.
+
+    Common flags:
+      --config PRESET|FILE    settings to start from; all other flags change them
+      --run.name NAME         name of the run
+      --run.dir DIR           folder that holds run directories
+      --mesh.dp N             data parallelism; -1 takes the devices that are left
+      --mesh.pp N             pipeline parallelism
+      --mesh.tp N             tensor parallelism
+      --data.train PATH       training set
+      --data.val PATH         held-out set for evaluation
+      --train.steps N         number of updates in the whole run
+      --train.batch_size N    sequences in an update
+      --train.seq_len N       tokens in a sequence
+      --optim.lr X            peak learning rate
+      --checkpoint.every N    updates between checkpoints
+      --fresh                 start over; an old run is moved aside, never deleted
+      --eval_only             evaluate the newest checkpoint and exit
+      --run.start_from RUN    start from a checkpoint of another run, RUN@STEP
+      --run.start_with WHAT   its weights, or its state
+      --rollback STEP         go back to the newest checkpoint up to STEP
+
+    Examples:
+      python train.py --config demo
+      python train.py --config demo --run.name wide --model.d_ff 768
+      python train.py --config runs/demo/config.json --run.name again
+      python train.py --config llama_1b --help    (shows its values as defaults)
+    """
+
+    # This is the top of --help.  tyro keeps breaks before indented lines and joins all others.
 
     config: Annotated[
         str,
@@ -254,7 +254,8 @@ def parse(words: list[str]) -> Config:
     if name is not None and name not in PRESETS:
         flags = file_flags(name)
     default = CommandLine(name or "", PRESETS.get(name, Config)())
-    options = dict(default=default, description=ABOUT, use_underscores=True)
+    about = getdoc(CommandLine)  # given, because tyro's own reading leaves out the examples
+    options = dict(default=default, description=about, use_underscores=True)
     return check(tyro.cli(CommandLine, args=flags + rest, **options).settings)
 
 
