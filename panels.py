@@ -2,6 +2,7 @@
 the console line, numbers for Weights & Biases, alarms and a picture."""
 
 import io
+from itertools import islice
 
 import numpy as np
 from etils import epath
@@ -119,14 +120,12 @@ class NormsPanel(Panel):
     layers; the root mean square of each layer's attention logits: rows "norms" and norms.png."""
 
     GROWTH = 10
-    """A size above this many times the median of its first ten rows is an alarm; not that of an
-    update, which follows the learning rate."""
+    """A size above this many times the median of its first ten finite rows is an alarm; not that of
+    an update, which follows the learning rate."""
 
     def __init__(self, cfg: Config):
         self.names, self.every = layer_names(cfg), cfg.log.norms_every
-        self.curves = {}  # {name in SIZES: {step: one number each layer}}
-        self.first = {}  # {name in SIZES: the first ten rows of finite numbers}
-        self.newest = {}  # the last row
+        self.curves = {}  # {name in SIZES: {step: one number each layer, NaN for a null}}
 
     def row(self, arrays: dict) -> dict:
         norms = {name: [finite_or_none(x) for x in values] for name, values in arrays.items()}
@@ -138,20 +137,17 @@ class NormsPanel(Panel):
         return f"largest change {change[worst]:.1%} in {self.names[worst]}"
 
     def track(self, row: dict):
-        self.newest = row
         for name in SIZES:
-            values = np.array([*row[name]], float)  # a null is NaN
-            self.curves.setdefault(name, {})[row["step"]] = values
-            first = self.first.setdefault(name, [])
-            if len(first) < 10 and np.isfinite(values).all():
-                first.append(values)
+            self.curves.setdefault(name, {})[row["step"]] = np.array([*row[name]], float)
 
     def alarms(self) -> dict[str, str]:
         found = {}
-        for name in ("gradient", "weight", "logit") if self.newest else ():
-            usual = np.median(self.first[name], axis=0) if self.first[name] else ()
-            for layer, a, b in zip(self.names, usual, self.newest[name], strict=False):
-                if b is not None and b > self.GROWTH * a > 0:
+        for name in ("gradient", "weight", "logit") if self.curves else ():
+            rows = self.curves[name].values()
+            first = [*islice((x for x in rows if np.isfinite(x).all()), 10)]
+            usual, newest = np.median(first, axis=0) if first else (), next(reversed(rows))
+            for layer, a, b in zip(self.names, usual, newest, strict=False):
+                if b > self.GROWTH * a > 0:
                     what = f"{layer}: {SIZES[name]} grew from {a:.3g} to {b:.3g}"
                     found[f"{name} {layer}"] = f"{what}; see norms.png, and lower --optim.lr"
         return found
