@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -27,7 +26,7 @@ from config import Config
 from layers import mark_varying, norm, platform, tp_part
 from model import apply_embedding, decoder_layer, gather_layer, logits, param_specs, prepare_weights
 from pipeline import forward_pipeline
-from utils import with_slices
+from utils import host_rows, with_slices
 
 
 def per_device_spec() -> P:
@@ -251,8 +250,7 @@ def generate(
         seen = [row[start:] for row, start in zip(rows, seen_from, strict=True)]
         n_new = padded_length(max(map(len, seen)), cfg) if cache is None else 1
         logit_MBV, cache = next_logits(weights, cache, *place_rows(seen, S, cfg), n_new, cfg)
-        logit_MBV = np.asarray(multihost_utils.process_allgather(logit_MBV, tiled=True))
-        logit_RV = logit_MBV.reshape(-1, logit_MBV.shape[-1])
+        logit_RV = host_rows(logit_MBV)
         for n, row in enumerate(rows):
             if done[n]:
                 continue

@@ -48,7 +48,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
@@ -215,9 +214,8 @@ def evaluate(params, data: Dataset, step: int, cfg: Config, stop=None) -> dict |
 def score_rows(params, tokens_AMBL, targets_AMBL, cfg: Config) -> tuple[np.ndarray, np.ndarray]:
     """(loss in nats, whether each target is the likeliest token) of each row, in order."""
     *_, nll_AMBL, is_top_AMBL = utils.wait_for(eval_step(params, tokens_AMBL, targets_AMBL, cfg))
-    found = multihost_utils.process_allgather((nll_AMBL, is_top_AMBL), tiled=True)
-    nll, is_top = (np.asarray(x).reshape(-1, x.shape[-1]) for x in found)
-    return nll.sum(-1, dtype=np.float64), is_top.all(-1)
+    nll_BL, is_top_BL = utils.host_rows(nll_AMBL), utils.host_rows(is_top_AMBL)
+    return nll_BL.sum(-1, dtype=np.float64), is_top_BL.all(-1)
 
 
 def score_tasks(params, tasks: Tasks, cfg: Config, stop=None) -> dict | None:

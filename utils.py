@@ -20,7 +20,7 @@ from itertools import count
 import jax
 import numpy as np
 from jax._src import distributed
-from jax.experimental import mesh_utils
+from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -170,6 +170,11 @@ def wait_for(tree):
         while shards := [x for x in shards if is_pending(x)]:
             time.sleep(0.001)
     return tree
+
+
+def host_rows(x) -> np.ndarray:
+    """The rows [row, last dim] of an array that is sharded over the mesh, in every process."""
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True)).reshape(-1, x.shape[-1])
 
 
 # ---- the mesh

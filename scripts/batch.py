@@ -68,7 +68,6 @@ if __name__ == "__main__":  # before jax is imported, see train.py
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 import processes
 import rowfile
@@ -174,9 +173,8 @@ def score_rows(params, tokens_BL, targets_BL, cfg: config.Config) -> np.ndarray:
     tokens_NAMBL = np.pad(tokens_BL, padding).reshape(shape)
     targets_NAMBL = np.pad(targets_BL, padding, constant_values=-1).reshape(shape)
     for batch in zip(tokens_NAMBL, targets_NAMBL, strict=True):
-        nll_AMBL = train.eval_step(params, *jax.device_put(batch, sharding), cfg)[2]
-        nll_AMBL = multihost_utils.process_allgather(nll_AMBL, tiled=True)
-        found.append(np.asarray(nll_AMBL).reshape(-1, t.seq_len))
+        _, _, nll_AMBL, _ = train.eval_step(params, *jax.device_put(batch, sharding), cfg)
+        found.append(utils.host_rows(nll_AMBL))
     return np.concatenate(found)[: len(tokens_BL)]
 
 

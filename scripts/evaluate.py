@@ -54,7 +54,6 @@ if __name__ == "__main__":  # before jax is imported, see train.py
 
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 
 import processes
 import rundir
@@ -109,14 +108,13 @@ def score(args: Args, cfg: config.Config, params, data: Dataset):
     for i in train.progress(range(data.n_eval_batches)):
         tokens, targets = data.eval_batch(i)
         _, _, nll_AMBL, _ = train.eval_step(params, tokens, targets, cfg)
-        nll_AMBL = jnp.where(targets >= 0, nll_AMBL, NOT_SCORED)
-        parts.append(np.asarray(multihost_utils.process_allgather(nll_AMBL, tiled=True)).ravel())
-    nll = np.concatenate(parts)[: data.source.n_tokens - 1]  # without the padding of the last batch
+        parts.append(utils.host_rows(jnp.where(targets >= 0, nll_AMBL, NOT_SCORED)))
+    n_targets = data.source.n_tokens - 1  # the rest is the padding of the last batch
+    nll = np.concatenate(parts).ravel()[:n_targets]
     loss_mask = nll != NOT_SCORED
     n_scored = int(loss_mask.sum())
     loss = nll[loss_mask].sum(dtype=np.float64) / n_scored if n_scored else math.nan
-    bytes_per_token = data.source.bytes_per_token
-    bits = loss / math.log(2) / bytes_per_token if bytes_per_token is not None else math.nan
+    bits = loss / math.log(2) / (data.source.bytes_per_token or math.nan)
     scores = dict(loss=loss, perplexity=np.exp(loss), bits_per_byte=bits)
     scores = {name: utils.finite_or_none(x) for name, x in scores.items()}  # JSON has no NaN
     name = dict(set=data.name) if data.name else {}
