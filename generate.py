@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from architecture import layer_places
@@ -26,7 +25,7 @@ from config import Config
 from layers import mark_varying, norm, platform, tp_part
 from model import apply_embedding, decoder_layer, gather_layer, logits, param_specs, prepare_weights
 from pipeline import forward_pipeline
-from utils import host_rows, with_slices
+from utils import host_rows, put, with_slices
 
 
 def per_device_spec() -> P:
@@ -197,9 +196,8 @@ def place_rows(rows: list[list[int]], S: int, cfg: Config) -> list[jax.Array]:
     token_RS, length_R = np.zeros((pp * B, S), np.int32), np.ones(pp * B, np.int32)
     for n, row in enumerate(rows):
         token_RS[n, : len(row)], length_R[n] = row, len(row)
-    sharding = NamedSharding(jax.sharding.get_mesh(), P("pp", with_slices("dp")))
-    arrays = [x.reshape(pp, B, *x.shape[1:]) for x in (token_RS, length_R)]
-    return [jax.make_array_from_callback(x.shape, sharding, x.__getitem__) for x in arrays]
+    spec, arrays = P("pp", with_slices("dp")), (token_RS, length_R)
+    return [put(x.reshape(pp, B, *x.shape[1:]), spec) for x in arrays]
 
 
 def choose_token(logit_V, rng, temperature: float, top_k: int, top_p: float) -> int:

@@ -14,7 +14,6 @@ import fsspec
 import jax
 import numpy as np
 from etils import epath
-from jax.sharding import NamedSharding
 
 from config import END, Config
 from errors import DATA, Problem, UserError
@@ -22,6 +21,7 @@ from files import absolute_path, read_limited
 from model import token_spec
 from parsers import read_tasks
 from shards import n_ids, parse_tokenizer
+from utils import put
 
 # ---- text as rows of tokens
 
@@ -62,18 +62,25 @@ def encode(tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
 
 
 def make_batch(rows: list[tuple], L: int, cfg: Config) -> list[jax.Array]:
-    """[tokens_AMBL, targets_AMBL] on the mesh, for at most train.batch_size rows; what is left of
-    the batch has no targets.  Rows of more than L + 1 tokens lose the first ones."""
-    t, sharding = cfg.train, NamedSharding(jax.sharding.get_mesh(), token_spec())
-    tokens = np.zeros((t.batch_size, L), np.int32)
+    """`put_batch` of these rows.  Rows of more than L + 1 tokens lose the first ones."""
+    tokens = np.zeros((len(rows), L), np.int32)
     targets = np.full_like(tokens, -1)
     for k, (ids, n_scored) in enumerate(rows):
         ids = ids[-(L + 1) :]
         last = len(ids) - 1
         tokens[k, :last] = ids[:-1]
         targets[k, last - n_scored : last] = ids[-n_scored:]
-    arrays = [x.reshape(t.grad_accum, t.microbatches, -1, L) for x in (tokens, targets)]
-    return [jax.make_array_from_callback(x.shape, sharding, x.__getitem__) for x in arrays]
+    return put_batch(tokens, targets, cfg)
+
+
+def put_batch(tokens, targets, cfg: Config) -> list[jax.Array]:
+    """[tokens_AMBL, targets_AMBL] on the mesh, of at most train.batch_size sequences; what is left
+    of the batch has no targets."""
+    t = cfg.train
+    padding = (0, t.batch_size - len(tokens)), (0, 0)
+    arrays = np.pad(tokens, padding), np.pad(targets, padding, constant_values=-1)
+    shape = t.grad_accum, t.microbatches, -1, tokens.shape[1]
+    return [put(x.reshape(shape), token_spec()) for x in arrays]
 
 
 # ---- questions

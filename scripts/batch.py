@@ -66,7 +66,6 @@ def parse() -> tuple[Args, config.Config, config.Config]:
 if __name__ == "__main__":  # before jax is imported, see train.py
     ARGS, CFG, DATA_CFG = cli.quit_on_error(parse)
 
-import jax
 import numpy as np
 
 import processes
@@ -76,9 +75,8 @@ import runstate
 import train
 import utils
 from dataset import Dataset, TokenFiles, parts_of
-from model import token_spec
 from scripts.outputs import check_output
-from tasks import load_tokenizer
+from tasks import load_tokenizer, put_batch
 
 
 def find_checkpoint_step(run, step: int) -> int:
@@ -165,15 +163,11 @@ class Row(NamedTuple):
 
 
 def score_rows(params, tokens_BL, targets_BL, cfg: config.Config) -> np.ndarray:
-    """nll_BL, in N batches of the eval step."""
-    t, sharding, found = cfg.train, utils.shardings(token_spec()), []
-    padding = (0, -len(tokens_BL) % t.batch_size), (0, 0)
-    n_rows = t.batch_size // (t.grad_accum * t.microbatches)
-    shape = -1, t.grad_accum, t.microbatches, n_rows, t.seq_len
-    tokens_NAMBL = np.pad(tokens_BL, padding).reshape(shape)
-    targets_NAMBL = np.pad(targets_BL, padding, constant_values=-1).reshape(shape)
-    for batch in zip(tokens_NAMBL, targets_NAMBL, strict=True):
-        _, _, nll_AMBL, _ = train.eval_step(params, *jax.device_put(batch, sharding), cfg)
+    """nll_BL, in batches of the eval step."""
+    n, found = cfg.train.batch_size, []
+    for i in range(0, len(tokens_BL), n):
+        batch = put_batch(tokens_BL[i : i + n], targets_BL[i : i + n], cfg)
+        _, _, nll_AMBL, _ = train.eval_step(params, *batch, cfg)
         found.append(utils.host_rows(nll_AMBL))
     return np.concatenate(found)[: len(tokens_BL)]
 
