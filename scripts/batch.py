@@ -56,9 +56,6 @@ def parse() -> tuple[Args, config.Config, config.Config]:
         what = f"step={args.step} must be between {first} and {cfg.train.steps} in this run"
         fix = "set --step inside that range"
         fix += f", or --run {parent['path']} for the updates before" if first > 1 else ""
-        if first > cfg.train.steps:
-            what = f"step={args.step}, but this run has made no update of its own"
-            fix = f"set --run {parent['path']} for the updates before"
         raise errors.UserError(errors.USAGE, what, fix)
     return args, cfg, data_cfg
 
@@ -192,7 +189,9 @@ def read_rows(args: Args, cfg: config.Config, data_cfg: config.Config) -> list[R
         what = f"row={args.row} must be between -1 and {len(windows) - 1} in this update"
         raise errors.UserError(errors.USAGE, what, "set --row inside that range")
     chosen = np.arange(len(windows)) if args.row < 0 else np.array([args.row])
-    tokens, targets = data.read_windows(data.train_windows(args.step - 1)[chosen])
+    numbers = data.train_windows(args.step - 1)[chosen]
+    tokens, targets = data.read_windows(numbers)
+    whole = data.source.windows(numbers)  # a last token that is not scored is only in these
     nll = [None] * len(chosen)
     if args.loss or args.html:
         step = find_checkpoint_step(run, args.step)
@@ -204,8 +203,7 @@ def read_rows(args: Args, cfg: config.Config, data_cfg: config.Config) -> list[R
         source = parts_of(data.source)[name]
         title = f"row {k}: {name or 'data.train'}, epoch {epochs[k] + 1}, window {windows[k]:,}"
         places = describe_row(source, int(windows[k]), data.cfg)
-        last = source.windows(windows[k : k + 1])[0, -1]  # as a target it is -1 where not scored
-        rows.append(Row(title, places, [*tokens[n].tolist(), int(last)], targets[n] >= 0, nll[n]))
+        rows.append(Row(title, places, whole[n].tolist(), targets[n] >= 0, nll[n]))
     return rows
 
 
