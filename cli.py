@@ -101,18 +101,15 @@ def dict_without_duplicates(pairs) -> dict:
 
 def value_flags(name: str, value) -> list[str]:
     """The words of a command line that give a setting a value from a file.  Raises ValueError."""
-    default, is_text = settings(Config()).get(name), isinstance(value, str)
-    if isinstance(value, list) and default == ():  # of words; one of numbers has a default
-        if not all(isinstance(x, str) and not x.startswith("-") for x in value):
-            raise ValueError(f"{name}={json.dumps(value)} is not a list of words")
-        return [f"--{name}", *value]
+    default = settings(Config()).get(name)
     if isinstance(default, tuple) and isinstance(value, list):
-        if not all(type(x) is int for x in value):
-            raise ValueError(f"{name}={json.dumps(value)} is not a list of whole numbers")
+        kind, what = (int, "whole numbers") if default else (str, "words")
+        if not all(type(x) is kind and not str(x).startswith("-") for x in value):
+            raise ValueError(f"{name}={json.dumps(value)} is not a list of {what}")
         return [f"--{name}", *map(str, value)]
+    has_type = isinstance(value, str) == isinstance(default, str) or name == "mesh.dp"
     # tyro refuses unknown fields, and suggests known ones.
-    fits = default is None or is_text == isinstance(default, str) or name == "mesh.dp"
-    if isinstance(value, (str, int, float, bool)) and fits:
+    if isinstance(value, (str, int, float, bool)) and (default is None or has_type):
         return [f"--{name}={value}"]
     expected = "a setting" if default is None else f"of type {type(default).__name__}"
     raise ValueError(f"{name}={json.dumps(value)} is not {expected}")

@@ -281,8 +281,7 @@ class Profile:
         reads them, the same in every process.  Else b""."""
         if not self.learns or step != self.last:
             return b""
-        times = run_on_lead(self.read_times) or ""
-        times = base64.b64decode(exchange(times)[0])
+        times = base64.b64decode(exchange(run_on_lead(self.read_times))[0])
         if not times:
             warn("train.pgle: the trace has no times of operations, so the program stays as it is")
         return times

@@ -6,7 +6,6 @@ than the last checkpoint (Izmailov et al. 2018).
 The new run can be evaluated, sampled, exported and trained further like any other.
 """
 
-import json
 import re
 import sys
 import uuid
@@ -92,7 +91,7 @@ def update_mean(mean, params, n):
 
 def write_record(run, out, steps: list[int]):
     """Write the config.json of the new run, and copy the tokenizer."""
-    record = json.loads((run / "config.json").read_text())
+    record = rundir.read_record(run)
     record["run"] |= dict(name=out.name, dir=str(out.parent), start_from="", start_with="weights")
     record |= dict(run_id=uuid.uuid4().hex[:12], parent=dict(path=str(run), step=steps))
     out.mkdir(parents=True)
