@@ -76,14 +76,6 @@ from scripts.outputs import check_output
 from tasks import load_tokenizer, put_batch
 
 
-def find_checkpoint_step(run, step: int) -> int:
-    """The step of the newest checkpoint before update `step`; without one, of the oldest."""
-    saved = files.saved_steps(run)
-    if not saved:
-        raise errors.UserError(errors.CHECKPOINT, f"{run} has no checkpoint", "leave --loss out")
-    return max((n for n in saved if n < step), default=saved[0])
-
-
 def describe_row(source, window: int, cfg) -> list[str]:
     """Where a window comes from: a line for each shard, with the documents that begin there."""
     if not isinstance(source, TokenFiles):
@@ -194,9 +186,11 @@ def read_rows(args: Args, cfg: config.Config, data_cfg: config.Config) -> list[R
     whole = data.source.windows(numbers)  # a last token that is not scored is only in these
     nll = [None] * len(chosen)
     if args.loss or args.html:
-        step = find_checkpoint_step(run, args.step)
+        saved = files.saved_steps(run)
+        step = max((n for n in saved if n < args.step), default=min(saved, default=-1))
+        params = runstate.load_params(run, cfg, step)  # raises if there is none
         utils.say(f"losses by the weights after update {step}", file=sys.stderr)
-        nll = score_rows(runstate.load_params(run, cfg, step), tokens, targets, cfg)
+        nll = score_rows(params, tokens, targets, cfg)
     rows = []
     for n, k in enumerate(chosen):
         name = data.order.names[sources[k]]
