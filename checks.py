@@ -465,12 +465,9 @@ def other_problems(cfg: Config):
     if cfg.rollback < -1:
         what = f"rollback={cfg.rollback} must be an update of the run, 0 or more"
         yield Problem(what, "correct --rollback, or leave it out")
-    if cfg.rollback >= 0 and (cfg.fresh or cfg.eval_only):
-        what = f"--rollback {cfg.rollback} goes on with a run, but --fresh and --eval_only do not"
-        yield Problem(what, "leave one of them out")
-    if cfg.fresh and cfg.eval_only:
-        what = "--fresh starts a run over, but --eval_only evaluates the run that is there"
-        yield Problem(what, "give one of the two")
+    starts = dict(fresh=cfg.fresh, eval_only=cfg.eval_only, rollback=cfg.rollback >= 0)
+    if len(given := [f"--{name}" for name, is_given in starts.items() if is_given]) > 1:
+        yield Problem(f"{' and '.join(given)} exclude each other", "give one of them")
     for name in ("data.cache", "run.compile_cache"):
         if "://" in (folder := settings(cfg)[name]):
             what = f"{name}={folder!r} must be a local folder"
