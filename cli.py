@@ -244,12 +244,11 @@ def parse(words: list[str]) -> Config:
         if isinstance(x, tuple) and (n := names.count(f"--{field}")) > 1:  # tyro takes the last
             what = f"--{field} is given {n} times"
             raise UserError(USAGE, what, "give it once, with all of its values behind it")
-    name, flags = given.config[0] if given.config else None, []
+    name = given.config[0] if given.config else None
     if name is None and not {"-h", "--help"} & set(rest):
         fix = f"add --config and one of {or_list(PRESETS)}, or a config.json"
         raise UserError(USAGE, "no --config given", fix)
-    if name is not None and name not in PRESETS:
-        flags = file_flags(name)
+    flags = [] if name in (None, *PRESETS) else file_flags(name)
     default = CommandLine(name or "", PRESETS.get(name, Config)())
     about = getdoc(CommandLine)  # given, because tyro's own reading leaves out the examples
     options = dict(default=default, description=about, use_underscores=True)
@@ -324,9 +323,9 @@ def keep_freed_memory():
     returns large pieces to the system, which then clears each page again.  With all of it kept, an
     update of `make demo` on (1,1,1) takes 0.87 times the CPU seconds and the benchmark's in
     docs/performance.md 0.97; the process is a tenth larger.  Call it before threads start: those
-    that have a heap of their own keep it, and pieces above 64 MiB do not fit into one.  With four
-    heaps the demo took 0.95 times as long on (1,1,1), and 1.08 times on (1,2,1), which has such
-    pieces.
+    that have a heap of their own go on with it, and pieces above 64 MiB do not fit into such a one.
+    With four heaps the demo took 0.95 times as long on (1,1,1), and 1.08 times on (1,2,1), which
+    has such pieces.
     """
     accelerators = find_spec("libtpu") or find_spec("jax_plugins")
     if accelerators and os.environ.get("JAX_PLATFORMS") != "cpu":

@@ -85,10 +85,9 @@ def op_classes(hlo: str, sizes: tuple[int, ...]) -> dict[str, str]:
     instruction = re.compile(r"\s+(?:ROOT )?%?([\w.-]+) = (?:\(.*?\)|\S+) ([\w-]+)\((.*)")
     classes, class_in_computation, computation = {}, {}, ""
     for line in hlo.splitlines():
-        found = instruction.match(line)
-        if found is None:
-            header = re.match(r"(?:ENTRY )?%?([\w.-]+) \(.*\{$", line)
-            computation = computation if header is None else header[1]
+        if header := re.match(r"(?:ENTRY )?%?([\w.-]+) \(.*\{$", line):
+            computation = header[1]
+        if not (found := instruction.match(line)):
             continue
         name, opcode, rest = found.groups()
         kind = "" if opcode in ("while", "conditional", "call") else "compute"
