@@ -57,7 +57,8 @@ def is_lead() -> bool:
 
 
 on_lost_reader = None
-"""Called in training once stdout or stderr has no reader any more: Ctrl-C ends tee too."""
+"""What training sets to be called when nothing reads stdout or stderr any more: Ctrl-C in
+`train.py | tee log` ends tee too."""
 
 
 def say(*words, file=None):

@@ -111,7 +111,7 @@ FOR_LATER = ("data.skip", "data.stages")
 
 def open_data(args: Args, cfg: config.Config, run) -> Dataset:
     """The training set that config.json names.  Raises UserError DATA if it is gone or has changed;
-    warns if settings have changed since the update, because the batch is computed with today's."""
+    warns if settings have changed since the update, because the batch is made by the new ones."""
     fix = "start this script in the folder in which train.py was started, or put the data, or a "
     fix += "link to them, back there"
     trained_on = rundir.read_record(run).get("data_fingerprint")
@@ -128,10 +128,9 @@ def open_data(args: Args, cfg: config.Config, run) -> Dataset:
         found = start.get("changes", {}).get("changes the training", {})
         # With a ramp train.batch_size is its last size.
         later = (*FOR_LATER, *(["train.batch_size"] if "train.batch_ramp" in found else []))
-        changed = [x for x in found if x.startswith(IN_BATCH) and x not in later]
+        changed = ", ".join(x for x in found if x.startswith(IN_BATCH) and x not in later)
         if start.get("step", 0) >= args.step and changed:
-            what = f"{', '.join(changed)} changed after update {args.step}"
-            utils.warn(f"{what}; the batch is made with the present settings")
+            utils.warn(f"{changed} changed after update {args.step}: the new values are used")
     return data
 
 
