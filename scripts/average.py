@@ -66,12 +66,11 @@ def main(args: Args, cfg: config.Config):
     for n, step in enumerate(steps):
         params = runstate.load_params(run, cfg, step)
         mean = params if mean is None else update_mean(mean, params, n + 1.0)
-    shardings = utils.shardings(runstate.state_specs(cfg))
-    make_state = jax.jit(runstate.state_from_params, static_argnums=1, out_shardings=shardings)
-    state = make_state(mean, cfg)
+    abstract = runstate.checkpoint_items(runstate.abstract_state(cfg))
+    items = runstate.add_items(dict(params=mean), 0, abstract, cfg)
     utils.run_on_lead(write_record, run, out, steps)
     store = Checkpoints(out, settings=runstate.model_settings(cfg))
-    store.save(0, runstate.checkpoint_items(state), last=True)
+    store.save(0, items, last=True)
     store.close()
     utils.say(f"{out}: the mean of the weights after {args.steps} updates of {run}")
 
