@@ -240,16 +240,6 @@ def parse(words: list[str]) -> Config:
     return check(tyro.cli(CommandLine, args=flags + rest, **options).settings)
 
 
-@dataclass(frozen=True)
-class Precision:
-    dtype: Literal["", "bfloat16", "float32"] = ""
-    """Type of the computations; by default the run's."""
-
-    @property
-    def flags(self) -> list[str]:
-        return ["--train.dtype", self.dtype] if self.dtype else []
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunArgs:
     """The flags of every script that computes with a run's weights."""
@@ -261,7 +251,13 @@ class RunArgs:
     weights: Literal["last", "ema"] = "last"
     """last: the weights after that update.  ema: their moving average, if the run has optim.ema."""
     mesh: YesNo[Mesh] = Mesh()
-    train: Precision = Precision()
+    dtype: Annotated[Literal["", "bfloat16", "float32"], tyro.conf.arg(name="train.dtype")] = ""
+    """Type of the computations; by default the run's."""
+
+    @property
+    def flags(self) -> list[str]:
+        """Flags of train.py that these set."""
+        return ["--train.dtype", self.dtype] if self.dtype else []
 
 
 def too_low(args, **least: float) -> list[Problem]:

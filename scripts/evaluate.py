@@ -42,7 +42,7 @@ def parse() -> tuple[Args, config.Config]:
     cli.check_at_least(args, batch_size=1)
     flags = ["--data.val", args.data] if args.data else []
     flags += ["--eval.tasks", *args.eval.tasks]  # in place of the run's own tasks
-    cfg = cli.config_of_run(args.run, args.mesh, *flags, *args.train.flags)
+    cfg = cli.config_of_run(args.run, args.mesh, *flags, *args.flags)
     if args.per_token and len(read_sets(cfg.data.val)) > 1:
         what = f"--per_token takes one set, but data.val={cfg.data.val} has several"
         raise errors.UserError(errors.USAGE, what, "name one with --data")

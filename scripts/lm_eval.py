@@ -59,7 +59,7 @@ def parse() -> tuple[Args, config.Config]:
         what = f"--include_path {args.include_path} is not a folder"
         raise errors.UserError(errors.USAGE, what, "name the folder of your tasks")
     length = ["--train.seq_len", str(args.seq_len)] if args.seq_len else []
-    return args, cli.config_of_run(args.run, args.mesh, *length, *args.train.flags)
+    return args, cli.config_of_run(args.run, args.mesh, *length, *args.flags)
 
 
 if __name__ == "__main__":  # before jax is imported, see train.py

@@ -55,7 +55,7 @@ def parse() -> tuple[Args, config.Config]:
     if problems:
         raise errors.UserError(errors.USAGE, problems=problems)
     length = ["--train.seq_len", str(args.seq_len)] if args.seq_len else []
-    return args, cli.config_of_run(args.run, args.mesh, *length, *args.train.flags)
+    return args, cli.config_of_run(args.run, args.mesh, *length, *args.flags)
 
 
 if __name__ == "__main__":  # before jax is imported, see train.py
