@@ -119,11 +119,14 @@ TEXTS, OR_NULL = ("kind", "set", "text"), ("loss", "grad_norm", "bits_per_byte")
 NUMBERS = (*OR_NULL, "step", "tokens", "step_time", "tokens_per_sec", "spike")
 
 
-def check_row(row: dict):
-    """Raise ValueError if a field of a row of metrics.jsonl or samples.jsonl has a type that no run
-    writes.  Of rows of other kinds than train and eval only kind and step are checked."""
+def check_row(row: dict, *needed: str):
+    """Raise ValueError if a row of metrics.jsonl or samples.jsonl lacks a field that is needed, or
+    a field has a type that no run writes.  Of rows of other kinds than train and eval only kind and
+    step are checked."""
     is_known = row.get("kind", "") in ("train", "eval", "")  # a sample has no kind
-    for name in row if is_known else ("kind", "step"):
+    for name in (*needed, *(row if is_known else ("kind", "step"))):
+        if name not in row:
+            raise ValueError(f"{str(row)[:60]} has no {name}")
         x = row[name]
         fits = type(x) in (int, float) and abs(x) < 1e39  # any finite float32
         fits |= x is None and name in OR_NULL

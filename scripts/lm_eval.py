@@ -156,7 +156,7 @@ class Run(TemplateLM):
         settings = [normalize_gen_kwargs(s) for _, s in pairs]
         known = {*DRAW, "until", "max_gen_toks", "do_sample"}
         for name, x in (pair for s in settings for pair in s.items()):
-            # Those values switch most settings off, as num_beams=1.
+            # With these values most settings are off, as with num_beams=1.
             if name not in known and x not in (None, False, 0, 1):
                 what = f"a task asks for texts with {name}={x}, which this script cannot make"
                 raise errors.UserError(errors.DATA, what, "leave the task out")

@@ -35,16 +35,12 @@ FIELDS = dict(
 def read_rows(path: epath.Path, *fields: str) -> list[dict]:
     """The rows of a .jsonl file, without one at its end that is still being written, or that a kill
     left incomplete.  Raises UserError DATA for a row that lacks one of `fields`, or of FIELDS, or
-    fails check_row; TimeoutError if storage does not answer within REMOTE_SECONDS."""
-    is_there = call_within(REMOTE_SECONDS, path.exists)
-    lines = path.read_bytes().split(b"\n")[:-1] if is_there else []
+    fails check_row."""
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     try:
         rows = [dict(json.loads(line)) for line in lines]
         for row in rows:
-            needed = *fields, *FIELDS.get(row.get("kind"), ())
-            if missing := [name for name in needed if name not in row]:
-                raise ValueError(f"{str(row)[:60]} has no {missing[0]}")
-            check_row(row)
+            check_row(row, *fields, *FIELDS.get(row.get("kind"), ()))
         return rows
     except (ValueError, TypeError, RecursionError) as e:
         what = f"{path} has a line that is not a row: {str(e)[:200]}"
@@ -53,7 +49,7 @@ def read_rows(path: epath.Path, *fields: str) -> list[dict]:
 
 def read_metrics(run: epath.Path) -> tuple[list[dict], list[dict]]:
     """The rows of a run's updates, of which there is at least one, and those of its evaluations.
-    Raises UserError USAGE and DATA, and TimeoutError as read_rows."""
+    Raises UserError USAGE and DATA; TimeoutError if storage does not answer in REMOTE_SECONDS."""
     if not call_within(REMOTE_SECONDS, (run / "config.json").exists):
         what = f"there is no run in {run}: it has no config.json"
         raise UserError(USAGE, what, "name the directory of a run")
