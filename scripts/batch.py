@@ -9,7 +9,7 @@ The batch is computed again from the run's config.json and its data; nothing abo
 import html
 import json
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -41,13 +41,11 @@ class Args:
 
 
 def parse() -> tuple[Args, config.Config, config.Config]:
-    """(args, the config to compute losses with, the same config with the run's own batches)."""
+    """(args, cfg to compute losses with, the run's own for its data)."""
     args = tyro.cli(Args, use_underscores=True, description=__doc__)
     file = f"{args.run.rstrip('/')}/config.json"
-    cfg = cli.config_of_run(args.run, args.mesh, "--data.epochs_max=0")
-    t = cli.parse(["--config", file]).train
-    batch = dict(batch_size=t.batch_size, batch_ramp=t.batch_ramp)
-    data_cfg = replace(cfg, train=replace(cfg.train, **batch))
+    cfg = cli.config_of_run(args.run, args.mesh)
+    data_cfg = cli.parse(["--config", file, "--data.epochs_max=0"])
     cli.check_at_least(args, row=-1)
     # The updates before belong to the parent, which made them with its own data.
     parent = json.loads(files.absolute_path(file).read_text()).get("parent", {})
