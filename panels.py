@@ -39,7 +39,7 @@ class ExpertsPanel(Panel):
         self.layers = moe_layers(cfg.model)
         self.load = None  # [layer, expert]: the newest row's shares times n_experts, so 1 is even
         self.busiest = {}  # {step: the largest load of each layer}
-        self.starved = {}  # {(layer, expert): how many rows without a break}
+        self.starved = 0  # [layer, expert]: how many rows it has been starved without a break
 
     def row(self, arrays: dict) -> dict:
         """The fields of a row, one element per layer, from the arrays of experts.moe_metrics; the
@@ -61,12 +61,11 @@ class ExpertsPanel(Panel):
     def track(self, row: dict):
         self.load = np.array(row["load"]) * len(row["load"][0])
         self.busiest[row["step"]] = self.load.max(-1)
-        low = np.argwhere(self.load < self.STARVED).tolist()
-        self.starved = {(i, j): self.starved.get((i, j), 0) + 1 for i, j in low}
+        self.starved = (self.starved + 1) * (self.load < self.STARVED)
 
     def alarms(self) -> dict[str, str]:
-        lasting = [place for place, n in self.starved.items() if n >= self.PATIENCE]
-        experts = {self.layers[i]: [j for k, j in lasting if k == i] for i, _ in lasting}
+        lasting = zip(self.layers, self.starved >= self.PATIENCE, strict=True)
+        experts = {layer: np.flatnonzero(x).tolist() for layer, x in lasting if x.any()}
         why = f"have had less than {self.STARVED:.0%} of an even load for {self.PATIENCE} rows"
         fix = "see --model.router_bias and --train.balance_loss"
         return {

@@ -183,7 +183,7 @@ class SavedCheckpoints:
         if step == -1:
             found = self.manager.latest_step()
             # After a failed request gcsfs may say that a checkpoint's folder is none, and orbax
-            # leaves it out.  A run that is only read may have saved another meanwhile.
+            # leaves it out.  Not asked of a run that is only read: it may have saved another since.
             is_ours = self.SAVES and is_remote(self.path)
             there = saved_steps(self.run)[-1:] if is_ours else []
             if there and (found is None or found < there[0]):
