@@ -244,9 +244,8 @@ def has_layer(m: Model, word: str) -> bool:
 def sizes_to_divide(cfg: Config) -> dict[str, dict[str, int]]:
     """{axis: {name: size}}: each mesh axis must divide these sizes.  A size of 0 is not set."""
     m, t = cfg.model, cfg.train
-    layers = {"model.n_layers": m.n_layers}
-    if m.prefix or "," in m.pattern or "*" in m.pattern:
-        layers = {"the number of model.pattern's blocks": n_blocks(m)}
+    n = n_blocks(m)
+    blocks = "model.n_layers" if n == m.n_layers else "the number of model.pattern's blocks"
     dp = {"model.d_model": m.d_model}
     tp = {"model.n_heads": m.n_heads, "train.seq_len": t.seq_len}
     tp |= {"the embedding's rows (a multiple of 128)": m.vocab_rows}
@@ -259,7 +258,7 @@ def sizes_to_divide(cfg: Config) -> dict[str, dict[str, int]]:
     if has_layer(m, "moe"):
         tp |= {"model.d_expert": m.d_expert}
         dp |= {"model.n_experts": m.n_experts} if cfg.mesh.experts == "alltoall" else {}
-    return dict(dp=dp, pp=layers | {"train.microbatches": t.microbatches}, tp=tp)
+    return dict(dp=dp, pp={blocks: n, "train.microbatches": t.microbatches}, tp=tp)
 
 
 def divisor_problems(cfg: Config):
