@@ -111,6 +111,9 @@ class Mesh:
             what = f"mesh.dp={self.dp!r} is not a number such as 8"
             raise ValueError(f"{what}, or slices and their ranks as in 2x4")
 
+    def __str__(self):
+        return f"dp={self.dp} pp={self.pp} tp={self.tp}"
+
     @property
     def slices(self) -> int:
         return int(self.dp.partition("x")[0]) if isinstance(self.dp, str) else 1

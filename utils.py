@@ -194,10 +194,9 @@ def start_mesh(cfg: Config, rows: int | None = None, plan_remat=None) -> Config:
     jax.set_mesh(make_mesh(cfg))
     if cfg.train.dtype == "float32":  # TPUs and GPUs multiply in fewer bits by default
         jax.config.update("jax_default_matmul_precision", "float32")
-    axes = " ".join(f"{axis}={getattr(cfg.mesh, axis)}" for axis in AXES)
     devices = f"{math.prod(cfg.mesh.sizes)} x {kind}"
     processes = f"{jax.process_count()} process(es) in {time.monotonic() - IMPORTED:.1f} s"
-    say(f"mesh: {axes} on {devices}, {processes}", file=sys.stderr)  # stdout is for results
+    say(f"mesh: {cfg.mesh} on {devices}, {processes}", file=sys.stderr)  # stdout is for results
     chosen = [name for name, x in AUTOMATIC.items() if getattr(given, name) == x]
     if chosen and plan_remat:  # the others do not train
         why = {name: f" ({x})" for name, x in cpu_reasons(cfg).items()} if kind == "cpu" else {}

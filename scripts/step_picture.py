@@ -10,7 +10,6 @@ from typing import NamedTuple
 from config import Config
 from scripts.chips import CHIPS, chip_of
 from scripts.cost_model import Cost, bodies, count_cost, flatten, trace_step, work_shares
-from utils import AXES
 
 COLOURS = dict(slice="#b07aa1", dp="#4e79a7", pp="#f28e2b", tp="#59a14f")
 # Titles for the functions that are bodies of loops in the step; others keep their names.
@@ -127,9 +126,8 @@ def step_svg(step_jaxpr: Callable, cfg: Config, device_kind: str) -> str:
     def received(box: Box) -> float:
         return max([1, *box.own.received.values(), *map(received, box.inside)])
 
-    mesh = " ".join(f"{axis}={getattr(cfg.mesh, axis)}" for axis in AXES)
     speeds = f"; times by the data sheet, if nothing overlaps ({chip.kind})" if chip else ""
-    note = f"{mesh}: work and received bytes of a device{speeds}"
+    note = f"{cfg.mesh}: work and received bytes of a device{speeds}"
     elements, y = [f'<text x="10" y="20">{escape(note)}</text>'], 24
     for box in boxes:
         drawn, y = draw(box, chip, max(map(received, boxes)), 10, y + 6)
