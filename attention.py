@@ -6,7 +6,7 @@ Dimension key (a suffix on every array's name spells its logical shape):
   B  sequences   L  sequence length, of the queries   S  sequence length of the keys   D  d_model
   H  query heads   G  key and value heads   R  query heads per key head   K  head dim
   A  rotated pairs of elements   M  microbatches   1  a dim of size 1
-  N  R * L: the new tokens of all query heads of a key head
+  Q  R * L: the new tokens of all query heads of a key head
   k  in an einsum, the second K of a [K, K] array
 mla:
   J  latent of the queries   I  latent of keys and values   T  rotary dim of a key   W  value dim
@@ -212,13 +212,13 @@ def decoding_attention(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg, width: int, sink
     B, L, H, K = q_BLHK.shape
     S, G = k_BSGK.shape[1:3]
     y_dtype, q_BLHK = q_BLHK.dtype, q_BLHK.astype(k_BSGK.dtype)
-    # Heads and new tokens are one dim (N).  Apart, XLA would transpose a cache with one key head
+    # Heads and new tokens are one dim (Q).  Apart, XLA would transpose a cache with one key head
     # (mla) for each token: 58 instead of 33 ms a token on a CPU (4 layers of 768, float32, 8 rows
     # of 1,024 tokens).
-    q_BGNK = q_BLHK.reshape(B, L, G, -1, K).transpose(0, 2, 3, 1, 4).reshape(B, G, -1, K)
+    q_BGQK = q_BLHK.reshape(B, L, G, -1, K).transpose(0, 2, 3, 1, 4).reshape(B, G, -1, K)
     k_BGSK, v_BGSW = k_BSGK.swapaxes(1, 2), v_BSGW.swapaxes(1, 2)
-    score_BGNS = einsum("BGNK,BGSK->BGNS", q_BGNK, k_BGSK, jnp.float32)
-    score_BGRLS = score_BGNS.reshape(B, G, H // G, L, S)
+    score_BGQS = einsum("BGQK,BGSK->BGQS", q_BGQK, k_BGSK, jnp.float32)
+    score_BGRLS = score_BGQS.reshape(B, G, H // G, L, S)
     score_BGRLS *= softmax_scale(cfg, width)
     score_BGRLS = softcap(score_BGRLS, cfg.model.attn_softcap)
     distance_BLS = span.index_BL[..., None] - jnp.arange(S)
@@ -231,8 +231,8 @@ def decoding_attention(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg, width: int, sink
     else:
         sink_BGRL1 = jnp.broadcast_to(sink_H.reshape(G, -1, 1, 1), (B, G, H // G, L, 1))
         prob_BGRLS = jax.nn.softmax(jnp.append(score_BGRLS, sink_BGRL1, -1), -1)[..., :S]
-    prob_BGNS = prob_BGRLS.astype(q_BLHK.dtype).reshape(B, G, -1, S)
-    y_BGRLW = einsum("BGNS,BGSW->BGNW", prob_BGNS, v_BGSW).reshape(B, G, H // G, L, -1)
+    prob_BGQS = prob_BGRLS.astype(q_BLHK.dtype).reshape(B, G, -1, S)
+    y_BGRLW = einsum("BGQS,BGSW->BGQW", prob_BGQS, v_BGSW).reshape(B, G, H // G, L, -1)
     return y_BGRLW.transpose(0, 3, 1, 2, 4).reshape(B, L, H, -1).astype(y_dtype)
 
 
