@@ -61,16 +61,14 @@ class Pattern:
 
     def __init__(self, weights: dict[str, Fraction], names: list[str]):
         """weights: for some or all of the sources; names: all of them, in order."""
-        parts = [weights.get(name, Fraction(0)) for name in names]
-        scale = math.lcm(*(part.denominator for part in parts))
-        whole = [int(part * scale) for part in parts]
-        divisor = math.gcd(*whole)
-        self.weights = np.array([x // divisor for x in whole])
-        self.period = sum(whole) // divisor  # of Python ints, which do not overflow
+        total = sum(weights.values())
+        shares = [weights.get(name, Fraction(0)) / total for name in names]
+        self.period = math.lcm(*(share.denominator for share in shares))
         if self.period > LONGEST_PERIOD:
             given = ",".join(f"{name}={float(weights[name])}" for name in weights)
             repeat = f"repeat after {self.period:,} rows, above {LONGEST_PERIOD:,}"
             raise UserError(DATA, f"the weights {given} {repeat}", "give weights of fewer digits")
+        self.weights = np.array([int(share * self.period) for share in shares])
         self.sources = spread(self.weights.tolist())
         one_hot = self.sources[:, None] == np.arange(len(names))
         # Each source's rows before a row of a period.
