@@ -49,7 +49,7 @@ class Source:
 
     A subclass sets n_tokens and fingerprint, and defines windows(numbers), which must always give
     the same tokens for the same numbers: other processes and resumed runs rely on it.  The rest has
-    defaults.
+    defaults.  Its constructor raises UserError DATA if it cannot be used.
     """
 
     n_tokens: int
@@ -64,10 +64,6 @@ class Source:
     """Mean bytes of text in a token, for bits per byte."""
     tokenizer: epath.Path | None = None
     """The tokenizer.json, for samples; it is copied into the run directory."""
-
-    def problems(self) -> list[Problem]:
-        """Why it cannot be used, besides `Dataset.problems`."""
-        return []
 
     def windows(self, numbers: np.ndarray) -> np.ndarray:
         """int32 [len(numbers), seq_len + 1]: these windows, with -1 after the last token.  In a
@@ -202,7 +198,9 @@ class Synthetic(Source):
     """
 
     def __init__(self, cfg: Config, split: str):
-        self.cfg, self.path = cfg, getattr(cfg.data, split)
+        if (path := getattr(cfg.data, split)) != "synthetic":
+            raise UserError(DATA, f"{path} is not a data set", "give synthetic, without a suffix")
+        self.cfg = cfg
         self.fingerprint = f"synthetic {split} {cfg.model.vocab_size}"
         self.n_tokens = SYNTHETIC_WINDOWS[split] * cfg.train.seq_len + 1
         # The sets have no common window.
@@ -210,11 +208,6 @@ class Synthetic(Source):
 
     def __str__(self):
         return f"{super().__str__()}, synthetic"
-
-    def problems(self) -> list[Problem]:
-        if self.path == "synthetic":
-            return []
-        return [Problem(f"{self.path} is not a data set", "give synthetic, without a suffix")]
 
     def windows(self, numbers: np.ndarray) -> np.ndarray:
         V, L = self.cfg.model.vocab_size, self.cfg.train.seq_len
@@ -348,7 +341,6 @@ class Dataset:
         is_train = self.split == "train"
         needed = t.seq_len + 1 if is_train else 2  # evaluation pads its last window
         for part, x in parts_of(source).items():
-            yield from x.problems()
             if x.n_tokens < needed:
                 holder = f"data.train: {part}" if part else name
                 window = f"train.seq_len + 1 = {needed}" if is_train else needed

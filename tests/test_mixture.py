@@ -400,12 +400,14 @@ def test_a_run_beyond_data_epochs_max_does_not_start(mixed):
 
 def test_sets_that_cannot_be_mixed_are_named(cfg, tmp_path):
     np.save(tmp_path / "x.npy", np.zeros(10, np.uint16))
-    data = dict(train=f"a=synthetic:x,x={tmp_path / 'x.npy'}")
-    with pytest.raises(UserError) as error:
-        Dataset(on_mesh(cfg, data=data), "train")
-    assert error.value.code == DATA
-    assert "synthetic:x is not a data set" in str(error.value)
-    assert "x holds 10 tokens" in str(error.value)
+    for first, what in (
+        ("synthetic:x", "synthetic:x is not a data set"),
+        ("synthetic", "data.train: x holds 10 tokens"),
+    ):
+        data = dict(train=f"a={first},x={tmp_path / 'x.npy'}")
+        with pytest.raises(UserError, match=what) as error:
+            Dataset(on_mesh(cfg, data=data), "train")
+        assert error.value.code == DATA
     with pytest.raises(UserError) as absent:
         Dataset(on_mesh(cfg, data=dict(train="a.b=x:0.5,c=y:0.5")), "train")
     assert "a NAME has letters, digits, _ and - only" in absent.value.problems[0].fix
