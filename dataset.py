@@ -298,11 +298,11 @@ def check_tokenizers(sources: dict[str, Source]):
 class Dataset:
     """Batches of a source's windows: sequences of tokens and their next-token targets.
 
-    batch(step) and eval_batch(i) return (tokens, targets), both int32 AMBL and sharded as
-    model.token_spec; a target of -1 is not scored.  Each process reads only the rows that its
-    devices hold, and reads the next batches while the step runs.  `cfg` is the one given, with the
-    source's end_id where data.document_mask needs one and no flag gives it.  Raises UserError DATA
-    with every reason why cfg cannot use the data.
+    batch(i) returns (tokens, targets), both int32 AMBL and sharded as model.token_spec; a target of
+    -1 is not scored.  Each process reads only the rows that its devices hold, and reads the next
+    batches while the step runs.  `cfg` is the one given, with the source's end_id where
+    data.document_mask needs one and no flag gives it.  Raises UserError DATA with every reason why
+    cfg cannot use the data.
     """
 
     def __init__(self, cfg: Config, split: str, name: str = ""):
@@ -318,7 +318,8 @@ class Dataset:
         L, n_targets = cfg.train.seq_len, self.source.n_tokens - 1
         self.n_windows = n_targets // L  # evaluation also has the rest, in a padded window
         self.n_eval_windows = -(-n_targets // L)
-        self.n_eval_batches = -(-self.n_eval_windows // cfg.train.batch_size)
+        n_eval_batches = -(-self.n_eval_windows // cfg.train.batch_size)
+        self.n_batches = cfg.train.steps if split == "train" else n_eval_batches
         self.sharding = NamedSharding(jax.sharding.get_mesh(), token_spec())
         self.workers, self.reading = ThreadPoolExecutor(4), {}
         if found := list(self.problems()):
@@ -390,7 +391,7 @@ class Dataset:
 
     def eval_indices(self, step: int) -> list[int]:
         """The batches of the evaluation after `step` updates."""
-        t, n = self.cfg.train, self.n_eval_batches
+        t, n = self.cfg.train, self.n_batches
         count = n if t.eval_batches == -1 else min(t.eval_batches, n)
         n_before = max(0, -(-step // t.eval_every) - 1) if t.eval_every and t.eval_rolling else 0
         return [(n_before * count + k) % n for k in range(count)]
@@ -458,13 +459,10 @@ class Dataset:
                 self.reading[n] = self.workers.submit(self.make_batch, windows_of(n))
         return [self.reading[n] for n in numbers]
 
-    def batch(self, step: int):
-        """The batch that update step + 1 trains on."""
-        return self.read_ahead(range(step, max(self.cfg.train.steps, step + 1)))[0].result()
-
-    def eval_batch(self, i: int):
-        """Batch i of the set; `first_error` may have started to read it."""
-        found = self.reading.get(i) or self.read_ahead(range(i, self.n_eval_batches))[0]
+    def batch(self, i: int):
+        """Batch i of the set; of a training set what update i + 1 trains on.  `read_ahead` may have
+        begun to read it."""
+        found = self.reading.get(i) or self.read_ahead(range(i, max(i + 1, self.n_batches)))[0]
         return found.result()
 
     def first_error(self, numbers) -> BaseException | None:

@@ -202,7 +202,7 @@ def evaluate(params, data: Dataset, step: int, cfg: Config, stop=None) -> dict |
     for k, i in enumerate(progress(indices)):
         if stop is not None and stop.agree_to_stop(data.first_error(indices[k:])):
             return None
-        nll, n, *_ = utils.wait_for(eval_step(params, *data.eval_batch(i), cfg))
+        nll, n, *_ = utils.wait_for(eval_step(params, *data.batch(i), cfg))
         total, tokens = total + float(nll), tokens + int(n)
     loss = total / tokens if tokens else math.nan
     bits = loss / math.log(2) / (data.source.bytes_per_token or math.nan)

@@ -105,8 +105,8 @@ def score(args: Args, cfg: config.Config, params, data: Dataset):
     path = read_sets(cfg.data.val)[data.name].path
     utils.say(f"evaluating in {cfg.train.dtype} on {path}: {data.source}", file=sys.stderr)
     parts = []
-    for i in train.progress(range(data.n_eval_batches)):
-        tokens, targets = data.eval_batch(i)
+    for i in train.progress(range(data.n_batches)):
+        tokens, targets = data.batch(i)
         _, _, nll_AMBL, _ = train.eval_step(params, tokens, targets, cfg)
         parts.append(utils.host_rows(jnp.where(targets >= 0, nll_AMBL, NOT_SCORED)))
     n_targets = data.source.n_tokens - 1  # the rest is the padding of the last batch

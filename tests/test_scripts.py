@@ -135,7 +135,7 @@ def test_evaluate_agrees_with_training_and_writes_each_token(trained, corpus, tm
     cfg = cli.config_of_run(str(trained), config.Mesh(1, 1, 1))
     cfg = on_mesh(cfg, train=dict(batch_size=8))
     params = runstate.load_params(files.absolute_path(str(trained)), cfg)
-    nll = np.asarray(train.eval_step(params, *Dataset(cfg, "val").eval_batch(3), cfg)[2]).ravel()
+    nll = np.asarray(train.eval_step(params, *Dataset(cfg, "val").batch(3), cfg)[2]).ravel()
     np.testing.assert_allclose(logprob[3 * 8 * 16 :][: len(nll)], -nll, atol=1e-5)
 
 
