@@ -8,7 +8,6 @@ are asked for are read.
 
 import itertools
 import os
-import re
 import tempfile
 import threading
 from collections import OrderedDict
@@ -97,11 +96,10 @@ class DiskCache:
     def trim(self):
         self.added, found = 0, []
         with suppress(OSError):  # all is being removed; the next trim sees what is left
-            for path in self.folder.glob("[0-9a-f][0-9a-f]/*"):
+            for path in self.folder.glob(f"{'[0-9a-f]' * 2}/{'[0-9a-f]' * 32}"):
                 with suppress(OSError):  # another process has removed it
                     facts = path.stat()
-                    if re.fullmatch("[0-9a-f]{32}", path.name):
-                        found.append((facts.st_mtime, facts.st_size, path))
+                    found.append((facts.st_mtime, facts.st_size, path))
         excess = sum(size for _, size, _ in found) - self.limit
         for _, size, path in sorted(found):
             if excess <= 0:
@@ -210,9 +208,7 @@ class PageReader:
         return found
 
     def recall(self, block: Block) -> bytes | None:
-        """A block's bytes from memory or disk."""
-        if not block.digest:
-            return None
+        """A block's bytes from memory or disk, where only blocks with digests are kept."""
         with self.lock:
             if block.digest in self.memory:
                 self.memory.move_to_end(block.digest)
