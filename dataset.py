@@ -283,7 +283,7 @@ def check_tokenizers(sources: dict[str, Source]):
     texts = {name: tokenizer_text(x.tokenizer) for name, x in parts.items() if x.tokenizer}
     ends = {name: x.end_id for name, x in parts.items() if x.end_id >= 0}
     for stated, differ, how in (
-        (texts, lambda a, b: are_different([a, b]), "has another tokenizer than"),
+        (texts, are_different, "has another tokenizer than"),
         (ends, operator.ne, "ends documents with another token than"),
     ):
         first, *rest = stated or [""]

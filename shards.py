@@ -65,8 +65,8 @@ def parse_tokenizer(text: str):
     return tokenizer
 
 
-def are_different(texts: list[str]) -> bool:
-    """Whether these texts of tokenizer.json are of different tokenizers.  Layout, truncation and
+def are_different(one: str, other: str) -> bool:
+    """Whether two texts of tokenizer.json are of different tokenizers.  Layout, truncation and
     padding do not count: prepare_data.py writes what the library makes of a file."""
 
     def canonical(text: str) -> str:
@@ -75,13 +75,13 @@ def are_different(texts: list[str]) -> bool:
         except ValueError:
             return text
 
-    return len(set(texts)) > 1 and len(set(map(canonical, texts))) > 1
+    return one != other and canonical(one) != canonical(other)
 
 
 def check_tokenizer(ours: epath.Path, theirs: epath.Path | None):
     """Raise UserError DATA if a run's tokenizer.json, `ours`, and that of data, `theirs`, are of
-    different tokenizers.  Either may be missing."""
-    if are_different([tokenizer_text(x) for x in (ours, theirs) if x is not None and x.exists()]):
+    different tokenizers.  A run or data may have none."""
+    if theirs and ours.exists() and are_different(tokenizer_text(ours), tokenizer_text(theirs)):
         what = f"{theirs} is another tokenizer than that of the run, {ours}"
         raise UserError(DATA, what, f"prepare the data with --tokenizer {ours}")
 

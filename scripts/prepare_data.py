@@ -359,7 +359,7 @@ def modified_inputs(out: epath.Path, recipe: dict, times: str) -> list[str]:
     if recipe["tokenizer"] in MADE or not used.exists():
         return []
     now = read_tokenizer(recipe["tokenizer"], recipe["end_token"]).to_str()
-    return ["tokenizer"] if are_different([tokenizer_text(used), now]) else []
+    return ["tokenizer"] if are_different(tokenizer_text(used), now) else []
 
 
 def check_or_reset(out: epath.Path, recipe: dict, times: str):
