@@ -514,11 +514,10 @@ FAULTS = {
 
 FAULTS_OF_FORMAT_1 = {
     "a flipped bit": (flip_bit, "checksum"),
-    "two shards swapped": (swap_shards, "holds"),
+    "two shards swapped": (swap_shards, "checksum"),
     "a missing shard": (remove_shard, "missing"),
     "a truncated shard": (truncate_shard, "promises"),
     "trailing bytes": (append_byte, "promises"),
-    "another token count": (shard_entry(tokens=7), "its manifest says 7"),
 }
 
 
