@@ -266,10 +266,9 @@ def check_columns(file: File, names: list[str], options: Options):
             raise UserError(DATA, what, fix)
 
 
-MESSAGE_FORMS = ("role", "content"), ("from", "value")
-"""The fields of a chat's message that are read.  The second form is ShareGPT's."""
-ROLES = dict(human="user", gpt="assistant")
-"""ShareGPT's names of roles."""
+MESSAGE_FORMS = {("role", "content"): {}, ("from", "value"): dict(human="user", gpt="assistant")}
+"""{fields of a chat's message that are read: the usual names of its roles}.  The second form is
+ShareGPT's."""
 
 
 # {type of text: that of bytes with the same layout}
@@ -483,13 +482,12 @@ def message_of(value, number: int) -> tuple[str, str]:
     form = 'a message is {"role": .., "content": ..} or {"from": .., "value": ..}'
     if not isinstance(value, dict):
         raise ValueError(f"message {number} is of type {type(value).__name__}; {form}")
-    has_role = [keys for keys in MESSAGE_FORMS if value.get(keys[0]) is not None]
-    keys = (*has_role, MESSAGE_FORMS[0])[0]
+    keys = next((x for x in MESSAGE_FORMS if value.get(x[0]) is not None), ("role", "content"))
     role, content = (as_text(value.get(key)) for key in keys)
     for key, x in zip(keys, (role, content), strict=True):
         if not isinstance(x, str):
             raise ValueError(f"message {number}: {key} is not text; {form}")
-    return ROLES.get(role, role) if keys != MESSAGE_FORMS[0] else role, content
+    return MESSAGE_FORMS[keys].get(role, role), content
 
 
 def parts_of(value, options: Options) -> list[tuple[str, bool]]:
