@@ -100,13 +100,12 @@ class DiskCache:
                 with suppress(OSError):  # another process has removed it
                     facts = path.stat()
                     found.append((facts.st_mtime, facts.st_size, path))
-        excess = sum(size for _, size, _ in found) - self.limit
-        for _, size, path in sorted(found):
-            if excess <= 0:
-                break
-            with suppress(OSError):
-                path.unlink()
-            excess -= size
+        total = 0
+        for _, size, path in sorted(found, reverse=True):  # from the page used last
+            total += size
+            if total > self.limit:
+                with suppress(OSError):
+                    path.unlink()
 
 
 class DamagedPage(UserError):
