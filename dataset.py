@@ -129,8 +129,9 @@ class TokenFiles(Source):
         return self.cut(np.array([start]), stop - start, self.shards)[0]
 
     def cut(self, starts: np.ndarray, length: int, files: list) -> np.ndarray:
-        """int32 [len(starts), length]: what begins at these tokens of the files, self.shards or
-        self.masks.  Tokens after the last are -1; masks are 1 there, and where there is none.
+        """int32 [len(starts), length]: the tokens of the files, self.shards or self.masks, from
+        each start on.  Places after the last token are -1; in masks they are 1, and so are those
+        of a shard without a mask.
 
         A window may lie in several shards.  Each piece is (place, n, first, end): tokens first to
         end - 1 of file n are copied to that place in the window."""
@@ -159,7 +160,8 @@ class TokenFiles(Source):
             start = end
 
     def windows_of(self, block: Block) -> range:
-        """The windows that have tokens of a page of a shard or mask; none of another file's."""
+        """The windows that have tokens of this page of a shard or mask; none if it is of another
+        file."""
         L = self.cfg.train.seq_len
         for n, file in [*enumerate(self.shards), *enumerate(self.masks)]:
             if file and file.path == block.path:
@@ -286,8 +288,8 @@ def check_tokenizers(sources: dict[str, Source]):
         (texts, are_different, "has another tokenizer than"),
         (ends, operator.ne, "ends documents with another token than"),
     ):
-        first, *rest = stated or [""]
-        if others := [name for name in rest if differ(stated[first], stated[name])]:
+        first = next(iter(stated), "")
+        if others := [name for name in stated if differ(stated[first], stated[name])]:
             fix = "prepare all with one --tokenizer PATH/tokenizer.json and one --end_token"
             raise UserError(DATA, f"{first} {how} {', '.join(others)}", fix)
 

@@ -106,7 +106,7 @@ def spread(weights: list[int]) -> np.ndarray:
 
 
 def stream_index(step, skip: list[tuple[int, int]]):
-    """The update, counted without data.skip, that a run makes after `step` others; step: a number
+    """Which batch, counted as if data.skip left none out, update step + 1 trains on; step: a number
     or an array."""
     for first, stop in skip:
         step = step + (stop - first) * (first <= step)

@@ -73,7 +73,7 @@ class DiskCache:
 
     def __init__(self, folder: str, limit: int):
         self.folder, self.limit = make_private_folder(folder, "data.cache"), limit
-        self.added = limit  # since the last trim; so the first page that is added trims
+        self.added = limit  # bytes since the last trim; so many that the first page trims
 
     def path(self, digest: bytes) -> Path:
         return self.folder / digest.hex()[:2] / digest.hex()
@@ -95,7 +95,7 @@ class DiskCache:
 
     def trim(self):
         self.added, found = 0, []
-        with suppress(OSError):  # all is being removed; the next trim sees what is left
+        with suppress(OSError):  # the folder is being removed; the next trim sees what is left
             for path in self.folder.glob(f"{'[0-9a-f]' * 2}/{'[0-9a-f]' * 32}"):
                 with suppress(OSError):  # another process has removed it
                     facts = path.stat()
