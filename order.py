@@ -33,14 +33,14 @@ def permute(i, n: int, key: int, inverse: bool = False):
     half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << half) - np.uint64(1)
     keys = scramble(scramble(np.full(6, key, np.uint64)) + np.arange(6, dtype=np.uint64))
+    # The inverse is the same network with the halves swapped and the keys in reverse.
+    turn = -1 if inverse else 1
 
     def network(x):
-        left, right = x >> half, x & mask
-        for k in keys[::-1] if inverse else keys:
-            if inverse:
-                left, right = right ^ (scramble(left ^ k) & mask), left
-            else:
-                left, right = right, left ^ (scramble(right ^ k) & mask)
+        left, right = (x >> half, x & mask)[::turn]
+        for k in keys[::turn]:
+            left, right = right, left ^ (scramble(right ^ k) & mask)
+        left, right = (left, right)[::turn]
         return left << half | right
 
     x = network(np.asarray(i, np.uint64))
