@@ -90,8 +90,8 @@ class TokenFiles(Source):
 
     def __init__(self, cfg: Config, split: str):
         path = absolute_path(getattr(cfg.data, split))
-        found = find_shards(path, split)
-        self.shards, self.masks, manifest = found.shards, found.masks, found.manifest
+        self.shards, manifest = found = find_shards(path, split)
+        self.masks = [shard.mask for shard in self.shards]
         if manifest.get("digest") not in (None, manifest_digest(manifest)):
             what = f"{path}/manifest.json is not as it was written: copy the data set again, or if"
             warn(f"{what} you have edited it, delete its field digest")

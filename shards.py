@@ -12,6 +12,7 @@ import threading
 import tokenize
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import fsspec
 import numpy as np
@@ -125,6 +126,8 @@ class Shard:
     """The checksum of the whole file; empty without a manifest of format 1."""
     pages_digest: bytes = b""
     """The digest of the file NAME.pages; empty without a manifest of format 2."""
+    mask: "Shard | None" = None
+    """A file with a byte for each token: 0 where it is not scored."""
 
     @property
     def itemsize(self) -> int:
@@ -232,13 +235,10 @@ def read_shard(path: epath.Path) -> Shard:
 # ---- the files of a path
 
 
-@dataclass
-class TokenSet:
+class TokenSet(NamedTuple):
     """What a path holds."""
 
     shards: list[Shard]
-    masks: list[Shard | None]
-    """For each shard, a file with a byte for each token: 0 where it is not scored."""
     manifest: dict
     """{} without one."""
 
@@ -254,8 +254,8 @@ def read_manifest(folder: epath.Path) -> TokenSet:
     try:
         manifest = json.loads(read_limited(path))
         make = {1: format_1_shard, 2: format_2_shard}[manifest["format"]]
-        pairs = [make(folder, entry, manifest) for entry in manifest["shards"]]
-        counts = [manifest["vocab_size"], manifest["bytes"], len(pairs)]
+        shards = [make(folder, entry, manifest) for entry in manifest["shards"]]
+        counts = [manifest["vocab_size"], manifest["bytes"], len(shards)]
         if not all(isinstance(n, int) and n > 0 for n in counts):
             raise ValueError("it needs shards, and vocab_size and bytes above 0")
         end = manifest.get("eot_id", -1)
@@ -265,7 +265,7 @@ def read_manifest(folder: epath.Path) -> TokenSet:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         what = f"{path} is not a manifest: {describe(e)}"
         raise UserError(DATA, what, fix) from None
-    return TokenSet(*map(list, zip(*pairs, strict=True)), manifest)
+    return TokenSet(shards, manifest)
 
 
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
@@ -282,50 +282,48 @@ def check_entry(entry: dict, numbers: list, digest: str, n_digits: int, dtype="u
         raise ValueError(f"shard {entry['name']!r} has {facts}")
 
 
-def format_1_shard(folder: epath.Path, entry: dict, manifest: dict) -> tuple[Shard, None]:
+def format_1_shard(folder: epath.Path, entry: dict, manifest: dict) -> Shard:
     """A shard of format 1: its entry has a checksum of the whole file, with the header that says
     how many tokens there are."""
     check_entry(entry, [entry["tokens"]], entry["sha256"], 64, entry["dtype"])
     path = folder / entry["name"]
     check_is_part(path)
-    return replace(npy_shard(path), sha256=entry["sha256"]), None
+    return replace(npy_shard(path), sha256=entry["sha256"])
 
 
 SHARD_FIELDS = {"name", "tokens", "offset", "pages", "mask", "bytes", "documents"}
 
 
-def format_2_shard(folder: epath.Path, entry: dict, manifest: dict) -> tuple[Shard, Shard | None]:
-    """A shard of format 2 and its mask."""
+def format_2_shard(folder: epath.Path, entry: dict, manifest: dict) -> Shard:
     name, n_tokens, offset, digest = (entry[key] for key in ("name", "tokens", "offset", "pages"))
     if unknown := entry.keys() - SHARD_FIELDS:  # it may be a damaged "mask"
         raise ValueError(f"shard {name!r} has an unknown field {min(unknown)!r}")
     check_entry(entry, [n_tokens, offset], digest, 32, manifest["dtype"])
-    shard = Shard(folder / name, n_tokens, manifest["dtype"], offset, "", bytes.fromhex(digest))
-    if "mask" not in entry:
-        return shard, None
-    check_entry(entry, [], entry["mask"], 32)
-    file = folder / f"{name.removesuffix('.npy')}.mask"
-    return shard, Shard(file, n_tokens, "uint8", 0, "", bytes.fromhex(entry["mask"]))
+    pages, mask = bytes.fromhex(digest), None
+    if "mask" in entry:
+        check_entry(entry, [], entry["mask"], 32)
+        file = folder / f"{name.removesuffix('.npy')}.mask"
+        mask = Shard(file, n_tokens, "uint8", 0, pages_digest=bytes.fromhex(entry["mask"]))
+    return Shard(folder / name, n_tokens, manifest["dtype"], offset, "", pages, mask)
 
 
 def bare_set(paths: list[epath.Path]) -> TokenSet:
-    """Shards without a manifest, and their masks.  Their headers are read in parallel."""
+    """Shards without a manifest.  Their headers are read in parallel."""
     with ThreadPoolExecutor(32) as pool:
-        shards = list(pool.map(read_shard, paths))
-        return TokenSet(shards, list(pool.map(bare_mask, shards)), {})
+        return TokenSet(list(pool.map(with_mask, pool.map(read_shard, paths))), {})
 
 
-def bare_mask(shard: Shard) -> Shard | None:
-    """The mask beside a shard without a manifest, if there is one."""
+def with_mask(shard: Shard) -> Shard:
+    """A shard without a manifest, with the mask beside it if there is one."""
     path = shard.path.with_suffix(".mask")
     if not path.exists():
-        return None
+        return shard
     check_is_part(path)
     if (size := path.stat().length) != shard.n_tokens:
         holds = f"{shard.path.name!r} {shard.n_tokens} tokens"
         what = f"mask {os.fspath(path)!r} has {size} bytes, but {holds}"
         raise UserError(DATA, what, "make the mask again, with a byte for each token")
-    return Shard(path, size, "uint8", 0)
+    return replace(shard, mask=Shard(path, size, "uint8", 0))
 
 
 def find_shards(path: epath.Path, split: str) -> TokenSet:
@@ -400,12 +398,12 @@ def fingerprint(found: TokenSet) -> str:
         known = shard.sha256 or shard.pages_digest.hex()
         return known or hashlib.sha256(sample_bytes(shard)).hexdigest()
 
-    def facts_of(shard: Shard, mask: Shard | None) -> list:
+    def facts_of(shard: Shard) -> list:
         facts = [shard.n_tokens, shard.dtype, digest(shard)]
         facts += [shard.offset] if shard.pages_digest else []
-        return facts + ([f"mask {digest(mask)}"] if mask else [])
+        return facts + ([f"mask {digest(shard.mask)}"] if shard.mask else [])
 
     with ThreadPoolExecutor(32) as pool:  # samples in a bucket take a request each
         each = map if found.manifest else pool.map  # with a manifest there is nothing to read
-        facts = [*each(facts_of, found.shards, found.masks)]
+        facts = [*each(facts_of, found.shards)]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
