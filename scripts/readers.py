@@ -124,12 +124,10 @@ def find_last_line(source: str | bytes, start: int, at: int) -> int:
 def hash_long_text(source: str | bytes) -> int:
     """The split_hash of a long text, which is read block by block.  Raises UnicodeDecodeError if it
     is not UTF-8."""
-    digest, decoder = hashlib.blake2b(digest_size=16), codecs.getincrementaldecoder("utf-8")()
+    digest = hashlib.blake2b(digest_size=16)
     with open_source(source) as f:
-        while block := f.read(PIECE):
-            digest.update(block)
-            decoder.decode(block)
-    decoder.decode(b"", final=True)
+        for text in codecs.iterdecode(iter(lambda: f.read(PIECE), b""), "utf-8"):
+            digest.update(text.encode())
     return split_hash_of(digest.digest())
 
 
