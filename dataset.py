@@ -377,9 +377,11 @@ class Dataset:
             fix = f"set --train.steps {update - 1}, give more data, or a larger --data.epochs_max"
             raise UserError(DATA, what, fix)
 
-    def train_windows(self, step: int) -> np.ndarray:
-        """The windows of the step's batch."""
-        sources, _, windows = self.order.batch(step)
+    def batch_windows(self, i: int) -> np.ndarray:
+        """The windows of batch i."""
+        if self.split == "val":
+            return i * self.cfg.train.batch_size + np.arange(self.cfg.train.batch_size)
+        sources, _, windows = self.order.batch(i)
         return self.first_window[sources] + windows
 
     def tokens_by_source(self, step: int) -> dict[str, int]:
@@ -387,9 +389,6 @@ class Dataset:
         where there is no mixture."""
         L = self.cfg.train.seq_len
         return {name: n * L for name, n in self.order.trained_on(step).items()}
-
-    def eval_windows(self, i: int) -> np.ndarray:
-        return i * self.cfg.train.batch_size + np.arange(self.cfg.train.batch_size)
 
     def eval_indices(self, step: int) -> list[int]:
         """The batches of the evaluation after `step` updates."""
@@ -449,16 +448,14 @@ class Dataset:
         return put(tokens), put(targets)
 
     def read_ahead(self, numbers) -> list[Future]:
-        """The first max(data.prefetch, NOTICE + 1) of these batches: threads begin to read those
-        that are new, and all others are forgotten.  numbers: steps, or in evaluation batches of the
-        set."""
-        windows_of = self.train_windows if self.split == "train" else self.eval_windows
+        """The first max(data.prefetch, NOTICE + 1) of the batches with these numbers: threads begin
+        to read those that are new, and all others are forgotten."""
         numbers = numbers[: max(self.cfg.data.prefetch, NOTICE + 1)]
         for n in set(self.reading) - set(numbers):
             del self.reading[n]
         for n in numbers:
             if n not in self.reading:
-                self.reading[n] = self.workers.submit(self.make_batch, windows_of(n))
+                self.reading[n] = self.workers.submit(self.make_batch, self.batch_windows(n))
         return [self.reading[n] for n in numbers]
 
     def batch(self, i: int):
@@ -468,7 +465,7 @@ class Dataset:
         return found.result()
 
     def first_error(self, numbers) -> BaseException | None:
-        """Why one of the first NOTICE + 1 of these batches, numbered as in read_ahead, cannot be
-        read, or None.  Waits for them."""
+        """Why one of the first NOTICE + 1 of these batches cannot be read, or None.  Waits for
+        them."""
         errors = (batch.exception() for batch in self.read_ahead(numbers)[: NOTICE + 1])
         return next((e for e in errors if e is not None), None)

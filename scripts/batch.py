@@ -178,7 +178,7 @@ def read_rows(args: Args, cfg: config.Config, data_cfg: config.Config) -> list[R
         what = f"row={args.row} must be between -1 and {len(windows) - 1} in this update"
         raise errors.UserError(errors.USAGE, what, "set --row inside that range")
     chosen = np.arange(len(windows)) if args.row < 0 else np.array([args.row])
-    numbers = data.train_windows(args.step - 1)[chosen]
+    numbers = data.batch_windows(args.step - 1)[chosen]
     tokens, targets = data.read_windows(numbers)
     whole = data.source.windows(numbers)  # a last token that is not scored is only in these
     nll = [None] * len(chosen)

@@ -89,12 +89,12 @@ windows = set()
 rss = []
 for step in range(300):
     data.batch(step)
-    windows |= set(data.train_windows(step).tolist())
+    windows |= set(data.batch_windows(step).tolist())
     if step in (100, 299):
         status = pathlib.Path("/proc/self/status").read_text()
         rss.append(int(re.search(r"VmRSS:\\s+(\\d+)", status)[1]) // 1024)
 L = cfg.train.seq_len
-ahead = [w for s in range(300, 300 + cfg.data.prefetch) for w in data.train_windows(s).tolist()]
+ahead = [w for s in range(300, 300 + cfg.data.prefetch) for w in data.batch_windows(s).tolist()]
 used = set()
 for w in [*windows, *ahead]:
     for n, a, b in data.source.spans(w * L, w * L + L + 1):

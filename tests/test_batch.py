@@ -72,7 +72,7 @@ def spoilt(base, corpus, tmp_path_factory):
     tokens = np.concatenate([np.load(corpus / "train" / s["name"]) for s in manifest["shards"]])
     np.save(folder / "clean.npy", tokens)
     cfg = replace(cfg, data=replace(cfg.data, train=str(folder / "clean.npy")))
-    windows, L = Dataset(on_mesh(cfg), "train").train_windows(UPDATE - 1), cfg.train.seq_len
+    windows, L = Dataset(on_mesh(cfg), "train").batch_windows(UPDATE - 1), cfg.train.seq_len
     for window in windows:
         tokens[window * L + 1 : window * L + L + 1] = BAD
     np.save(folder / "bad.npy", tokens)
@@ -131,7 +131,7 @@ def test_a_bad_batch_is_found_rolled_back_and_left_out(spoilt, tmp_path, capsys)
     windows = {int(x.replace(",", "")) for x in re.findall(r"window ([\d,]+)", text)}
     for word, others in ((str(UPDATE), 1), (skip, 0)):
         data = Dataset(on_mesh(cfg, data=dict(skip=word)), "train")
-        trained = [windows & {*data.train_windows(step).tolist()} for step in range(STEPS)]
+        trained = [windows & {*data.batch_windows(step).tolist()} for step in range(STEPS)]
         assert [len(x) for x in trained if x] == [cfg.train.batch_size] * others
     assert "data.skip" not in explain(run, "--step", UPDATE - 1)
 

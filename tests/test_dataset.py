@@ -72,7 +72,7 @@ def test_billions_of_windows_need_no_table():
 def test_an_epoch_has_every_window_once_and_epochs_differ(cfg):
     data = Dataset(on_mesh(cfg), "train")
     steps = 3 * data.n_windows // cfg.train.batch_size
-    rows = np.concatenate([data.train_windows(step) for step in range(steps + 1)])
+    rows = np.concatenate([data.batch_windows(step) for step in range(steps + 1)])
     epochs = [rows[k * data.n_windows : (k + 1) * data.n_windows] for k in range(3)]
     for epoch in epochs:
         assert sorted(epoch) == list(range(data.n_windows))
@@ -85,7 +85,7 @@ def test_a_batch_holds_tokens_and_next_tokens_in_the_seeded_order(cfg, corpus):
     assert len(data.source.shards) > 1  # windows cross the borders of shards
     tokens, targets = (np.asarray(x).reshape(cfg.train.batch_size, -1) for x in data.batch(5))
     L = cfg.train.seq_len
-    for row, x, y in zip(data.train_windows(5), tokens, targets, strict=True):
+    for row, x, y in zip(data.batch_windows(5), tokens, targets, strict=True):
         np.testing.assert_array_equal(x, expected[row * L : row * L + L])
         np.testing.assert_array_equal(y, expected[row * L + 1 : row * L + L + 1])
 
@@ -616,7 +616,7 @@ def test_too_little_data_names_both_numbers(cfg, tmp_path):
 def test_a_set_smaller_than_a_batch_repeats_in_new_orders(cfg, tmp_path):
     np.save(tmp_path / "a.npy", np.arange(100, dtype=np.uint16))
     data = open_set(cfg, tmp_path)
-    rows = data.train_windows(0)
+    rows = data.batch_windows(0)
     assert data.n_windows == 6 and sorted(rows[:6]) == sorted(rows[6:12]) == list(range(6))
 
 
