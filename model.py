@@ -363,17 +363,6 @@ def rematerialize(layer: Callable, cfg: Config) -> Callable:
 # ---- layers in order
 
 
-def kind_runs(kinds: list[str]) -> list[tuple[str, int, int]]:
-    """(kind, start, stop) of each run of equal kinds; start and stop count the layers of that kind
-    only.  ["a", "a", "b", "a"] has the runs ("a", 0, 2), ("b", 0, 1), ("a", 2, 3)."""
-    found, seen = [], dict.fromkeys(kinds, 0)
-    for kind, run in groupby(kinds):
-        start = seen[kind]
-        seen[kind] += len(list(run))
-        found.append((kind, start, seen[kind]))
-    return found
-
-
 def block_of(kinds: list[str]) -> list[str]:
     """The shortest block of layers that `kinds` repeats: one layer, if all are of one kind."""
     blocks = (kinds[:n] for n in range(1, len(kinds) + 1))
@@ -439,31 +428,31 @@ def has_lists(group: dict) -> bool:
 def scan_layers(layer: Callable, x, kinds: list[str], inputs: dict, first_layer, unroll: int):
     """(x, outputs): x through all layers, which are blocks of `kinds`, one block after the other.
 
-    inputs, {kind: tree}: the layers' weights and other inputs of each layer, in the form of
-    `arrange_layers`.  layer(kind, x, (input, n)) -> (x, output) runs layer number n, counted from
-    first_layer; outputs, {kind: tree of [N, ...]}, are stacked.  Blocks are one scan, and so is a
-    run of equal kinds in a block: the program does not grow with the number of layers.  Layers in
-    lists are not in a loop, whatever unroll is.
+    inputs, {kind: tree}: the weights and other inputs of each layer, in the form of
+    `arrange_layers`, not in lists.  layer(kind, x, (input, n)) -> (x, output) runs layer number n,
+    counted from first_layer; outputs, {kind: tree of [N, ...]}, are stacked.  Blocks are one scan,
+    and so is a run of equal kinds in a block: the program does not grow with the number of layers.
     """
     kinds = block_of(kinds)
-    if has_lists(inputs):
-        return run_list(layer, x, kinds, inputs, first_layer)
     repeated = [kind for kind in inputs if kinds.count(kind) > 1]
 
     def block(x, numbered_input):
         block_input, n = numbered_input
-        outputs = {kind: [] for kind in inputs}
-        for kind, start, stop in kind_runs(kinds):
+        outputs, n_done = {kind: [] for kind in repeated}, dict.fromkeys(repeated, 0)
+        for kind, run in groupby(kinds):
+            length = len(list(run))
             if kind in repeated:
-                run_input = jax.tree.map(itemgetter(slice(start, stop)), block_input[kind])
-                numbers = n + jnp.arange(stop - start)
+                rows = slice(n_done[kind], n_done[kind] + length)
+                run_input = jax.tree.map(itemgetter(rows), block_input[kind])
+                numbers = n + jnp.arange(length)
                 x, output = lax.scan(partial(layer, kind), x, (run_input, numbers), unroll=unroll)
+                outputs[kind].append(output)
+                n_done[kind] += length
             else:
-                x, output = layer(kind, x, (block_input[kind], n))
-            outputs[kind].append(output)
-            n += stop - start
-        for kind, (run, *runs) in outputs.items():
-            outputs[kind] = jax.tree.map(lambda *x: jnp.concatenate(x), run, *runs) if runs else run
+                x, outputs[kind] = layer(kind, x, (block_input[kind], n))
+            n += length
+        for kind in repeated:
+            outputs[kind] = jax.tree.map(lambda *x: jnp.concatenate(x), *outputs[kind])
         return x, outputs
 
     # One block is a scan too: its inputs are the weights, while a slice of them would be a copy
@@ -473,16 +462,6 @@ def scan_layers(layer: Callable, x, kinds: list[str], inputs: dict, first_layer,
     x, outputs = lax.scan(block, x, (inputs, numbers), unroll=unroll)
     repeated_outputs = {kind: outputs[kind] for kind in repeated}
     return x, outputs | jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), repeated_outputs)
-
-
-def run_list(layer: Callable, x, kinds: list[str], inputs: dict, first_layer):
-    """`scan_layers` for lists of layers."""
-    outputs = {kind: [] for kind in inputs}
-    for n in range(sum(map(len, inputs.values()))):
-        kind = kinds[n % len(kinds)]
-        x, output = layer(kind, x, (inputs[kind][len(outputs[kind])], first_layer + n))
-        outputs[kind].append(output)
-    return x, {kind: jax.tree.map(lambda *x: jnp.stack(x), *y) for kind, y in outputs.items()}
 
 
 def stacked_shape(w) -> tuple[int, ...]:
@@ -520,23 +499,32 @@ def apply_layers(
         x_BLD, _, stats = decoder_layer(kind, x_BLD, w, cfg, fold_key(key, n), span, None)
         return x_BLD, stats
 
-    def layer(kind, x_and_tap, numbered_input):
+    def layer(kind, x_BLD, w, n):
+        return rematerialize(partial(compute, kind), cfg)(x_BLD, w, n)
+
+    def layer_of_loop(kind, x_and_tap, numbered_input):
         (x_BLD, tap), ((w, index), n) = x_and_tap, numbered_input
-        if tap is not None and index is not None:
+        if tap is not None:
             kind_tap, w = tap_gradient(tap[kind], w, index)
             tap = tap | {kind: kind_tap}
-        x_BLD, stats = rematerialize(partial(compute, kind), cfg)(x_BLD, w, n)
+        x_BLD, stats = layer(kind, x_BLD, w, n)
         return (x_BLD, tap), stats
 
     if has_lists(params):
         if tap is not None:
             tap, params = tap_gradient(tap, params, None)
-        inputs = {kind: [(w, None) for w in layers] for kind, layers in params.items()}
+        stats = {kind: [] for kind in params}
+        for n in range(count_layers(params)):
+            kind = kinds[n % len(kinds)]
+            w = params[kind][len(stats[kind])]
+            x_BLD, layer_stats = layer(kind, x_BLD, w, first_layer + n)
+            stats[kind].append(layer_stats)
+        stats = {kind: jax.tree.map(lambda *x: jnp.stack(x), *y) for kind, y in stats.items()}
     else:
         inputs = {kind: (w, tuple(jnp.indices(stacked_shape(w)))) for kind, w in params.items()}
-    (x_BLD, tap), stats = scan_layers(
-        layer, (x_BLD, tap), kinds, inputs, first_layer, cfg.train.unroll
-    )
+        (x_BLD, tap), stats = scan_layers(
+            layer_of_loop, (x_BLD, tap), kinds, inputs, first_layer, cfg.train.unroll
+        )
     return x_BLD, mark_varying(stats), tap
 
 
