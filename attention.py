@@ -198,15 +198,14 @@ def rope(x_BLHK, span: Span, cfg, width=None):
 # ---- kernels: softmax attention of queries, keys and values
 
 
-def softmax_scale(cfg, width: int) -> float:
-    """The factor on the scores of heads of that width; with muP it falls as 1 / width (Yang et al.
-    2022, definition 4.1)."""
-    m = cfg.model
-    scale = (m.attn_width or width) ** -0.5 * yarn_magnitudes(m)[1]
+def softmax_scale(m: Model) -> float:
+    """The factor on the scores; with muP it falls as 1 / the width of a head (Yang et al. 2022,
+    definition 4.1)."""
+    scale = (m.attn_width or m.d_head + m.d_rope) ** -0.5 * yarn_magnitudes(m)[1]
     return scale * (m.mup_base_head / m.d_head) ** 0.5 if m.mup_base_head else scale
 
 
-def decoding_attention(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg, width: int, sink_H=None):
+def decoding_attention(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg, sink_H=None):
     """Attention of new tokens, whose first index differs by row, to the keys of a cache, in the
     cache's dtype.  All scores are in memory."""
     B, L, H, K = q_BLHK.shape
@@ -219,7 +218,7 @@ def decoding_attention(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg, width: int, sink
     k_BGSK, v_BGSW = k_BSGK.swapaxes(1, 2), v_BSGW.swapaxes(1, 2)
     score_BGQS = einsum("BGQK,BGSK->BGQS", q_BGQK, k_BGSK, jnp.float32)
     score_BGRLS = score_BGQS.reshape(B, G, H // G, L, S)
-    score_BGRLS *= softmax_scale(cfg, width)
+    score_BGRLS *= softmax_scale(cfg.model)
     score_BGRLS = softcap(score_BGRLS, cfg.model.attn_softcap)
     distance_BLS = span.index_BL[..., None] - jnp.arange(S)
     seen_BLS = (distance_BLS >= 0) & (distance_BLS < (span.window or S))
@@ -236,14 +235,14 @@ def decoding_attention(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg, width: int, sink
     return y_BGRLW.transpose(0, 3, 1, 2, 4).reshape(B, L, H, -1).astype(y_dtype)
 
 
-def xla_attention(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg, width: int, sink_H=None):
+def xla_attention(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg, sink_H=None):
     """Plain JAX in blocks: supports every option on every platform."""
-    options = dict(scale=softmax_scale(cfg, width), cap=cfg.model.attn_softcap, window=span.window)
+    options = dict(scale=softmax_scale(cfg.model), cap=cfg.model.attn_softcap, window=span.window)
     arrays = q_BLHK, k_BSGK, v_BSGW, span.document_BL, sink_H
     return block_attention(*arrays, loop=span.prompt, **options)
 
 
-def cudnn_attention(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg, width: int):
+def cudnn_attention(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg):
     """cuDNN's flash attention; a value head narrower than a key head (mla) is padded with zeros."""
     K, W = q_BLHK.shape[-1], v_BSGW.shape[-1]
     v_BSGK = jnp.pad(v_BSGW, ((0, 0),) * 3 + ((0, K - W),))
@@ -251,7 +250,7 @@ def cudnn_attention(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg, width: int):
         q_BLHK,
         k_BSGK,
         v_BSGK,
-        scale=softmax_scale(cfg, width),
+        scale=softmax_scale(cfg.model),
         is_causal=True,
         local_window_size=(span.window - 1, 0) if span.window else None,
         implementation="cudnn",
@@ -259,7 +258,7 @@ def cudnn_attention(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg, width: int):
     return y_BLHK[..., :W]
 
 
-def splash_attention(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg, width: int, interpret=False):
+def splash_attention(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg, interpret=False):
     """JAX's flash attention for TPUs, which leaves out blocks of keys that no query sees."""
     # A second of imports that no other platform needs.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
@@ -300,7 +299,7 @@ def splash_attention(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg, width: int, interp
         return *back(grad_BHLW), None
 
     run_typed.defvjp(forward, backward)
-    scaled_BLHK = (q_BLHK * softmax_scale(cfg, width)).astype(q_BLHK.dtype)
+    scaled_BLHK = (q_BLHK * softmax_scale(cfg.model)).astype(q_BLHK.dtype)
     heads_first = [jnp.swapaxes(x, 1, 2) for x in (scaled_BLHK, k_BSGK, v_BSGW)]
     return jnp.swapaxes(run_typed(*heads_first, segments), 1, 2)
 
@@ -335,17 +334,17 @@ def why_unsupported(kernel: str, q_BLHK, v_BSGW, span: Span, cfg: Config) -> str
 warn_once = functools.cache(warn)
 
 
-def attend(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg, width: int, sink_H=None):
+def attend(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg, sink_H=None):
     """Causal softmax attention: in training by the kernel that train.attention and the platform
     choose, of prompts by `xla_attention`, and of new tokens by `decoding_attention`.
 
-    width: of a key head, for `softmax_scale`.  sink_H: of each query head, a score that no key has;
-    None adds none.  H / G query heads share a key head.  Returns y_BLHW.
+    sink_H: of each query head, a score that no key has; None adds none.  H / G query heads share a
+    key head.  Returns y_BLHW.
     Raises UserError USAGE where train.attention names a kernel that cannot do it.
     """
     if span.decoding:
         attention = xla_attention if span.prompt else decoding_attention
-        return attention(q_BLHK, k_BSGK, v_BSGW, span, cfg, width, sink_H)
+        return attention(q_BLHK, k_BSGK, v_BSGW, span, cfg, sink_H)
     best = dict(tpu="splash", **dict.fromkeys(GPUS, "cudnn")).get(platform(), "xla")
     kernel = best if cfg.train.attention == "auto" else cfg.train.attention
     why = why_unsupported(kernel, q_BLHK, v_BSGW, span, cfg)
@@ -354,13 +353,13 @@ def attend(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg, width: int, sink_H=None):
             raise UserError(USAGE, f"train.attention={kernel} {why}", "set --train.attention auto")
         warn_once(f"attention is plain JAX, since {kernel} {why}")
     sinks = {} if sink_H is None else dict(sink_H=sink_H)
-    attention = partial(KERNELS["xla" if why else kernel], span=span, cfg=cfg, width=width, **sinks)
+    attention = partial(KERNELS["xla" if why else kernel], span=span, cfg=cfg, **sinks)
     if cfg.train.remat == "attention":
         attention = jax.checkpoint(attention, prevent_cse=False)
     return attention(q_BLHK, k_BSGK, v_BSGW)
 
 
-def score_stats(q_BLHK, k_BSGK, span: Span, cfg, width: int) -> dict:
+def score_stats(q_BLHK, k_BSGK, span: Span, cfg) -> dict:
     """With log.norms_every, a layer's statistic `logit`: the mean square of the scores of all pairs
     of a row's tokens, before softcap and mask, summed over this device's rows and heads.
 
@@ -374,7 +373,7 @@ def score_stats(q_BLHK, k_BSGK, span: Span, cfg, width: int) -> dict:
     k_BSGK = lax.stop_gradient(k_BSGK).astype(jnp.float32)
     q_BGKK = jnp.einsum("BLGRK,BLGRk->BGKk", q_BLGRK, q_BLGRK)
     k_BGKK = jnp.einsum("BSGK,BSGk->BGKk", k_BSGK, k_BSGK)
-    return dict(logit=(q_BGKK * k_BGKK).sum() * (softmax_scale(cfg, width) / L) ** 2)
+    return dict(logit=(q_BGKK * k_BGKK).sum() * (softmax_scale(cfg.model) / L) ** 2)
 
 
 # ---- attention variants: tables of weights, and functions of (x_BLD, w, cfg, Span, cache)
@@ -480,9 +479,9 @@ def gqa(x_BLD, w, cfg, span: Span, cache):
         k_BLGK = rms_norm(k_BLGK, k_gain, cfg.model.norm_eps)
     q_BLHK = rope(q_BLHK, span, cfg)
     cache, kv = update_cache(cache, dict(k=rope(k_BLGK, span, cfg), v=v_BLGK), span)
-    y_BLHK = attend(q_BLHK, kv["k"], kv["v"], span, cfg, cfg.model.d_head, w.get("sink_H"))
+    y_BLHK = attend(q_BLHK, kv["k"], kv["v"], span, cfg, w.get("sink_H"))
     y_BLD = scatter_sum(einsum("BLHK,HKD->BLD", y_BLHK, w["o_HKD"]), "tp", span.tp_dim)
-    stats = score_stats(q_BLHK, kv["k"], span, cfg, cfg.model.d_head)
+    stats = score_stats(q_BLHK, kv["k"], span, cfg)
     return add_bias(y_BLD, w.get("o_bias_D")), cache, stats
 
 
@@ -545,9 +544,7 @@ def mla_latents(x_BLD, w, cfg, span: Span):
     c_BLI = add_bias(einsum("BLD,DI->BLI", x_BLD, w["kv_down_DI"]), w.get("kv_down_bias_I"))
     c_BLI = rms_norm(c_BLI, w["kv_norm_I"], eps)
     k_BLT = add_bias(einsum("BLD,DT->BLT", x_BLD, w["k_rope_DT"]), w.get("k_rope_bias_T"))
-    h_BLJ = gather(h_BLJ, "tp", span.tp_dim)
-    c_BLI = gather(c_BLI, "tp", span.tp_dim)
-    k_BLT = gather(k_BLT, "tp", span.tp_dim)
+    h_BLJ, c_BLI, k_BLT = (gather(x, "tp", span.tp_dim) for x in (h_BLJ, c_BLI, k_BLT))
     return h_BLJ, c_BLI, rope(k_BLT[:, :, None], span, cfg)[:, :, 0]
 
 
@@ -563,9 +560,8 @@ def attend_to_expanded(h_BLJ, c_BSI, k_BST, w, cfg, span: Span):
     # add_bias, because the gradient of the keys that heads share is a sum over heads.
     k_BSHK = add_bias(einsum("BSI,IHK->BSHK", c_BSI, k_IHK), k_BSK[:, :, None])
     v_BSHW = einsum("BSI,IHW->BSHW", c_BSI, w["v_IHW"])
-    width = m.d_head + m.d_rope
-    y_BLHW = attend(q_BLHK, k_BSHK, v_BSHW, span, cfg, width)
-    return y_BLHW, score_stats(q_BLHK, k_BSHK, span, cfg, width)
+    y_BLHW = attend(q_BLHK, k_BSHK, v_BSHW, span, cfg)
+    return y_BLHW, score_stats(q_BLHK, k_BSHK, span, cfg)
 
 
 def attend_to_latents(h_BLJ, ck_BSC, w, cfg, span: Span):
@@ -582,8 +578,7 @@ def attend_to_latents(h_BLJ, ck_BSC, w, cfg, span: Span):
     q_BLHC, ck_BS1C = jnp.concatenate([q_BLHI, q_BLHT], -1), ck_BSC[:, :, None]
     n_pad = ck_BSC.shape[-1] - q_BLHC.shape[-1]  # lanes, see mla
     q_BLHC = jnp.pad(q_BLHC, ((0, 0), (0, 0), (0, 0), (0, n_pad)))
-    width = cfg.model.d_head + cfg.model.d_rope
-    y_BLHI = attend(q_BLHC, ck_BS1C, ck_BS1C, span, cfg, width)[..., : cfg.model.kv_rank]
+    y_BLHI = attend(q_BLHC, ck_BS1C, ck_BS1C, span, cfg)[..., : cfg.model.kv_rank]
     return einsum("BLHI,IHW->BLHW", y_BLHI, w["v_IHW"])
 
 

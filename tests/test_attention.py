@@ -78,7 +78,7 @@ def value_and_gradients(kernel, q, k, v, g, span, cfg, *sink_H):
     """(y, gradients of q, k, v and sink_H, where g is that of y)."""
 
     def attend(q, k, v, *sink_H):
-        return kernel(q, k, v, span, cfg, q.shape[-1], *sink_H)
+        return kernel(q, k, v, span, cfg, *sink_H)
 
     y, backward = jax.vjp(attend, q, k, v, *sink_H)
     return y, *backward(g)
@@ -110,7 +110,8 @@ def test_attention_in_blocks_is_the_plain_one(unrolled, shape, fields, monkeypat
         return how if unrolled else how._replace(unrolled=False)
 
     monkeypatch.setattr(blockwise, "choose_options", choose_form)
-    cfg = on_mesh(PLAIN, model=dict(attn_softcap=fields.get("softcap", 0.0)))
+    softcap = fields.get("softcap", 0.0)
+    cfg = on_mesh(PLAIN, model=dict(d_head=shape[4], attn_softcap=softcap))
     dtype = fields.get("dtype", jnp.float32)
     q, k, v, g = random_attention(*shape, dtype)
     index_BL = jnp.broadcast_to(jnp.arange(shape[1]), shape[:2])
@@ -134,7 +135,8 @@ def test_attention_in_blocks_is_the_plain_one(unrolled, shape, fields, monkeypat
 
 def test_attention_in_blocks_has_the_types_that_shard_map_checks(monkeypatch):
     """In the loop over blocks, and for one pair at a time."""
-    cfg, choose = on_mesh(PLAIN, (2, 2, 2)), blockwise.choose_options
+    cfg = on_mesh(PLAIN, (2, 2, 2), model=dict(d_head=16))
+    choose = blockwise.choose_options
     x_BLHK = jnp.asarray(np.random.default_rng(0).normal(size=(2, 128, 2, 16)), jnp.float32)
     want = query_gradient(attention.decoding_attention, x_BLHK, x_BLHK, cfg)
 
@@ -195,7 +197,7 @@ def test_memory_of_attention_grows_with_the_row_and_not_with_its_square():
 ], ids=str)  # fmt: skip
 def test_splash_attention_is_the_plain_one(fields):
     """Value and gradient, interpreted on a CPU."""
-    cfg = on_mesh(PLAIN, model=dict(attn_softcap=fields.get("softcap", 0.0)))
+    cfg = on_mesh(PLAIN, model=dict(d_head=128, attn_softcap=fields.get("softcap", 0.0)))
     B, L, H, G, K, W = 2, 256, 4, 2, 128, fields.get("value_width", 64)
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=s), jnp.float32)
@@ -207,7 +209,7 @@ def test_splash_attention_is_the_plain_one(fields):
 
     def results(kernel, **kwargs):
         def loss(q, k, v):
-            y_BLHW = kernel(q, k, v, span, cfg, K, **kwargs)
+            y_BLHW = kernel(q, k, v, span, cfg, **kwargs)
             return (y_BLHW * jnp.cos(jnp.arange(W))).sum(), y_BLHW
 
         return jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
@@ -219,12 +221,12 @@ def test_splash_attention_is_the_plain_one(fields):
 
 def query_gradient(kernel, q_BLHK, k_BLHK, cfg):
     """The gradient of a kernel's output by the queries; the values are the keys."""
-    B, L, _, K = q_BLHK.shape
+    B, L, *_ = q_BLHK.shape
     index_BL = jnp.broadcast_to(jnp.arange(L), (B, L))
     span = attention.Span(index_BL, index_BL)
 
     def output(q_BLHK):
-        return kernel(q_BLHK, k_BLHK, k_BLHK, span, cfg, K)
+        return kernel(q_BLHK, k_BLHK, k_BLHK, span, cfg)
 
     y_BLHK, backward = jax.vjp(output, q_BLHK)
     return backward(y_BLHK)[0]
@@ -235,7 +237,7 @@ def test_splash_attention_has_the_types_that_shard_map_checks():
     does not declare itself; afterwards, or after an error, its module is as before."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
-    cfg = on_mesh(PLAIN, (2, 2, 2))
+    cfg = on_mesh(PLAIN, (2, 2, 2), model=dict(d_head=128))
     splash = partial(attention.splash_attention, interpret=True)
     x_BLHK = jnp.asarray(np.random.default_rng(0).normal(size=(2, 128, 2, 128)), jnp.float32)
 
@@ -278,12 +280,12 @@ def test_a_kernel_declares_outputs_of_the_given_type():
 
 def test_a_sink_is_a_key_without_a_value_that_all_queries_see():
     """It is the first key of the row, without positions: its score is q . k = sink."""
-    cfg, (B, L, H) = on_mesh(PLAIN), (2, 20, 4)
+    cfg, (B, L, H) = on_mesh(PLAIN, model=dict(d_head=8)), (2, 20, 4)
     q, k, v, _ = random_attention(B, L, H, 2, 8, 8)
     sink_H = jnp.array([-1.0, 0.0, 2.0, 30.0])
     index_BL = jnp.broadcast_to(jnp.arange(L), (B, L))
     span = attention.Span(index_BL, index_BL)
-    got = attention.xla_attention(q, k, v, span, cfg, 8, sink_H)
+    got = attention.xla_attention(q, k, v, span, cfg, sink_H)
     # One more dim, in which queries hold the sink's score, the sink 1 and the other keys 0.
     scores_BLH1 = jnp.broadcast_to(sink_H[:, None] * 8**0.5, (B, L, H, 1))
     q = jnp.concatenate([q, scores_BLH1], -1)
@@ -291,7 +293,7 @@ def test_a_sink_is_a_key_without_a_value_that_all_queries_see():
     sink = jnp.concatenate([jnp.zeros((B, 1, 2, 8)), jnp.ones((B, 1, 2, 1))], -1)
     k, v = jnp.concatenate([sink, keys], 1), jnp.pad(v, ((0, 0), (1, 0), (0, 0), (0, 0)))
     span = attention.Span(index_BL + 1, index_BL)
-    want = attention.decoding_attention(q, k, v, span, cfg, 8)
+    want = attention.decoding_attention(q, k, v, span, cfg)
     np.testing.assert_allclose(got, want, atol=1e-6)
     assert np.abs(got[:, :, 3]).max() < 1e-5 < np.abs(got[:, :, 0]).max()
 

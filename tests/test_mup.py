@@ -49,7 +49,7 @@ def test_a_wider_and_deeper_model_has_the_scales_of_the_papers():
     for name, x in a.items():
         factor = {"unembed_DV": 2.0}.get(name, 8**0.5 if name.endswith(("HKD", "out_FD")) else 1)
         np.testing.assert_allclose(b[name], factor * x, rtol=1e-6, err_msg=name)
-    assert attention.softmax_scale(scaled, 4) == 1 / 4
+    assert attention.softmax_scale(scaled.model) == 1 / 4
     # rates: hidden matrices 1/4, all others as at the base; the decay with the rate everywhere
     params = runstate.init_state(plain).params
     directions = []

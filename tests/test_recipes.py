@@ -257,11 +257,12 @@ def test_a_ramp_that_cannot_be_is_refused(base, ramp, words):
 
 
 def test_the_size_of_logits_is_that_of_all_scores():
-    rng, cfg = np.random.default_rng(0), on_mesh(PLAIN, log=dict(norms_every=1))
-    q, k = rng.normal(size=(3, 7, 4, 5)), rng.normal(size=(3, 7, 2, 5))
+    cfg = on_mesh(PLAIN, model=dict(d_head=6), log=dict(norms_every=1))
+    rng = np.random.default_rng(0)
+    q, k = rng.normal(size=(3, 7, 4, 6)), rng.normal(size=(3, 7, 2, 6))
     span = attention.Span(jnp.zeros((3, 7), int), jnp.zeros((3, 7), int))
-    (got,) = attention.score_stats(jnp.array(q), jnp.array(k), span, cfg, 5).values()
-    scores = np.einsum("blhk,bshk->bhls", q, k.repeat(2, axis=2)) / 5**0.5
+    (got,) = attention.score_stats(jnp.array(q), jnp.array(k), span, cfg).values()
+    scores = np.einsum("blhk,bshk->bhls", q, k.repeat(2, axis=2)) / 6**0.5
     np.testing.assert_allclose(got, (scores**2).mean((2, 3)).sum(), rtol=1e-5)
 
 
