@@ -238,9 +238,7 @@ def multiply(dims: str, x, w, dtype=None):
 
     On a CPU bfloat16 is multiplied into float32 and rounded afterwards, because only then does XLA
     use the bfloat16 instructions that some CPUs have; on an AMD EPYC they take half the time.  (So
-    remat=dots keeps float32 arrays there.)  If `has_slow_bfloat16`, float32 copies are multiplied:
-    on an Intel Xeon an update of a model of 5 million parameters took 0.69 times as long.  Not if x
-    has few rows, as in decoding, where copying w would take longer than the product.
+    remat=dots keeps float32 arrays there.)
     """
     assert x.dtype == w.dtype, (dims, x.dtype, w.dtype)
     x_dims, w_dims, y_dims = re.split(",|->", dims)
@@ -250,42 +248,36 @@ def multiply(dims: str, x, w, dtype=None):
     if platform() == "tpu" and n_rows == 1 and is_plain:
         # Twice, because a TPU would multiply a single row without its matrix unit: a token of
         # qwen3_0.6b takes 5.4 million cycles on a v5p by XLA's count, instead of 3.7.
-        x = jnp.repeat(x, 2, 0)
-        return jnp.einsum(dims, x, w, preferred_element_type=dtype)[:1]
+        return multiply(dims, jnp.repeat(x, 2, 0), w, dtype)[:1]
     if platform() != "cpu":
         return jnp.einsum(dims, x, w, preferred_element_type=dtype)
-    if n_rows < 64 and is_plain and (x.dtype == jnp.float32 or not has_slow_bfloat16()):
-        return multiply_few_rows(dims, x, w, rows, columns).astype(dtype or x.dtype)
-    if x.dtype == jnp.float32:
-        return jnp.einsum(dims, x, w, preferred_element_type=dtype)
-    if n_rows >= 64 and has_slow_bfloat16():
-        y = jnp.einsum(dims, x.astype(jnp.float32), w.astype(jnp.float32))
-        return y.astype(dtype or x.dtype)
-    # XLA (jaxlib 0.10 to 0.12) fails on some such products, as "ZD,ZCF->DCF" ("Unsupported element
-    # type for DotThunk"), and is slow on others, as "ZF,ZD->FD".  With an extra dim of size 1 to
-    # sum over XLA takes another path, which works and is fast.
-    dims = re.sub(r"(\w+),", r"a\1,a", dims)
-    y = jnp.einsum(dims, x[None], w[None], preferred_element_type=jnp.float32)
-    return y.astype(dtype or x.dtype)
-
-
-def multiply_few_rows(dims: str, x, w, rows: str, columns: str):
-    """`multiply` on a CPU, in float32, for an x with few rows, as in decoding.  rows: the dims that
-    the product has from x, which come first in both; columns: those that it has from w."""
     multiply_32 = partial(jnp.einsum, preferred_element_type=jnp.float32)
-    x_dims, w_dims, _ = re.split(",|->", dims)
-    is_one_row = math.prod(x.shape[: len(rows)]) == 1
-    if is_one_row and x.dtype == jnp.bfloat16:
-        # Twice, because XLA would convert all of w for a single row: a token of gpt2_124m takes 33
-        # instead of 300 ms.
-        return multiply_32(dims, jnp.repeat(x, 2, 0), w)[:1]
-    if is_one_row or x.dtype == jnp.bfloat16 or not w_dims.startswith(columns):
-        return multiply_32(dims, x, w)
-    # A w of [columns, summed], such as a tied head, comes first: of the first array XLA packs parts
-    # as it goes, of the second all of it.  gpt2_124m's head takes half the time for 8 rows.  The
-    # barrier keeps XLA from swapping them again.
-    y = lax.optimization_barrier(multiply_32(f"{w_dims},{x_dims}->{columns}{rows}", w, x))
-    return jnp.moveaxis(y, range(len(columns)), range(-len(columns), 0))
+    few_rows, is_float32 = n_rows < 64 and is_plain, x.dtype == jnp.float32  # few, as in decoding
+    if is_float32 and few_rows and n_rows > 1 and w_dims.startswith(columns):
+        # A w of [columns, summed], such as a tied head, comes first: of the first array XLA packs
+        # parts as it goes, of the second all of it.  gpt2_124m's head takes half the time for 8
+        # rows.  The barrier keeps XLA from swapping them again.
+        y = lax.optimization_barrier(multiply_32(f"{w_dims},{x_dims}->{columns}{rows}", w, x))
+        y = jnp.moveaxis(y, range(len(columns)), range(-len(columns), 0))
+    elif is_float32:
+        y = multiply_32(dims, x, w)
+    elif few_rows and not has_slow_bfloat16():
+        if n_rows == 1:
+            # Twice, because XLA would convert all of w for a single row: a token of gpt2_124m takes
+            # 33 instead of 300 ms.
+            return multiply(dims, jnp.repeat(x, 2, 0), w, dtype)[:1]
+        y = multiply_32(dims, x, w)
+    elif n_rows >= 64 and has_slow_bfloat16():
+        # With copies in float32 an update of a model of 5 million parameters took 0.69 times as
+        # long on an Intel Xeon.  For few rows, copying w would take longer than the product.
+        y = multiply_32(dims, x.astype(jnp.float32), w.astype(jnp.float32))
+    else:
+        # XLA (jaxlib 0.10 to 0.12) fails on some such products, as "ZD,ZCF->DCF" ("Unsupported
+        # element type for DotThunk"), and is slow on others, as "ZF,ZD->FD".  With an extra dim of
+        # size 1 to sum over XLA takes another path, which works and is fast.
+        dims = re.sub(r"(\w+),", r"a\1,a", dims)
+        y = multiply_32(dims, x[None], w[None])
+    return y.astype(dtype or x.dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))
@@ -307,32 +299,27 @@ def einsum_forward(dims, x, w, dtype, part):
     return multiply(dims, x, cut_part(w, part), dtype), (x, w)
 
 
-def einsum_backward(dims, dtype, part, xw, grad_y):
+def einsum_backward(dims, dtype, part, xw, exact_grad_y):
     x, whole_w = xw
     w, cut_backward = jax.vjp(partial(cut_part, part=part), whole_w)
-    grad_x, grad_w = multiply_backward(dims, x, w, grad_y)
-    return grad_x, *cut_backward(grad_w)
-
-
-def multiply_backward(dims: str, x, w, grad_y):
-    """(gradient of x, gradient of w), for `einsum`."""
     x_dims, w_dims, y_dims = re.split(",|->", dims)
-    exact_grad_y = grad_y
-    grad_y = grad_y.astype(x.dtype)
+    grad_y = exact_grad_y.astype(x.dtype)
     grad_x = multiply(f"{y_dims},{w_dims}->{x_dims}", grad_y, w)
     if platform() == "cpu" and x.size > grad_y.size:
         # XLA transposes the first array, so the smaller one comes first: 2 % of an update.  Without
         # the barrier XLA would swap them again.
         order = sorted(w_dims, key=lambda d: d in x_dims)
         grad_w = multiply(f"{y_dims},{x_dims}->{''.join(order)}", grad_y, x)
-        grad_w = lax.optimization_barrier(grad_w)
-        return grad_x, grad_w.transpose([order.index(d) for d in w_dims])
-    if platform() == "tpu" and exact_grad_y.dtype == jnp.float32 != x.dtype:
-        # The values of the grad_y above, written in another way, so that XLA does not take both for
-        # one array.  It then computes the gradient of the logits inside each of the two products
-        # instead of writing it to memory: 17 % fewer cycles for the head of jaxformer_1b.
-        grad_y = lax.reduce_precision(exact_grad_y, 8, 7).astype(x.dtype)
-    return grad_x, multiply(f"{x_dims},{y_dims}->{w_dims}", x, grad_y)
+        grad_w = lax.optimization_barrier(grad_w).transpose([order.index(d) for d in w_dims])
+    else:
+        if platform() == "tpu" and exact_grad_y.dtype == jnp.float32 != x.dtype:
+            # The values of the grad_y above, written in another way, so that XLA does not take both
+            # for one array.  It then computes the gradient of the logits inside each of the two
+            # products instead of writing it to memory: 17 % fewer cycles for the head of
+            # jaxformer_1b.
+            grad_y = lax.reduce_precision(exact_grad_y, 8, 7).astype(x.dtype)
+        grad_w = multiply(f"{x_dims},{y_dims}->{w_dims}", x, grad_y)
+    return grad_x, *cut_backward(grad_w)
 
 
 einsum.defvjp(einsum_forward, einsum_backward)
