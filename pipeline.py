@@ -183,40 +183,6 @@ def make_schedule(cfg: Config, microbatches: int) -> Schedule:
     return Schedule(pp, parts, microbatches, after_all if gpipe else after_one)
 
 
-class BufferedWork:
-    """A schedule's forward and backward work, with the buffer of what waits between them."""
-
-    def __init__(self, work, size: int, output_waits: bool):
-        """size: of the buffer; output_waits: as Schedule.output_waits."""
-        self.work, self.size, self.output_waits = work, size, output_waits
-        # What waits is written to the buffer, and read from it, inside of a branch, where XLA
-        # copies nothing: writing after the branch makes updates of the demo on (2, 2, 2) take 1.08
-        # times the CPU time.  On a GPU XLA would copy the whole buffer for each write inside:
-        # llama_1b with dp 4, pp 2, 1f1b and remat=dots on H200s would need 21.6 GiB instead of
-        # 14.2.
-        self.writes_inside = platform() not in GPUS
-
-    def forward(self, m, r, x_BLD, buffer, total):
-        """(y_BLD, what `buffer_after` takes, total)"""
-        y_BLD, saved, total = self.work.forward(m, r, x_BLD, total)
-        new = saved, y_BLD if self.output_waits else None
-        kept = put_in_buffer(buffer, new, m, r, self.size) if self.writes_inside else new
-        return y_BLD, kept, total
-
-    def skip_forward(self, m, r, x_BLD, buffer, total):
-        """What `forward` returns, for a stage without work."""
-        kept = buffer if self.writes_inside else take_from_buffer(buffer, m, r, self.size)
-        return x_BLD, kept, total
-
-    def buffer_after(self, m, r, buffer, kept):
-        """The buffer after the branch of `forward` and `skip_forward`."""
-        return kept if self.writes_inside else put_in_buffer(buffer, kept, m, r, self.size)
-
-    def backward(self, m, r, buffer, grad_BLD, total):
-        saved, _ = take_from_buffer(buffer, m, r, self.size)
-        return self.work.backward(m, r, saved, grad_BLD, total)
-
-
 def run_schedule(schedule: Schedule, work, example_BLD, example_saved, total, branch: Callable):
     """Do the work of a schedule in one loop over its ticks; returns the total.
 
@@ -233,8 +199,11 @@ def run_schedule(schedule: Schedule, work, example_BLD, example_saved, total, br
         lambda x: mark_varying(jnp.zeros((schedule.parts, size, *x.shape), x.dtype)),
         (example_saved, example_BLD if schedule.output_waits else None),
     )
-
-    both = BufferedWork(work, size, schedule.output_waits)
+    # What waits is written to the buffer, and read from it, inside of a branch, where XLA copies
+    # nothing: writing after the branch makes updates of the demo on (2, 2, 2) take 1.08 times the
+    # CPU time.  On a GPU XLA would copy the whole buffer for each write inside: llama_1b with dp 4,
+    # pp 2, 1f1b and remat=dots on H200s would need 21.6 GiB instead of 14.2.
+    writes_inside = platform() not in GPUS
 
     def tick(carry, t):
         def when(is_due, f, *state, skip=keep):
@@ -245,27 +214,38 @@ def run_schedule(schedule: Schedule, work, example_BLD, example_saved, total, br
         buffer = buffer if size > 1 else empty
         m, r = schedule.microbatch_and_part(t - s)
         x_BLD, total = when(schedule.does_begin, partial(work.begin, m), x_BLD, total)
-        run_forward, skip_forward = partial(both.forward, m, r), partial(both.skip_forward, m, r)
-        y_BLD, kept, total = when(
-            schedule.does_forward, run_forward, x_BLD, buffer, total, skip=skip_forward
+
+        def forward(x_BLD, buffer, total):
+            y_BLD, saved, total = work.forward(m, r, x_BLD, total)
+            new = saved, y_BLD if schedule.output_waits else None
+            return y_BLD, put_in_buffer(buffer, new, m, r) if writes_inside else new, total
+
+        def skip_forward(x_BLD, buffer, total):
+            return x_BLD, buffer if writes_inside else take_from_buffer(buffer, m, r), total
+
+        y_BLD, written, total = when(
+            schedule.does_forward, forward, x_BLD, buffer, total, skip=skip_forward
         )
-        buffer = both.buffer_after(m, r, buffer, kept)
+        buffer = written if writes_inside else put_in_buffer(buffer, written, m, r)
 
         end_m, end_r = schedule.backward_microbatch_and_part(t, pp - 1)
         end_BLD = y_BLD
         if schedule.output_waits:
-            _, end_BLD = take_from_buffer(buffer, end_m, end_r, size)
+            _, end_BLD = take_from_buffer(buffer, end_m, end_r)
         end_grad_BLD, total = when(schedule.does_score, partial(work.score, end_m), end_BLD, total)
 
         back_m, back_r = schedule.backward_microbatch_and_part(t, s)
         is_end = (s == pp - 1) & (back_r == schedule.parts - 1)
         grad_BLD = jnp.where(is_end, end_grad_BLD, grad_BLD)
-        run_backward = partial(both.backward, back_m, back_r, buffer)
-        grad_BLD, total = when(schedule.does_backward, run_backward, grad_BLD, total)
+
+        def backward(grad_BLD, total):
+            saved, _ = take_from_buffer(buffer, back_m, back_r)
+            return work.backward(back_m, back_r, saved, grad_BLD, total)
 
         def finish(total):
             return (work.finish(back_m, grad_BLD, total),)
 
+        grad_BLD, total = when(schedule.does_backward, backward, grad_BLD, total)
         (total,) = when(schedule.does_finish, finish, total)
         sent = lax.ppermute(y_BLD, "pp", to_next), lax.ppermute(grad_BLD, "pp", to_previous)
         return (*sent, buffer if size > 1 else (), total), None
@@ -275,23 +255,23 @@ def run_schedule(schedule: Schedule, work, example_BLD, example_saved, total, br
     return lax.scan(tick, start, jnp.arange(schedule.ticks))[0][-1]
 
 
-def put_in_buffer(buffer, new, m, r, size: int):
+def put_in_buffer(buffer, new, m, r):
     """The buffer, arrays of [part, size, ...], with those of microbatch m and part r.
 
     With a size of 1 an item's arrays are used in the same tick, and replace the whole buffer.
     """
-    if size == 1:
-        return jax.tree.map(lambda x: x[None, None], new)
 
     def put(x, new):
-        return lax.dynamic_update_slice(x, new[None, None], (r, m % size, *(0,) * new.ndim))
+        if x.shape[1] == 1:
+            return new[None, None]
+        return lax.dynamic_update_slice(x, new[None, None], (r, m % x.shape[1], *(0,) * new.ndim))
 
     return jax.tree.map(put, buffer, new)
 
 
-def take_from_buffer(buffer, m, r, size: int):
+def take_from_buffer(buffer, m, r):
     """The arrays of microbatch m and part r."""
-    return jax.tree.map(lambda x: x[0, 0] if size == 1 else x[r, m % size], buffer)
+    return jax.tree.map(lambda x: x[0, 0] if x.shape[1] == 1 else x[r, m % x.shape[1]], buffer)
 
 
 # ---- how a stage skips work, for `run_schedule`
