@@ -225,11 +225,10 @@ def decoding_attention(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg, sink_H=None):
     if span.document_BL is not None:
         seen_BLS &= span.document_BL[..., None] == span.document_BS[:, None]
     score_BGRLS = jnp.where(seen_BLS[:, None, None], score_BGRLS, -1e30)
-    if sink_H is None:
-        prob_BGRLS = jax.nn.softmax(score_BGRLS, -1)
-    else:
+    if sink_H is not None:  # the score of one more key, whose probability is dropped
         sink_BGRL1 = jnp.broadcast_to(sink_H.reshape(G, -1, 1, 1), (B, G, H // G, L, 1))
-        prob_BGRLS = jax.nn.softmax(jnp.append(score_BGRLS, sink_BGRL1, -1), -1)[..., :S]
+        score_BGRLS = jnp.append(score_BGRLS, sink_BGRL1, -1)
+    prob_BGRLS = jax.nn.softmax(score_BGRLS, -1)[..., :S]
     prob_BGQS = prob_BGRLS.astype(q_BLHK.dtype).reshape(B, G, -1, S)
     y_BGRLW = einsum("BGQS,BGSW->BGQW", prob_BGQS, v_BGSW).reshape(B, G, H // G, L, -1)
     return y_BGRLW.transpose(0, 3, 1, 2, 4).reshape(B, L, H, -1).astype(y_dtype)

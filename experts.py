@@ -262,10 +262,8 @@ def run_experts_of_ranks(x_QD, gate_U, expert_U, w, cfg):
     slot_U = rank_U * room + queue_positions(rank_U, dp)
     x_OD, gate_O, pair_O = fill_slots(x_QD, gate_U, slot_U, dp * room)
     expert_O = (expert_U % E).at[pair_O].get(mode="fill", fill_value=E)
-    x_OD = lax.all_to_all(x_OD, "dp", 0, 0, tiled=True)
-    gate_O = lax.all_to_all(gate_O, "dp", 0, 0, tiled=True)
-    expert_O = lax.all_to_all(expert_O, "dp", 0, 0, tiled=True)
-    y_OD = run_experts(x_OD, gate_O, expert_O, w, cfg)
+    received = lax.all_to_all((x_OD, gate_O, expert_O), "dp", 0, 0, tiled=True)
+    y_OD = run_experts(*received, w, cfg)
     y_OD = lax.all_to_all(y_OD, "dp", 0, 0, tiled=True)
     return from_slots(y_OD, pair_O, slot_U, X)
 
@@ -301,8 +299,7 @@ def dispatch_with_capacity(x_BLD, gate_BLX, expert_BLX, w, cfg):
     x_OD, gate_O, pair_O = fill_slots(x_QD, gate_U, slot_U, B * E * Z)
     x_BEZD, gate_BEZ = x_OD.reshape(B, E, Z, D), gate_O.reshape(B, E, Z)
     if cfg.mesh.experts == "alltoall":
-        x_BEZD = lax.all_to_all(x_BEZD, "dp", split_axis=1, concat_axis=0, tiled=True)
-        gate_BEZ = lax.all_to_all(gate_BEZ, "dp", split_axis=1, concat_axis=0, tiled=True)
+        x_BEZD, gate_BEZ = lax.all_to_all((x_BEZD, gate_BEZ), "dp", 1, 0, tiled=True)
     h_BEZCF = einsum("BEZD,EDCF->BEZCF", x_BEZD, w["in_EDCF"])
     if "in_bias_ECF" in w:
         h_BEZCF = add_bias(h_BEZCF, w["in_bias_ECF"][:, None])
@@ -310,7 +307,7 @@ def dispatch_with_capacity(x_BLD, gate_BLX, expert_BLX, w, cfg):
     gated_BEZF = gate_BEZ[..., None].astype(jnp.float32) * h_BEZF  # whose gradient is a sum over F
     y_BEZD = einsum("BEZF,EFD->BEZD", gated_BEZF.astype(h_BEZF.dtype), w["out_EFD"])
     if cfg.mesh.experts == "alltoall":
-        y_BEZD = lax.all_to_all(y_BEZD, "dp", split_axis=0, concat_axis=1, tiled=True)
+        y_BEZD = lax.all_to_all(y_BEZD, "dp", 0, 1, tiled=True)
     y_QD = from_slots(y_BEZD.reshape(-1, D), pair_O, slot_U, X)
     return y_QD.reshape(x_BLD.shape), slot_BLX < B * E * Z
 

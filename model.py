@@ -283,13 +283,6 @@ def cross_entropy(x_BLD, target_BL, ends, cfg):
 # ---- one layer
 
 
-def residual_scale(cfg: Config) -> float:
-    """The factor on what a layer adds to the residual stream: model.mup_base_depth / n_layers, if
-    that is set (Dey et al. 2025, CompleteP with alpha 1)."""
-    m = cfg.model
-    return m.mup_base_depth / m.n_layers if m.mup_base_depth else 1.0
-
-
 def norm_if_there(x_BLD, w, name: str, cfg: Config):
     """`norm` where the layer has one of that name, elsewhere x."""
     return norm(x_BLD, w, name, cfg) if f"{name}_D" in w else x_BLD
@@ -301,13 +294,16 @@ def decoder_layer(kind, x_BLD, w, cfg, key, span: Span, cache):
     kv: what a cache keeps of the tokens.  statistics: of the attention's scores and of a moe
     layer's routing, in training.
     """
+    m = cfg.model
+    # On what a layer adds to the residual stream (Dey et al. 2025, CompleteP with alpha 1).
+    scale = m.mup_base_depth / m.n_layers if m.mup_base_depth else 1.0
     attn_key, mlp_key = (None, None) if key is None else jax.random.split(key)
-    span = span._replace(window=cfg.model.window if "local" in kind else 0)
+    span = span._replace(window=m.window if "local" in kind else 0)
     _, attention = attention_of(cfg)
     y_BLD = norm_if_there(x_BLD, w, "attn_norm", cfg)
     y_BLD, kv, stats = attention(y_BLD, w, cfg, span, cache)
     y_BLD = norm_if_there(y_BLD, w, "attn_post_norm", cfg)
-    x_BLD = x_BLD + residual_scale(cfg) * dropout(y_BLD, attn_key, span.row_B, cfg)
+    x_BLD = x_BLD + scale * dropout(y_BLD, attn_key, span.row_B, cfg)
     y_BLD = norm_if_there(x_BLD, w, "mlp_norm", cfg)
     if "moe" in kind:
         y_BLD, moe_stats = moe(y_BLD, w, cfg, training=key is not None)
@@ -315,7 +311,7 @@ def decoder_layer(kind, x_BLD, w, cfg, key, span: Span, cache):
     else:
         y_BLD = mlp(y_BLD, w, cfg)
     y_BLD = norm_if_there(y_BLD, w, "mlp_post_norm", cfg)
-    x_BLD = x_BLD + residual_scale(cfg) * dropout(y_BLD, mlp_key, span.row_B, cfg)
+    x_BLD = x_BLD + scale * dropout(y_BLD, mlp_key, span.row_B, cfg)
     return x_BLD, kv, stats
 
 
