@@ -189,9 +189,9 @@ def run_schedule(schedule: Schedule, work, example_BLD, example_saved, total, br
     work: has the methods begin, forward, score, backward and finish of gradient.ScheduledWork.
     example_BLD and example_saved: an x_BLD and what `forward` saves, for shapes and types.
     branch(due, f, skip, *state) returns f(*state), or skip(*state) without work; due(s) says
-    whether stage s has that work.  Each kind of work is a branch of its own, and total chains one
-    to the next, because XLA on a CPU runs independent collectives at once and mixes up those of one
-    group.
+    whether stage s has that work.  Each kind of work is a branch of its own, and takes the total
+    that the one before returned: of branches that do not depend on each other XLA on a CPU would
+    run the collectives at the same time, and mix up those of one group of devices.
     """
     pp, s, size = schedule.pp, lax.axis_index("pp"), schedule.buffer_size()
     to_next, to_previous = neighbours()
@@ -319,9 +319,9 @@ def branch_policy(cfg: Config) -> Callable:
 # ---- layers to the parts of an interleaved schedule
 
 
-def transfer_rounds(pp: int, parts: int) -> list[dict]:
-    """Rounds of messages that bring the layers to the stages of the schedule; in a round each stage
-    sends and receives at most one chunk.  {sender: (receiver, index at the sender, part)}.
+def transfer_rounds(pp: int, parts: int) -> list[list[int]]:
+    """Rounds of messages that bring the layers to the stages of the schedule: the numbers of the
+    chunks that are sent in each.  In a round each stage sends and receives at most one chunk.
 
     The model is pp * parts chunks of layers.  Chunk n is stored on stage n // parts, where its
     index is n % parts; the schedule wants it on stage n % pp, as part n // pp.  With two stages and
@@ -334,13 +334,12 @@ def transfer_rounds(pp: int, parts: int) -> list[dict]:
     """
     rounds = []
     for n in range(parts * pp):
-        sender, receiver = n // parts, n % pp
-        for messages in rounds:
-            if sender not in messages and receiver not in [to for to, *_ in messages.values()]:
+        for chunks in rounds:
+            if all(n // parts != k // parts and n % pp != k % pp for k in chunks):
                 break
         else:
-            rounds.append(messages := {})
-        messages[sender] = receiver, n % parts, n // pp
+            rounds.append(chunks := [])
+        chunks.append(n)
     return rounds
 
 
@@ -356,18 +355,17 @@ def layers_to_parts(layers, cfg: Config):
     parts, pp, s = cfg.mesh.virtual_stages, cfg.mesh.pp, lax.axis_index("pp")
     if parts == 1:
         return layers
-    rounds = transfer_rounds(pp, parts)
 
     def leaf(x):
         x = x.reshape(parts, -1, *x.shape[1:])
         out = jnp.zeros_like(x)
-        for messages in rounds:
+        for n in map(np.array, transfer_rounds(pp, parts)):
+            sender, receiver = n // parts, n % pp
             index, part = np.zeros(pp, int), np.full(pp, parts)  # part `parts` is dropped below
-            for sender, (receiver, sent_index, received_part) in messages.items():
-                index[sender], part[receiver] = sent_index, received_part
-            sent, pairs = x[jnp.asarray(index)[s]], [(a, b) for a, (b, *_) in messages.items()]
-            if any(a != b for a, b in pairs):
-                sent = lax.ppermute(sent, "pp", pairs)
+            index[sender], part[receiver] = n % parts, n // pp
+            sent = x[jnp.asarray(index)[s]]
+            if (sender != receiver).any():
+                sent = lax.ppermute(sent, "pp", np.stack([sender, receiver], 1).tolist())
             out = out.at[jnp.asarray(part)[s]].set(sent, mode="drop")
         return out
 
