@@ -44,9 +44,10 @@ def choose_options(
 ) -> Options:
     """Portions for rows of L tokens: on a CPU the fastest of a study, elsewhere not measured.
 
-    The program has a bounded size: at most 64 blocks up to 4,096 tokens, and then a loop.  loop:
-    always a loop, for programs without one over layers, such as that of a prompt: unrolled, 1,024
-    tokens and 12 layers took 5 times as long to compile, and as long to compute.
+    The program has a bounded size: at most 64 blocks up to 4,096 tokens, and a loop for longer
+    rows.  loop: a loop for all rows, for programs that have none over layers, such as that of a
+    prompt: unrolled, 1,024 tokens and 12 layers took 5 times as long to compile, and were computed
+    no faster.
 
     A CPU's cache should hold the scores of a portion.  In a study of this algorithm, with 16 rows
     of 256 tokens and 8 query and 4 key heads of 32, blocks of 64, 128 and 256 queries took 56, 64

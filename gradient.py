@@ -306,7 +306,7 @@ class ScheduledWork:
         return y_BLD, stats, backward
 
     def begin(self, m, x_BLD, total):
-        """(x_BLD, total): the embedding of microbatch m; the x_BLD given only has the shape."""
+        """(x_BLD, total): the embedding of microbatch m, in place of the given x_BLD."""
         x_BLD, stats, _ = self.apply_front(m, self.front, None)
         prefix = add_trees(total.stats["prefix"], stats)
         return x_BLD, total._replace(stats=total.stats | dict(prefix=prefix))

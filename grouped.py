@@ -158,8 +158,8 @@ def outer_on_gpu(x_OD, y_OF, size_E):
     return vary_like(w_EDF, x_OD)
 
 
-GPU_KERNELS = grouped_on_gpu, outer_on_gpu
-KERNELS = dict(tpu=(grouped_on_tpu, outer_on_tpu), gpu=GPU_KERNELS, cuda=GPU_KERNELS)
+KERNELS = dict.fromkeys(GPUS, (grouped_on_gpu, outer_on_gpu))
+KERNELS["tpu"] = grouped_on_tpu, outer_on_tpu
 """Kernels for `grouped` and `outer` by platform."""
 
 

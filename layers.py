@@ -364,7 +364,8 @@ def add_trees(total, new):
 
 
 def add_to_index(total, new, index):
-    """total with `new` added to total[index], which exists; index: a number for each leading dim.
+    """total with `new` added to total[index], which must exist; index: a number for each leading
+    dim.
 
     total.at[index].add would add a bounds check: a select over all of total.
     """
@@ -376,9 +377,9 @@ def add_to_index(total, new, index):
 
 @jax.custom_vjp
 def tap_gradient(tap, w, index):
-    """(tap, w) unchanged.  A tap is a tree like w whose values are not used: its cotangent is the
-    sum of the gradients of w so far, to which the backward pass adds this one, at `index`, which
-    has a number for each leading dim, or to all of it if index is None.
+    """(tap, w) unchanged.  A tap is a tree like w whose values are not used.  Its cotangent is the
+    sum of the gradients of w so far, and the backward pass adds this gradient to it: at `index`, a
+    number for each leading dim, or to all of it if index is None.
 
     The caller passes the sum so far as the cotangent of the returned tap, and gets the new sum as
     the gradient of the tap given.  The sum grows in place (in an interleaved schedule, in a copy of
