@@ -304,6 +304,8 @@ def splash_attention(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg, interpret=False):
 
 
 KERNELS = dict(xla=xla_attention, cudnn=cudnn_attention, splash=splash_attention)
+PLATFORMS = dict(cudnn=GPUS, splash=("tpu",))
+"""Where the kernels run that do not run everywhere."""
 
 
 def why_unsupported(kernel: str, q_BLHK, v_BSGW, span: Span, cfg: Config) -> str:
@@ -311,8 +313,8 @@ def why_unsupported(kernel: str, q_BLHK, v_BSGW, span: Span, cfg: Config) -> str
     if kernel == "xla":
         return ""
     L, K = q_BLHK.shape[1], q_BLHK.shape[3]
-    platforms = dict(cudnn=GPUS, splash=("tpu",))[kernel]
-    limits = {f"runs on {platforms[0]}, and this is {platform()}": platform() not in platforms}
+    places = PLATFORMS[kernel]
+    limits = {f"runs on {places[0]}, and this is {platform()}": platform() not in places}
     limits |= {"has no attention sinks (model.attn_sinks)": cfg.model.attn_sinks}
     if kernel == "cudnn":
         capability = compute_capability()
@@ -344,7 +346,7 @@ def attend(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg, sink_H=None):
     if span.decoding:
         attention = xla_attention if span.prompt else decoding_attention
         return attention(q_BLHK, k_BSGK, v_BSGW, span, cfg, sink_H)
-    best = dict(tpu="splash", **dict.fromkeys(GPUS, "cudnn")).get(platform(), "xla")
+    best = next((name for name, places in PLATFORMS.items() if platform() in places), "xla")
     kernel = best if cfg.train.attention == "auto" else cfg.train.attention
     why = why_unsupported(kernel, q_BLHK, v_BSGW, span, cfg)
     if why:

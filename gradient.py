@@ -155,19 +155,16 @@ def score_and_gradient(w, grads, y_BLD, target_BL, n_tokens, cfg: Config):
     target_BL = sequences_to_rows(target_BL)
     target_BL = jnp.pad(target_BL, ((0, 0), (0, padding)), constant_values=-1)
     target_BL = lax.dynamic_slice_in_dim(target_BL, s * L, L, 1)
-    unembed_grads = {unembed_name: grads[unembed_name]}
-    loss, unembed_grads, x_grad_BLD = score_chunks(
-        unembed, unembed_grads, x_BLD, target_BL, n_tokens, cfg
-    )
+    loss, unembed_grads, x_grad_BLD = score_chunks(unembed, grads, x_BLD, target_BL, n_tokens, cfg)
     gain_grads, y_grad_BLD = norm_backward(x_grad_BLD)
     gain_grads = add_trees({name: grads[name] for name in gains}, gain_grads)
     return loss, unembed_grads | gain_grads, y_grad_BLD
 
 
 def score_chunks(unembed, grads, x_BLD, target_BL, n_tokens, cfg: Config):
-    """(loss, grads, gradient of x_BLD) of a normed x_BLD, with the gradient of unembed added to the
-    sum grads.  The gradient of a chunk is made while its logits are in memory, so that none are
-    kept or made twice."""
+    """(loss, grads of unembed, gradient of x_BLD) of a normed x_BLD; the gradient of unembed is
+    added to that in grads.  The gradient of a chunk is computed while its logits are in memory, so
+    that no logits are kept or computed twice."""
 
     def objective(unembed, x_BLD, target_BL):
         nll_BL, z_BL, _ = cross_entropy(x_BLD, target_BL, unembed, cfg)
@@ -183,7 +180,8 @@ def score_chunks(unembed, grads, x_BLD, target_BL, n_tokens, cfg: Config):
 
     chunks = split_chunks(x_BLD, target_BL, cfg)
     zero = lax.pcast(jnp.float32(0), with_slices(*BATCH), to="varying")
-    (loss, grads), x_grad = lax.scan(add_chunk, (zero, grads), chunks)
+    start = zero, {name: grads[name] for name in unembed}
+    (loss, grads), x_grad = lax.scan(add_chunk, start, chunks)
     x_grad = x_grad.reshape(-1, x_BLD.shape[-1])[: target_BL.size]
     return loss, grads, x_grad.reshape(x_BLD.shape)
 
