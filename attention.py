@@ -282,8 +282,8 @@ def splash_attention(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg, interpret=False):
     run = jax.vmap(kernel)
     typed = typed_kernel_outputs(splash, jax.typeof(q_BLHK).manual_axis_type)
 
-    # JAX traces a backward pass after this function has returned, when module.jax is back in place.
-    # In a custom_vjp it can be replaced once more.
+    # JAX traces a backward pass after this function has returned, when the kernels declare plain
+    # outputs again.  The functions of a custom_vjp can be `typed` each.
     @jax.custom_vjp
     @typed
     def run_typed(*args):
@@ -589,7 +589,7 @@ ATTENTION = dict(
 )
 """model.attention: the table of its weights, and the function (x_BLD, w, cfg, Span, cache) ->
 (y_BLD, the cache, statistics that are summed over devices).  In decoding without a cache the second
-is what one would keep of the tokens; in training it is not used."""
+result is what a cache would keep of the tokens; in training it is not used."""
 
 
 def attention_of(cfg: Config):

@@ -254,8 +254,8 @@ def run_experts_of_ranks(x_QD, gate_U, expert_U, w, cfg):
     """`run_experts` where experts stay with their dp rank: each rank sends its pairs to the ranks
     of their experts.
 
-    All pairs may go to one rank, so there is room for that: dp times the even share in memory, and
-    in the matmuls of tiles.  Kernels multiply only the rows that came.
+    All pairs may go to one rank, so there is room for all of them: dp times the even share, in
+    memory and in the products of tiles.  Kernels multiply only the rows that have arrived.
     """
     dp, E, X = lax.axis_size("dp"), len(w["out_EFD"]), expert_U.size // len(x_QD)
     rank_U, room = expert_U // E, len(x_QD) * min(X, E)

@@ -167,9 +167,9 @@ KERNELS["tpu"] = grouped_on_tpu, outer_on_tpu
 
 
 def padded_rows(U: int, w_EFD) -> tuple[int, int]:
-    """(O, Z): how many rows U pairs need, and the number of which each expert's size has to be a
-    multiple.  A TPU's kernels take whole blocks of 128 rows, and widths from 128 on; those of
-    Hopper GPUs take bfloat16, widths of a multiple of 128, and more rows than one block has."""
+    """(O, Z): U pairs need O rows, and the size of each expert must be a multiple of Z.  A TPU's
+    kernels take whole blocks of 128 rows, and widths from 128 on; those of Hopper GPUs take
+    bfloat16, widths of a multiple of 128, and more rows than one block has."""
     E, F, D = w_EFD.shape
     if platform() in GPUS:
         fits = D % 128 == F % 128 == 0 and w_EFD.dtype == jnp.bfloat16

@@ -46,8 +46,8 @@ def platform() -> str:
 
 def compute_capability() -> float:
     """The CUDA compute capability of the ambient mesh's devices: for a GPU of scripts/chips.py the
-    one given there, for others that of JAX's first device.  An AMD GPU's is no number, and counts
-    as 0, as other devices do."""
+    one given there, for others that of JAX's first device.  0 for devices that have none, and for
+    AMD GPUs, where it is a name."""
     chip = chip_of(jax.sharding.get_abstract_mesh().abstract_device.device_kind)
     if chip and chip.gpu:
         return chip.gpu.capability

@@ -206,7 +206,8 @@ def gather_layer(w, kind: str, cfg: Config) -> dict:
 @jax.custom_vjp
 def lookup(tap_VD, table_VD, row_BL):
     """(tap_VD, table_VD[row_BL]).  As in `tap_gradient`, the cotangent of the tap is a running sum,
-    to which the backward pass adds the gradient of each row.  Without a backward pass it is None.
+    to which the backward pass adds the gradient of each row.  Without a backward pass the tap is
+    None.
 
     The sum is float32: in bfloat16 it would stop growing at 256 times the size of a term, which a
     frequent token's gradient soon reaches.
@@ -451,8 +452,8 @@ def scan_layers(layer: Callable, x, kinds: list[str], inputs: dict, first_layer,
             outputs[kind] = jax.tree.map(lambda *x: jnp.concatenate(x), *outputs[kind])
         return x, outputs
 
-    # One block is a scan too: its inputs are the weights, while a slice of them would be a copy
-    # that waits with each microbatch.
+    # A single block is a scan too, which reads the weights where they are: a slice of them would be
+    # a copy, kept for each microbatch until its backward pass.
     times = jax.tree.leaves(inputs)[0].shape[0]
     numbers = first_layer + len(kinds) * jnp.arange(times)
     x, outputs = lax.scan(block, x, (inputs, numbers), unroll=unroll)
