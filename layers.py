@@ -8,11 +8,10 @@ Inside shard_map the letters still name the whole dims; a sharded dim is only as
 device's part.
 """
 
-import functools
 import math
 import re
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from platform import machine
 from types import ModuleType
@@ -217,7 +216,7 @@ def rows_to_sequences(x_BL):
 # ---- arithmetic
 
 
-@functools.cache
+@cache
 def has_slow_bfloat16() -> bool:
     """Whether bfloat16 products are probably slower than float32 ones on this host.  On Intel CPUs
     that have AVX-512's instructions for them but not AMX's, as in many virtual machines, they are
