@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 from etils import epath
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Encoding, Tokenizer, models
 
 from errors import DATA, UserError
 from files import npy_bytes, write_whole
@@ -94,7 +94,19 @@ def load_tokenizer(out: str) -> Tokenizer:
         text = (epath.Path(out) / "train" / "tokenizer.json").read_text()
         LOADED[out] = Tokenizer.from_str(text)
         LOADED[out].encode_special_tokens = True  # a special token's name in the text stays text
+        hide_special_pieces(LOADED[out], json.loads(text)["model"])
     return LOADED[out]
+
+
+def hide_special_pieces(tokenizer: Tokenizer, model: dict):
+    """Rename the pieces of special tokens in a Unigram model, because it finds all of its pieces in
+    a text; other models have their names only as a whole.  The tokens keep names and ids."""
+    if model["type"] == "Unigram":
+        vocab = [(piece, score) for piece, score in model["vocab"]]
+        for n, token in tokenizer.get_added_tokens_decoder().items():
+            if token.special and n < len(vocab):
+                vocab[n] = f"\U0010ffff{n}", vocab[n][1]  # U+10FFFF is never a character
+        tokenizer.model = models.Unigram(vocab, model["unk_id"], model["byte_fallback"])
 
 
 def encode_texts(tokenizer: Tokenizer, texts: list[str]) -> list[Encoding]:

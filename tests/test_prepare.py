@@ -413,6 +413,19 @@ def test_documents_end_with_the_token_that_is_named(tmp_path):
     assert ids[1::2].tolist() == [1] * 100 and set(ids[::2].tolist()) == {0, 2}
 
 
+def test_names_of_special_tokens_stay_text_for_a_unigram_model(tmp_path):
+    pieces = ["<unk>", "</s>", *"</ab>"]
+    tokenizer = Tokenizer(models.Unigram([(x, -float(n)) for n, x in enumerate(pieces)], 0))
+    tokenizer.add_special_tokens(["<unk>", "</s>", "<s>"])
+    tokenizer.save(str(tmp_path / "unigram.json"))
+    (tmp_path / "a.txt").write_text("a</s>b?<unk>\nb\n")
+    flags = ["--input", tmp_path / "a.txt", "--document_per_line", "--out", tmp_path / "out"]
+    prepare(*flags, "--tokenizer", tmp_path / "unigram.json", "--end_token", "</s>")
+    assert manifest(tmp_path / "out" / "train")["vocab_size"] == 8
+    ids = {tuple(tokens_of(tmp_path / "out" / split).tolist()) for split in ("train", "val")}
+    assert ids == {(4, 2, 3, 0, 6, 5, 0, 2, 0, 6, 1), (5, 1)}  # 0: what the model does not know
+
+
 def test_the_end_token_of_a_tokenizer_with_other_special_tokens_has_to_be_chosen(tmp_path):
     tokenizer = Tokenizer(models.WordLevel(dict(a=0, b=1), unk_token="b"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
