@@ -3,6 +3,7 @@
 import netrc
 import os
 import tempfile
+import time
 from dataclasses import asdict
 from numbers import Real
 from urllib.parse import urlsplit
@@ -54,32 +55,41 @@ class TensorBoard:
     """
 
     def __init__(self, run: epath.Path, step: int):
-        from tensorboardX import SummaryWriter  # imported here because it takes 0.2 s
+        from tensorboardX import event_file_writer, summary  # here because they take 0.2 s
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
 
         self.folder = run / "tensorboard"
         self.local = local_folder(self.folder)
-        self.writer = SummaryWriter(
-            os.fspath(self.local),
-            purge_step=step + 1,
-            filename_suffix=f".{step}",  # because the names have no time below a second
-        )
+        self.local.mkdir(parents=True, exist_ok=True)
+        # Not SummaryWriter: once its thread has failed, as on a full disk, it waits for ever.  The
+        # suffix is there because the names have no time below a second.
+        self.writer = event_file_writer.EventsWriter(os.fspath(self.local / "events"), f".{step}")
+        self.event, self.scalar = Event, summary.scalar
+        self.write(step + 1, session_log=SessionLog(status=SessionLog.START))
+
+    def write(self, step: int, **content):
+        self.writer.write_event(self.event(wall_time=time.time(), step=step, **content))
 
     def send(self, row: dict):
-        with only_warn("tensorboard lost a row"):
+        if self.writer is None:
+            return
+        try:
             for name, x in row_fields(row).items():
                 if isinstance(x, Real):
-                    self.writer.add_scalar(name, x, row["step"])
+                    self.write(row["step"], summary=self.scalar(name, x))
+        except Exception as e:  # the file may end within an event, so that no other can follow
+            self.writer = None
+            warn(f"tensorboard is off ({describe(e)}); metrics.jsonl has everything")
 
     def upload(self):
         """Bring the file up to date."""
         with only_warn("tensorboard was not written"):
-            self.writer.flush()
+            if self.writer is not None:
+                self.writer.flush()
             upload_folder(self.local, self.folder)
 
     def close(self):
-        with only_warn("tensorboard was not written"):
-            self.writer.close()  # waits for the rows in its queue, which flush does not
-            upload_folder(self.local, self.folder)
+        self.upload()
 
 
 # ---- Weights & Biases

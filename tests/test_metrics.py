@@ -486,6 +486,17 @@ def test_tensorboard_has_the_tokens_of_each_source_also_in_a_bucket(tmp_path, mo
     assert read_scalars(tmp_path) == {("train/tokens", 1): 8} | counts
 
 
+@pytest.mark.usefixtures("time_limit")
+def test_a_full_disk_turns_tensorboard_off_and_does_not_stop_the_run(tmp_path, monkeypatch, capsys):
+    full = Path("/dev/full")
+    monkeypatch.setattr("tensorboardX.record_writer.open_file", lambda path: full.open("wb"))
+    board = boards.TensorBoard(epath.Path(tmp_path), 0)
+    for step in range(1, 500):
+        board.send(dict(kind="train", step=step, loss=1.0))
+    board.close()
+    assert capsys.readouterr().err.count("tensorboard is off (OSError: [Errno 28] No space") == 1
+
+
 def test_tensorboard_does_not_hide_that_storage_fails(tmp_path, monkeypatch):
     log = open_log(tmp_path, on_mesh(config.tiny(), log=dict(wandb="off", tensorboard=True)), 0)
     with monkeypatch.context() as patch:
