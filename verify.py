@@ -157,7 +157,9 @@ class SavedCheckpoints:
         `load` and `reject_step`.
         """
         bad = []
-        while (n := self.find_step(step)) is not None:
+        # Process 0 decides: others may list the folder as it was before the newest save, and parts
+        # of two checkpoints together look damaged.
+        while (n := utils.exchange(utils.run_on_lead(self.find_step, step))[0]) is not None:
             try:
                 tree = self.load(n, abstract)
                 self.newest = self.newest_complete = n

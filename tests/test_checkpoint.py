@@ -323,6 +323,16 @@ def test_a_checkpoint_in_a_bucket_that_orbax_has_missed_is_not_passed_over(copy,
     assert error.value.code == STORAGE
 
 
+def test_all_processes_restore_the_checkpoint_that_process_0_names(copy, monkeypatch):
+    """Another one may list the folder as it was before the newest save."""
+    cfg, run, _ = copy
+    store = open_store(run)
+    monkeypatch.setattr(store.manager, "latest_step", lambda: 10)
+    monkeypatch.setattr(utils, "exchange", lambda value: [20 if value == 10 else value])
+    store.restore(runstate.checkpoint_items(runstate.abstract_state(cfg)))
+    assert store.newest == 20
+
+
 def test_another_setting_or_dtype_is_an_error_that_names_the_fields(copy):
     cfg, run, _ = copy
     abstract = runstate.checkpoint_items(runstate.abstract_state(cfg))
