@@ -8,6 +8,7 @@ are asked for are read.
 
 import itertools
 import os
+import shutil
 import tempfile
 import threading
 from collections import OrderedDict
@@ -74,6 +75,8 @@ class DiskCache:
     def __init__(self, folder: str, limit: int):
         self.folder, self.limit = make_private_folder(folder, "data.cache"), limit
         self.added = limit  # bytes since the last trim; so many that the first page trims
+        self.room = min(2**28, limit // 16)
+        """Bytes of the disk that stay free for others: the run itself may have its rows there."""
 
     def path(self, digest: bytes) -> Path:
         return self.folder / digest.hex()[:2] / digest.hex()
@@ -86,10 +89,11 @@ class DiskCache:
 
     def put(self, digest: bytes, data: bytes):
         path = self.path(digest)
-        with suppress(OSError):  # without the cache, as on a full disk, reading is only slower
-            path.parent.mkdir(mode=0o700, exist_ok=True)
-            path.write_bytes(data)
-            self.added += len(data)
+        with suppress(OSError):  # without the cache reading is only slower
+            if shutil.disk_usage(self.folder).free >= self.room:
+                path.parent.mkdir(mode=0o700, exist_ok=True)
+                path.write_bytes(data)
+                self.added += len(data)
         if self.added > self.limit // 16:
             self.trim()
 

@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -226,6 +227,14 @@ def test_the_cache_on_disk_keeps_its_size_and_what_was_used_last(tmp_path):
     cache.limit = 0
     cache.trim()
     assert [path.name for path in sorted(cache.folder.glob("*/*"))] == ["folder", "thesis.tex"]
+
+
+def test_the_cache_leaves_room_on_its_disk_where_rows_of_the_run_may_be(tmp_path, monkeypatch):
+    cache, key = DiskCache(os.fspath(tmp_path / "cache"), limit=2**32), b"1" * 16
+    for free, found in ((2**28 - 1, None), (2**28, b"page")):
+        monkeypatch.setattr("shutil.disk_usage", lambda path, n=free: SimpleNamespace(free=n))
+        cache.put(key, b"page")
+        assert cache.get(key) == found
 
 
 def test_a_cache_that_is_removed_while_it_is_trimmed_stops_no_run(tmp_path, monkeypatch):
