@@ -64,7 +64,7 @@ class TensorBoard:
         # Not SummaryWriter: once its thread has failed, as on a full disk, it waits for ever.  The
         # suffix is there because the names have no time below a second.
         self.writer = event_file_writer.EventsWriter(os.fspath(self.local / "events"), f".{step}")
-        self.event, self.scalar = Event, summary.scalar
+        self.event, self.scalar, self.flush_at = Event, summary.scalar, 0.0
         self.write(step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def write(self, step: int, **content):
@@ -77,6 +77,9 @@ class TensorBoard:
             for name, x in row_fields(row).items():
                 if isinstance(x, Real):
                     self.write(row["step"], summary=self.scalar(name, x))
+            if time.monotonic() >= self.flush_at:  # so that who looks sees rows of a minute ago
+                self.writer.flush()
+                self.flush_at = time.monotonic() + 60
         except Exception as e:  # the file may end within an event, so that no other can follow
             self.writer = None
             warn(f"tensorboard is off ({describe(e)}); metrics.jsonl has everything")

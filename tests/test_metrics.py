@@ -497,6 +497,14 @@ def test_a_full_disk_turns_tensorboard_off_and_does_not_stop_the_run(tmp_path, m
     assert capsys.readouterr().err.count("tensorboard is off (OSError: [Errno 28] No space") == 1
 
 
+def test_tensorboard_shows_rows_while_the_run_trains(tmp_path):
+    board = boards.TensorBoard(epath.Path(tmp_path), 0)
+    for step in (1, 2):
+        board.flush_at = 0
+        board.send(dict(kind="train", step=step, loss=1.0))
+        assert len(read_scalars(tmp_path)) == step
+
+
 def test_tensorboard_does_not_hide_that_storage_fails(tmp_path, monkeypatch):
     log = open_log(tmp_path, on_mesh(config.tiny(), log=dict(wandb="off", tensorboard=True)), 0)
     with monkeypatch.context() as patch:
