@@ -211,6 +211,7 @@ class MetricsLog:
         if skips > 0:
             warn(f"update {step} skipped: loss {loss}, gradient norm {norm}; {skips} in a row")
         if skips >= self.MAX_SKIPS:
+            self.upload()  # these rows say how the run diverged
             o, first = self.cfg.optim, step - skips + 1
             what = f"diverged: {skips} updates in a row, {first} to {step}, were not finite"
             fix = f"lower optim.lr={o.lr} or optim.clip_norm={o.clip_norm}, or check their data"

@@ -30,7 +30,7 @@ import panels
 import rowfile
 import rundir
 import train
-from errors import USAGE, UserError
+from errors import DIVERGED, USAGE, UserError
 
 # ---- rows
 
@@ -503,6 +503,16 @@ def test_tensorboard_shows_rows_while_the_run_trains(tmp_path):
         board.flush_at = 0
         board.send(dict(kind="train", step=step, loss=1.0))
         assert len(read_scalars(tmp_path)) == step
+
+
+def test_the_rows_of_a_divergence_are_sent_before_the_run_ends(tmp_path):
+    cfg = on_mesh(config.tiny(), log=dict(wandb="off", tensorboard=True))
+    log, scalars = open_log(tmp_path, cfg, 0), dict(loss=jnp.nan, grad_norm=1.0, lr=0.5)
+    with pytest.raises(UserError) as error:
+        for step in range(1, 100):
+            log.add_update(step, {name: jnp.float32(x) for name, x in scalars.items()})
+    assert error.value.code == DIVERGED
+    assert read_scalars(tmp_path)["train/lr", metrics.MAX_SKIPS] == 0.5
 
 
 def test_tensorboard_does_not_hide_that_storage_fails(tmp_path, monkeypatch):
