@@ -224,14 +224,15 @@ h2 { font-size: 1em } .masked { color: #aaa }"""
 
 
 def whole_characters(ids: list[int], decode) -> list[tuple[int, int, str]]:
-    """(first, stop, text) of the tokens in their order: each alone, or together where a character
-    of UTF-8, which has up to four bytes, is cut between them."""
-    found, first = [], 0
-    for stop in range(1, len(ids) + 1):
-        text = decode(ids[first:stop])
+    """(first, stop, text) of the tokens after the first in their order: each alone, or together
+    where a character of UTF-8, which has up to four bytes, is cut between them."""
+    found, before, first = [], 0, 1
+    for stop in range(2, len(ids) + 1):
+        # After those before it, because tokenizers in the style of Llama's strip a first space.
+        text = decode(ids[before:stop])[len(decode(ids[before:first])) :]
         if not text.endswith("\ufffd") or stop - first == 4 or stop == len(ids):
             found.append((first, stop, text))
-            first = stop
+            before, first = first, stop
     return found
 
 
@@ -245,8 +246,8 @@ def to_html(args: Args, rows: list[Row], decode) -> str:
         heading = f"{html.escape(row.title)}, loss {row.mean()}"
         parts.append(f"<h2>{heading}</h2><p>{places}</p><pre>")
         parts.append(html.escape(decode(row.tokens[:1])))
-        for first, stop, text in whole_characters(row.tokens[1:], decode):
-            nll = row.nll[first:stop][row.scored[first:stop]]
+        for first, stop, text in whole_characters(row.tokens, decode):
+            nll = row.nll[first - 1 : stop - 1][row.scored[first - 1 : stop - 1]]
             red = f"rgba(220,40,30,{min(1, float(max(nll, default=0)) / 10):.2f})"
             losses = " ".join(f"{x:.2f}" for x in nll)
             facts = f'title="{losses}" style="background: {red}"' if losses else 'class="masked"'

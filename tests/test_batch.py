@@ -14,6 +14,7 @@ import pytest
 from conftest import ROOT, on_mesh
 from etils import epath
 from runs import copy_run, finish, new_run, refusal, rows, start, wait_for_step, wait_until
+from tokenizers import Tokenizer, decoders, models
 
 import config
 import files
@@ -348,6 +349,16 @@ def test_the_page_shows_characters_of_several_tokens():
     spans = re.findall(r'<span title="([^"]*)" style="[^"]*,([\d.]+)\)">([^<]*)</span>', page)
     assert [text for *_, text in spans] == ["é", "日", "🙂", "!", "\ufffd"]
     assert spans[1][:2] == ("2.00 3.00 4.00", "0.40")
+
+
+def test_the_page_keeps_the_spaces_of_a_tokenizer_in_the_style_of_llama():
+    tokenizer = Tokenizer(models.WordLevel({"\u2581an": 0, "\u2581old": 1, "er": 2}, "none"))
+    tokenizer.decoder = decoders.Metaspace()
+    nll, scored = np.zeros(2), np.ones(2, bool)
+    page = batch.to_html(
+        batch.Args("run", 1), [batch.Row("row 0", [], [0, 1, 2], scored, nll)], tokenizer.decode
+    )
+    assert re.sub("<[^>]*>", "", page.partition("<pre>")[2]) == tokenizer.decode([0, 1, 2])
 
 
 @pytest.fixture
