@@ -262,7 +262,6 @@ class Profile:
                 log.flush()
         if is_end:
             log.run_untimed(self.stop)
-            self.state = "traced"
 
     def start(self):
         self.local_path = local_folder(self.path)
@@ -272,8 +271,11 @@ class Profile:
         self.state = "tracing"
 
     def stop(self):
-        jax.profiler.stop_trace()
-        upload_folder(self.local_path, self.path)
+        self.state = "none"
+        with only_warn("train.profile: the trace was not written"):  # as on a full disk
+            jax.profiler.stop_trace()
+            upload_folder(self.local_path, self.path)
+            self.state = "traced"
 
     def learned_times(self, step: int) -> bytes:
         """With train.pgle, after the last traced update: the times that operations took, as XLA
@@ -298,7 +300,7 @@ class Profile:
         reading a trace takes a while.
         """
         if self.state == "tracing":
-            self.stop()
+            return self.stop()
         if self.state != "traced":
             return
         # The names of their folders are times.

@@ -371,7 +371,8 @@ def train_loop(run, store, state: State, train: Dataset, vals, tasks, stop, cfg:
             recompile = partial(compile_steps, times=times)
             programs = log.run_untimed(recompile, step + 1, train, cfg)
     store.close()
-    profile.report()
+    with utils.only_warn("train.profile: no ledger"):  # rows may still wait in the log
+        profile.report()
     log.close()
     return state, log.past.is_evaluated(cfg.train.steps)
 

@@ -256,6 +256,20 @@ def test_a_resumed_run_traces_nothing_and_a_stopped_one_has_no_ledger(cfg, tmp_p
     assert not (stopped / "ledger.txt").exists()
 
 
+def test_a_trace_that_cannot_be_written_does_not_end_the_run(cfg, tmp_path, monkeypatch, capsys):
+    cfg = replace(cfg, train=replace(cfg.train, profile=(2, 1)))
+    stop_trace = jax.profiler.stop_trace
+
+    def fail():
+        stop_trace()
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: No space left on device")
+
+    monkeypatch.setattr(jax.profiler, "stop_trace", fail)
+    folder = profile_updates(cfg, tmp_path, range(1, 4))
+    assert not (folder / "ledger.txt").exists()
+    assert capsys.readouterr().err.count("train.profile: the trace was not written (Jax") == 1
+
+
 @pytest.mark.parametrize("window", ["0 1", "3 0", "-1 2", "20 2", "1 21"])
 def test_updates_outside_of_the_run_are_refused(window):
     with pytest.raises(UserError) as error:
