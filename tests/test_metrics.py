@@ -512,7 +512,7 @@ def test_the_rows_of_a_divergence_are_sent_before_the_run_ends(tmp_path):
         for step in range(1, 100):
             log.add_update(step, {name: jnp.float32(x) for name, x in scalars.items()})
     assert error.value.code == DIVERGED
-    assert read_scalars(tmp_path)["train/lr", metrics.MAX_SKIPS] == 0.5
+    assert read_scalars(tmp_path)["train/lr", metrics.MetricsLog.MAX_SKIPS] == 0.5
 
 
 def test_tensorboard_does_not_hide_that_storage_fails(tmp_path, monkeypatch):
