@@ -61,19 +61,46 @@ def decoding_weights(params, cfg: Config) -> dict:
         for group in layer_groups(w):
             layers = stage_layers(cfg, group)
             layers = [jax.tree.map(itemgetter(row), w[group][kind]) for kind, row in layers]
-            w[group] = [shape_gate_and_up(layer, -1) for layer in layers]
+            w[group] = [pack_layer(layer) for layer in layers]
         return add_device_dims(w)
 
     return per_device(params)
 
 
-def shape_gate_and_up(w: dict, *dims: int) -> dict:
-    """A layer's weights, with the gate and up matrices of routed experts as [E, D, *dims].
+def pack_layer(w: dict) -> dict:
+    """A layer's weights as they are kept between tokens, where XLA would copy them for each token:
 
-    Between tokens C and F are one dim, as in the products, because a TPU would copy all experts for
-    each token to join the two (768 MiB a layer for qwen3_30b_a3b).
+    - gate and up apart, in a list of [1, D, F].  CPUs and GPUs would cut them apart: a token of a
+      Llama-style model took 4 times as long on a CPU (4 layers of 768, d_ff 3,072, float32, one
+      row), and the copies take 224 MiB a layer of llama3_8b.
+    - gate and up of routed experts as [E, D, C * F], as in their product: a TPU would join them
+      (768 MiB a layer of qwen3_30b_a3b).
+    - k and v of mla by head, as in their products.
+    - routed experts in bfloat16 as their bits on a CPU, which would convert all of them to float32
+      to choose some: 20 times as long, with 16 experts of which a token uses 2.
     """
-    return w | {n: x.reshape(*x.shape[:2], *dims) for n, x in w.items() if n == "in_EDCF"}
+    packed = {}
+    for name, x in w.items():
+        if name.endswith("in_CDF") and len(x) > 1:
+            x = jnp.split(x, len(x))
+        elif name in ("k_IHK", "v_IHW"):
+            x = x.swapaxes(0, 1)
+        elif name in ("in_EDCF", "out_EFD"):
+            x = x.reshape(*x.shape[:2], -1)
+            if platform() == "cpu" and x.dtype == jnp.bfloat16:
+                x = lax.bitcast_convert_type(x, jnp.uint16)
+        packed[name] = x
+    return packed
+
+
+def unpack_layer(w: dict, kind: str, cfg: Config) -> dict:
+    """The inverse of `pack_layer` as far as XLA does it without a copy, and the weights whole over
+    dp: what `decoder_layer` takes."""
+    w |= {n: x.swapaxes(0, 1) for n, x in w.items() if n in ("k_IHK", "v_IHW")}
+    C = cfg.model.in_matrices
+    w |= {n: x.reshape(*x.shape[:2], C, -1) for n, x in w.items() if n == "in_EDCF"}
+    w = gather_layer(w, kind, cfg)
+    return w | {n: [part[0] for part in x] for n, x in w.items() if isinstance(x, list)}
 
 
 def add_device_dims(tree):
@@ -100,7 +127,7 @@ def empty_cache(w, cfg: Config, B: int, S: int) -> dict:
         x_BLD = mark_varying(jnp.zeros(shape, cfg.train.dtype))
         span = Span(jnp.zeros((B, 1), int), jnp.zeros((B, 1), int), decoding=True)
         _, attention = attention_of(cfg)
-        return attention(x_BLD, gather_layer(w, kind, cfg), cfg, span, None)[1]
+        return attention(x_BLD, unpack_layer(w, kind, cfg), cfg, span, None)[1]
 
     def dtype_of(x):
         is_widened = platform() == "cpu" and x.dtype == jnp.bfloat16
@@ -124,8 +151,7 @@ def run_layers(w, group: str, x_BLD, cache: dict, span: Span, cfg: Config):
     """(x_BLD, cache) after this device's layers of a group."""
     new = []
     for (kind, _), layer, kv in zip(stage_layers(cfg, group), w[group], cache[group], strict=True):
-        layer = shape_gate_and_up(layer, cfg.model.in_matrices, -1)
-        whole = gather_layer(layer, kind, cfg)
+        whole = unpack_layer(layer, kind, cfg)
         x_BLD, kv, _ = decoder_layer(kind, x_BLD, whole, cfg, None, span, kv)
         new.append(kv)
     return x_BLD, cache | {group: mark_varying(new)}

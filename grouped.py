@@ -67,7 +67,10 @@ def grouped_tiles(x_OD, w_EDF, size_E, Z: int, transposed: bool):
 
     def add_tile(y_YZF, tile):
         n, expert, x_ZD = tile
-        y_ZF = multiply(dims, x_ZD, w_EDF[expert])
+        w_DF = w_EDF[expert]
+        if w_DF.dtype == jnp.uint16:  # the bits of bfloat16, see generate.pack_layer
+            w_DF = lax.bitcast_convert_type(w_DF, jnp.bfloat16)
+        y_ZF = multiply(dims, x_ZD, w_DF)
         return lax.dynamic_update_index_in_dim(y_YZF, y_ZF, n, 0), None
 
     shape = len(x_OD) // Z, Z, w_EDF.shape[1 if transposed else 2]

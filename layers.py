@@ -171,14 +171,15 @@ def scatter_sum(y, axis: str, dim: int):
 
 
 def gather_over_dp(w: dict, table: dict) -> dict:
-    """FSDP: gather weights over dp.  The transpose scatters the sum of their gradient."""
+    """FSDP: gather weights over dp; one may be in parts, in a list.  The transpose scatters the sum
+    of their gradient."""
 
-    def gather_weight(x, p: Param):
+    def gather_weight(p: Param, x):
         if p.stays_sharded or "dp" not in p.spec:
             return x
-        return gather(x, "dp", p.spec.index("dp"))
+        return jax.tree.map(partial(gather, axis="dp", dim=p.spec.index("dp")), x)
 
-    return jax.tree.map(gather_weight, w, table)
+    return jax.tree.map(gather_weight, table, w)
 
 
 def tp_part(x, dim):

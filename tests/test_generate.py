@@ -69,26 +69,47 @@ def test_cached_logits_are_those_of_the_whole_row_in_bfloat16(cfg):
     assert 1e-4 < cached_errors(cfg, (1, 1, 1)).mean() < 0.03
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("n_rows", [1, 2])
-def test_decoding_copies_no_whole_cache_and_a_prompt_has_no_scores_in_memory(n_rows, dtype):
-    """By the memory of the compiled programs, besides what they are given and return."""
-    S, m = 2048, replace(PLAIN.model, d_head=64)
-    train = replace(PLAIN.train, seq_len=S, dtype=dtype)
-    cfg = replace(PLAIN, model=m, train=train, mesh=config.Mesh(1, 1, 1))
-    cfg = utils.start_mesh(cfg, rows=n_rows)
-    weights = generate.decoding_weights(params_of(cfg), cfg)
+def temporary_bytes(cfg, n_rows: int, is_prompt: bool) -> tuple[int, list, list]:
+    """(memory of the compiled program besides what it is given and returns, weights, cache)."""
+    cfg = utils.start_mesh(replace(cfg, mesh=config.Mesh(1, 1, 1)), rows=n_rows)
+    S, weights = cfg.train.seq_len, generate.decoding_weights(params_of(cfg), cfg)
     rows = generate.place_rows([[1] * 9] * n_rows, S, cfg)
     prompt = partial(generate.next_logits, n_new=S, cfg=cfg)
     _, cache = jax.eval_shape(prompt, weights, None, *rows)
+    given = (None, *rows, S) if is_prompt else (cache, *rows, 1)
+    program = generate.next_logits.lower(weights, *given, cfg).compile()
+    return program.memory_analysis().temp_size_in_bytes, weights, cache
 
-    def temporary_bytes(cache, n_new: int) -> int:
-        program = generate.next_logits.lower(weights, cache, *rows, n_new, cfg).compile()
-        return program.memory_analysis().temp_size_in_bytes
 
-    in_a_layer = min(x.size * 4 for x in jax.tree.leaves(cache))
-    assert temporary_bytes(cache, 1) < 2 * in_a_layer  # XLA transposes the keys of a single query
-    assert temporary_bytes(None, S) < 4 * n_rows * m.n_heads * S**2
+MLA = dict(d_ff=2**15, attention="mla", kv_rank=64, d_rope=16, d_value=64)
+
+
+def long_rows(dtype: str, **sizes):
+    model = replace(PLAIN.model, n_layers=2, n_heads=2, n_kv_heads=2, d_head=64, **sizes)
+    return replace(PLAIN, model=model, train=replace(PLAIN.train, seq_len=2048, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("n_rows, sizes", [
+    pytest.param(1, dict(d_ff=2**15), id="1-gqa"),
+    pytest.param(2, dict(d_ff=2**15), id="2-gqa"),
+    pytest.param(2, MLA, id="2-mla"),
+    pytest.param(2, dict(pattern="moe", n_experts=64, n_active=2, d_expert=512), id="2-moe"),
+])  # fmt: skip
+def test_decoding_copies_no_cache_and_no_weights(n_rows, sizes, dtype):
+    cfg = long_rows(dtype, **sizes)
+    used, weights, cache = temporary_bytes(cfg, n_rows, is_prompt=False)
+    large = [x.nbytes for x in jax.tree.leaves(weights["layers"]) if x.size >= 2**20]
+    assert large and used < min(large)
+    assert used < min(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("n_rows", [1, 2])
+def test_a_prompt_has_no_scores_in_memory(n_rows, dtype):
+    cfg = long_rows(dtype)
+    used, _, _ = temporary_bytes(cfg, n_rows, is_prompt=True)
+    assert used < 4 * n_rows * cfg.model.n_heads * cfg.train.seq_len**2
 
 
 # ---- drawing
