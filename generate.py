@@ -4,6 +4,7 @@ Dimension key (a suffix on every array's name spells its logical shape):
   M  microbatches, one for each stage   B  sequences   L  sequence length of the new tokens
   S  sequence length of the cache   D  d_model   V  vocabulary
   R  rows: sequences of all microbatches   E  experts   C  gate and up   F  hidden units
+  H  query heads   K  head dim   I  latent of keys and values   W  value dim
 
 Inside shard_map the letters still name the whole dims; a sharded dim is only as long as this
 device's part.
