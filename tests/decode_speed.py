@@ -1,11 +1,11 @@
-"""Milliseconds of a decoded token of gpt2_124m on one core, by Trifold and by transformers, for
-each number of rows, in float32 or the dtype given first; medians of three measurements in turns.
+"""Milliseconds of a decoded token on one core, by Trifold and by transformers, for each number of
+rows; medians of three measurements in turns.  The model is gpt2 (124 million parameters) or llama
+(of that size), in float32 or bfloat16.
 
 One core, because a token reads all weights: the threads of several share the memory's speed, and
 the time that they wait for it would count for each of them.
 
-    JAX_PLATFORMS=cpu .venv-interop/bin/python tests/decode_speed.py 1 8 32
-    JAX_PLATFORMS=cpu .venv-interop/bin/python tests/decode_speed.py bfloat16 1 8 32
+    JAX_PLATFORMS=cpu .venv-interop/bin/python tests/decode_speed.py gpt2 float32 1 8 32
 
 Prints a JSON object for each number of rows.
 """
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # before XLA makes its threads
@@ -31,9 +31,11 @@ import generate
 import model
 import utils
 
+VOCAB_SIZE = 50257
+
 
 def trifold(params, cfg, prompts, n: int):
-    options = dict(vocab_size=50257, temperature=0)
+    options = dict(vocab_size=VOCAB_SIZE, temperature=0)
     deque(generate.generate(params, prompts.tolist(), n, cfg, **options), maxlen=0)
 
 
@@ -49,16 +51,28 @@ def seconds(decode, n: int) -> float:
     return time.process_time() - begin
 
 
+def models(name: str):
+    """(preset, the same model of transformers)."""
+    if name == "gpt2":
+        return config.PRESETS["gpt2_124m"](), GPT2LMHeadModel(GPT2Config())
+    preset = config.PRESETS["llama_1b"]()
+    sizes = dict(n_layers=12, d_model=768, n_heads=12, n_kv_heads=4, d_head=64, d_ff=2048)
+    preset = replace(preset, model=replace(preset.model, **sizes, vocab_size=VOCAB_SIZE))
+    theirs = dict(num_hidden_layers=12, hidden_size=768, intermediate_size=2048)
+    theirs |= dict(num_attention_heads=12, num_key_value_heads=4, vocab_size=VOCAB_SIZE)
+    theirs |= dict(tie_word_embeddings=preset.model.tie_embeddings)
+    return preset, LlamaForCausalLM(LlamaConfig(**theirs))
+
+
 def main():
     torch.set_num_threads(1)
-    preset, numbers = config.PRESETS["gpt2_124m"](), sys.argv[1:]
-    dtype = "float32" if numbers[0].isdigit() else numbers.pop(0)
+    name, dtype, *numbers = sys.argv[1:]
+    preset, network = models(name)
     settings = dict(mesh=config.Mesh(1, 1, 1), train=replace(preset.train, dtype=dtype))
-    preset = replace(preset, **settings)
-    network = GPT2LMHeadModel(GPT2Config()).to(getattr(torch, dtype)).eval()
+    preset, network = replace(preset, **settings), network.to(getattr(torch, dtype)).eval()
     for n_rows in map(int, numbers):
         cfg = utils.start_mesh(preset, rows=n_rows)
-        prompts = np.random.default_rng(0).integers(50257, size=(n_rows, 16))
+        prompts = np.random.default_rng(0).integers(VOCAB_SIZE, size=(n_rows, 16))
         params = model.init_params(cfg)
         decoders = partial(trifold, params, cfg, prompts), partial(transformers, network, prompts)
         for decode in decoders:

@@ -173,11 +173,12 @@ def test_a_bad_request_is_two_lines(flags):
 
 @pytest.mark.slow
 @live
-def test_decoding_takes_no_more_time_than_transformers():
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_decoding_takes_no_more_time_than_transformers(name):
     """On one device: small matmuls take longer with the threads of eight, as in this process."""
     set_by_conftest = ("JAX_NUM_CPU_DEVICES", "NPROC", "XLA_FLAGS")
     env = {name: x for name, x in os.environ.items() if name not in set_by_conftest}
-    done = run("tests/decode_speed.py", 1, 8, env=env)
+    done = run("tests/decode_speed.py", name, "float32", 1, 8, env=env)
     assert done.returncode == 0, done.stderr
     for row in map(json.loads, done.stdout.splitlines()):
         assert row["trifold"] <= row["transformers"], row
