@@ -344,7 +344,8 @@ def test_the_ids_are_those_of_a_run_without_a_kill_and_a_rollback(mixed, monkeyp
 
     def note(self, step):
         arrays = batch(self, step)
-        noted.append([np.asarray(x).reshape(cfg.train.batch_size, -1) for x in arrays])
+        if self.split == "train":
+            noted.append([np.asarray(x).reshape(cfg.train.batch_size, -1) for x in arrays])
         return arrays
 
     def check_ids(cfg) -> int:
