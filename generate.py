@@ -78,7 +78,7 @@ def pack_layer(w: dict) -> dict:
       (768 MiB a layer of qwen3_30b_a3b).
     - k and v of mla by head, as in their products.
     - routed experts in bfloat16 as their bits on a CPU, which would convert all of them to float32
-      to choose some: 20 times as long, with 16 experts of which a token uses 2.
+      to choose some: 15 times as long, with 16 experts of which a token uses 2.
     """
     packed = {}
     for name, x in w.items():
@@ -97,8 +97,8 @@ def pack_layer(w: dict) -> dict:
 def unpack_layer(w: dict, kind: str, cfg: Config) -> dict:
     """The inverse of `pack_layer` as far as XLA does it without a copy, and the weights whole over
     dp: what `decoder_layer` takes."""
+    C, w = cfg.model.in_matrices, dict(w)
     w |= {n: x.swapaxes(0, 1) for n, x in w.items() if n in ("k_IHK", "v_IHW")}
-    C = cfg.model.in_matrices
     w |= {n: x.reshape(*x.shape[:2], C, -1) for n, x in w.items() if n == "in_EDCF"}
     w = gather_layer(w, kind, cfg)
     return w | {n: [part[0] for part in x] for n, x in w.items() if isinstance(x, list)}
