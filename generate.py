@@ -97,9 +97,9 @@ def pack_layer(w: dict) -> dict:
 def unpack_layer(w: dict, kind: str, cfg: Config) -> dict:
     """The inverse of `pack_layer` as far as XLA does it without a copy, and the weights whole over
     dp: what `decoder_layer` takes."""
-    C, w = cfg.model.in_matrices, dict(w)
-    w |= {n: x.swapaxes(0, 1) for n, x in w.items() if n in ("k_IHK", "v_IHW")}
-    w |= {n: x.reshape(*x.shape[:2], C, -1) for n, x in w.items() if n == "in_EDCF"}
+    C = cfg.model.in_matrices
+    w = w | {n: x.swapaxes(0, 1) for n, x in w.items() if n in ("k_IHK", "v_IHW")}
+    w = w | {n: x.reshape(*x.shape[:2], C, -1) for n, x in w.items() if n == "in_EDCF"}
     w = gather_layer(w, kind, cfg)
     return w | {n: [part[0] for part in x] for n, x in w.items() if isinstance(x, list)}
 

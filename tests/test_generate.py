@@ -104,6 +104,14 @@ def test_decoding_copies_no_cache_and_no_weights(n_rows, sizes, dtype):
     assert used < min(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
 
 
+def test_unpacking_leaves_the_packed_weights_as_they_are():
+    """JAX may trace the function that unpacks them more than once."""
+    cfg = utils.start_mesh(replace(PLAIN, mesh=config.Mesh(fsdp="none")), rows=1)
+    packed = generate.pack_layer(dict(k_IHK=np.zeros((3, 2, 4))))
+    for _ in range(2):
+        assert generate.unpack_layer(packed, "dense", cfg)["k_IHK"].shape == (3, 2, 4)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("n_rows", [1, 2])
 def test_a_prompt_has_no_scores_in_memory(n_rows, dtype):
