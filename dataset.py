@@ -459,10 +459,11 @@ class Dataset:
         return [self.reading[n] for n in numbers]
 
     def batch(self, i: int):
-        """Batch i of the set; of a training set what update i + 1 trains on.  `read_ahead` may have
-        begun to read it."""
-        found = self.reading.get(i) or self.read_ahead(range(i, max(i + 1, self.n_batches)))[0]
-        return found.result()
+        """Batch i of the set; of a training set what update i + 1 trains on."""
+        # An evaluation may have begun to read its batches in another order, see eval_indices.
+        if self.split == "train" or i not in self.reading:
+            self.read_ahead(range(i, max(i + 1, self.n_batches)))
+        return self.reading[i].result()
 
     def first_error(self, numbers) -> BaseException | None:
         """Why one of the first NOTICE + 1 of these batches cannot be read, or None.  Waits for

@@ -613,6 +613,13 @@ def test_too_little_data_names_both_numbers(cfg, tmp_path):
     assert "holds 16 tokens; one window needs train.seq_len + 1 = 17" in what
 
 
+def test_each_batch_of_training_begins_to_read_those_after_it(cfg):
+    data = Dataset(on_mesh(cfg), "train")
+    for step in range(3):
+        data.batch(step)
+        assert [*data.reading] == [*range(step, step + cfg.data.prefetch)]
+
+
 def test_a_set_smaller_than_a_batch_repeats_in_new_orders(cfg, tmp_path):
     np.save(tmp_path / "a.npy", np.arange(100, dtype=np.uint16))
     data = open_set(cfg, tmp_path)
