@@ -77,10 +77,10 @@ class TensorBoard:
             for name, x in row_fields(row).items():
                 if isinstance(x, Real):
                     self.write(row["step"], summary=self.scalar(name, x))
-            if time.monotonic() >= self.flush_at:  # so that who looks sees rows of a minute ago
+            if time.monotonic() >= self.flush_at:  # so that a viewer is a minute late at most
                 self.writer.flush()
                 self.flush_at = time.monotonic() + 60
-        except Exception as e:  # the file may end within an event, so that no other can follow
+        except Exception as e:  # the file may end within an event, and no other can follow that
             self.writer = None
             warn(f"tensorboard is off ({describe(e)}); metrics.jsonl has everything")
 

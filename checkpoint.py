@@ -265,7 +265,8 @@ class Checkpoints(SavedCheckpoints):
         """Remove what a failed save left, and open orbax's manager anew.  Returns whether that
         worked; raises as `recover`."""
         try:
-            with suppress(Exception):  # the failed save's, raised again once its threads ended
+            # It raises the failed save's error again, after the threads of that save have ended.
+            with suppress(Exception):
                 self.manager.close()
             self.remove_parts()
             self.open_manager()

@@ -238,8 +238,8 @@ def read_record(path: epath.Path) -> dict:
 
 
 def begin_of_rows(record: dict) -> tuple[int, int]:
-    """(update, tokens until then) before a run's first row in metrics.jsonl: those of its parent
-    where it went on with that one's state."""
+    """(update, tokens until then) before a run's first row in metrics.jsonl: of a branch that began
+    with its parent's state, the parent's."""
     parent = record.get("parent", {})
     return (parent["step"], parent["tokens"]) if parent.get("start_with") == "state" else (0, 0)
 
