@@ -194,9 +194,10 @@ def unknown_tensors(found: dict[str, StoredTensor], known, hf: dict, cfg: Config
     unknown = [n for n in found if n not in known and not n.endswith(hf_families.BUFFERS)]
     if m.tie_embeddings and "lm_head.weight" in unknown:
         unknown.remove("lm_head.weight")
-        both = [found[n] for n in (family.ends[0][0], "lm_head.weight") if n in found]
-        is_readable = len(both) == 2 and all(x.dtype in DTYPES for x in both)  # else refused later
-        if is_readable and not np.array_equal(*(x.read() for x in both)):
+        embed, head = found.get(family.ends[0][0]), found["lm_head.weight"]
+        has_embed = embed and embed.dtype in DTYPES  # else it is refused later
+        is_readable = head.dtype in DTYPES
+        if has_embed and not (is_readable and np.array_equal(embed.read(), head.read())):
             unknown.append("lm_head.weight (tie_word_embeddings, but it is not the embedding)")
     layer = family.layer_prefix.replace(".", r"\.").format(r"(\d{1,9})")
     later = [n for n in unknown if (x := re.match(layer, n)) and int(x[1]) >= m.n_layers]

@@ -539,13 +539,16 @@ def test_a_config_that_changes_the_maths_is_refused(family, keys, words, tmp_pat
     assert words in problems(tmp_path, family, tensors, **keys)
 
 
-def test_tied_weights_of_another_dtype_are_refused(tmp_path):
-    """They are compared, which numpy could not do with these."""
+@pytest.mark.parametrize("dtype, found", [
+    (ml_dtypes.float8_e4m3fn, "model.embed_tokens.weight (F8_E4M3)"),
+    (np.float32, "lm_head.weight (tie_word_embeddings, but it is not the embedding)"),
+])  # fmt: skip
+def test_a_head_of_another_dtype_is_refused_where_weights_are_tied(dtype, found, tmp_path):
+    """They are compared, which numpy could not do with this one."""
     tensors = hf_tensors("qwen3")
-    tensors["model.embed_tokens.weight"] = np.ones((V, D), ml_dtypes.float8_e4m3fn)
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
-    words = problems(tmp_path, "qwen3", tensors, tie_word_embeddings=True)
-    assert "model.embed_tokens.weight (F8_E4M3)" in words
+    tensors["model.embed_tokens.weight"] = np.ones((V, D), dtype)
+    tensors["lm_head.weight"] = np.ones((V, D), ml_dtypes.float8_e4m3fn)
+    assert found in problems(tmp_path, "qwen3", tensors, tie_word_embeddings=True)
 
 
 def test_keys_that_only_concern_other_programs_are_read():
