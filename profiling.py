@@ -272,10 +272,10 @@ class Profile:
 
     def stop(self):
         self.state = "none"
-        with only_warn("train.profile: the trace was not written"):  # as on a full disk
+        with only_warn(f"{self.path} was not written"):  # as on a full disk
             jax.profiler.stop_trace()
-            upload_folder(self.local_path, self.path)
             self.state = "traced"
+            upload_folder(self.local_path, self.path)
 
     def learned_times(self, step: int) -> bytes:
         """With train.pgle, after the last traced update: the times that operations took, as XLA

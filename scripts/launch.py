@@ -91,7 +91,7 @@ def start(words: list[str], **pipes) -> subprocess.Popen:
 
 def kill(process: subprocess.Popen):
     """Kill a program and those that it has started: gcloud is a script that runs Python."""
-    if process.poll() is None:
+    with suppress(ProcessLookupError):  # all of them have ended
         os.killpg(process.pid, signal.SIGKILL)
 
 
@@ -125,7 +125,8 @@ class Worker:
                     print(line.rstrip("\n") + "\n", end="", flush=True)
 
     def end(self):
-        kill(self.process)
+        if self.process.poll() is None:
+            kill(self.process)
         self.reader.join(5)
 
     def report(self):
@@ -259,11 +260,12 @@ class Tpu:
         with start(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
             try:
                 out, err = process.communicate(timeout=CLOUD_LIMIT)
-            except subprocess.TimeoutExpired:
+            except BaseException as e:  # KeyboardInterrupt too
+                kill(process)
+                if not isinstance(e, subprocess.TimeoutExpired):
+                    raise
                 what = f"gcloud {group} {verb} did not end within {CLOUD_LIMIT} s"
                 raise CloudError(what) from None
-            finally:  # after KeyboardInterrupt too
-                kill(process)
         if process.returncode:
             from_error = re.sub("(?s)^.*?(?=ERROR:)", "", err)  # general advice follows the error
             what = f"gcloud {group} {verb}: {' '.join(from_error.split())[:500]}"

@@ -267,7 +267,7 @@ def test_a_trace_that_cannot_be_written_does_not_end_the_run(cfg, tmp_path, monk
     monkeypatch.setattr(jax.profiler, "stop_trace", fail)
     folder = profile_updates(cfg, tmp_path, range(1, 4))
     assert not (folder / "ledger.txt").exists()
-    assert capsys.readouterr().err.count("train.profile: the trace was not written (Jax") == 1
+    assert capsys.readouterr().err.count("profile was not written (Jax") == 1
 
 
 @pytest.mark.parametrize("window", ["0 1", "3 0", "-1 2", "20 2", "1 21"])
