@@ -518,8 +518,8 @@ def mla(x_BLD, w, cfg, span: Span, cache):
     """
     h_BLJ, c_BSI, k_BST = mla_latents(x_BLD, w, cfg, span)
     if span.decoding:
-        # On a TPU padded to whole lanes of 128.  Else XLA would store the tokens along the lanes,
-        # and for each token copy the cache to the layout that it needs and back.
+        # On a TPU padded to whole lanes of 128.  Without that XLA would store the tokens along the
+        # lanes, and for each token copy the cache to the layout that it needs and back.
         C = cfg.model.kv_rank + cfg.model.d_rope
         n_pad = -C % 128 if platform() == "tpu" else 0
         ck_BLC = jnp.pad(jnp.concatenate([c_BSI, k_BST], -1), ((0, 0), (0, 0), (0, n_pad)))

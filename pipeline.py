@@ -199,11 +199,6 @@ def run_schedule(schedule: Schedule, work, example_BLD, example_saved, total, br
         lambda x: mark_varying(jnp.zeros((schedule.parts, size, *x.shape), x.dtype)),
         (example_saved, example_BLD if schedule.output_waits else None),
     )
-    # What waits is written to the buffer, and read from it, inside of a branch, where XLA copies
-    # nothing: writing after the branch makes updates of the demo on (2, 2, 2) take 1.08 times the
-    # CPU time.  On a GPU XLA would copy the whole buffer for each write inside: llama_1b with dp 4,
-    # pp 2, 1f1b and remat=dots on H200s would need 21.6 GiB instead of 14.2.
-    writes_inside = platform() not in GPUS
 
     def tick(carry, t):
         def when(is_due, f, *state, skip=keep):
@@ -214,19 +209,8 @@ def run_schedule(schedule: Schedule, work, example_BLD, example_saved, total, br
         buffer = buffer if size > 1 else empty
         m, r = schedule.microbatch_and_part(t - s)
         x_BLD, total = when(schedule.does_begin, partial(work.begin, m), x_BLD, total)
-
-        def forward(x_BLD, buffer, total):
-            y_BLD, saved, total = work.forward(m, r, x_BLD, total)
-            new = saved, y_BLD if schedule.output_waits else None
-            return y_BLD, put_in_buffer(buffer, new, m, r) if writes_inside else new, total
-
-        def skip_forward(x_BLD, buffer, total):
-            return x_BLD, buffer if writes_inside else take_from_buffer(buffer, m, r), total
-
-        y_BLD, written, total = when(
-            schedule.does_forward, forward, x_BLD, buffer, total, skip=skip_forward
-        )
-        buffer = written if writes_inside else put_in_buffer(buffer, written, m, r)
+        run_if_due, waits = partial(when, schedule.does_forward), schedule.output_waits
+        y_BLD, buffer, total = run_forward(run_if_due, work, m, r, x_BLD, buffer, total, waits)
 
         end_m, end_r = schedule.backward_microbatch_and_part(t, pp - 1)
         end_BLD = y_BLD
@@ -253,6 +237,29 @@ def run_schedule(schedule: Schedule, work, example_BLD, example_saved, total, br
     zero_BLD = jnp.zeros_like(example_BLD)
     start = zero_BLD, zero_BLD, empty if size > 1 else (), total
     return lax.scan(tick, start, jnp.arange(schedule.ticks))[0][-1]
+
+
+def run_forward(run_if_due, work, m, r, x_BLD, buffer, total, output_waits: bool):
+    """(y_BLD, buffer, total) after the forward pass of microbatch m and part r; (x_BLD, buffer,
+    total) if none is due.  The buffer keeps what `work.forward` saves, and y if output_waits.
+
+    It is written inside of the branch, where XLA copies nothing: after the branch updates of the
+    demo on (2, 2, 2) take 1.08 times the CPU time.  On a GPU XLA would copy the whole buffer for
+    each write inside: llama_1b with dp 4, pp 2, 1f1b and remat=dots on H200s would need 21.6 GiB
+    instead of 14.2.
+    """
+    writes_inside = platform() not in GPUS
+
+    def forward(x_BLD, buffer, total):
+        y_BLD, saved, total = work.forward(m, r, x_BLD, total)
+        new = saved, y_BLD if output_waits else None
+        return y_BLD, put_in_buffer(buffer, new, m, r) if writes_inside else new, total
+
+    def skip_forward(x_BLD, buffer, total):
+        return x_BLD, buffer if writes_inside else take_from_buffer(buffer, m, r), total
+
+    y_BLD, written, total = run_if_due(forward, x_BLD, buffer, total, skip=skip_forward)
+    return y_BLD, written if writes_inside else put_in_buffer(buffer, written, m, r), total
 
 
 def put_in_buffer(buffer, new, m, r):
