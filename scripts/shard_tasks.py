@@ -99,13 +99,14 @@ def load_tokenizer(out: str) -> Tokenizer:
 
 
 def hide_special_pieces(tokenizer: Tokenizer, model: dict):
-    """Rename the pieces of special tokens in a Unigram model, because it finds all of its pieces in
-    a text; other models have their names only as a whole.  The tokens keep names and ids."""
+    """Rename the pieces of special tokens inside a Unigram model, which would else find their names
+    in a text: `<s>` there would become the token.  Names and ids of the tokens stay.  BPE builds
+    its pieces by merges, of which special tokens have none."""
     if model["type"] == "Unigram":
         vocab = [(piece, score) for piece, score in model["vocab"]]
         for n, token in tokenizer.get_added_tokens_decoder().items():
             if token.special and n < len(vocab):
-                vocab[n] = f"\U0010ffff{n}", vocab[n][1]  # U+10FFFF is never a character
+                vocab[n] = f"\U0010ffff{n}", vocab[n][1]  # Unicode has no character there
         tokenizer.model = models.Unigram(vocab, model["unk_id"], model["byte_fallback"])
 
 
