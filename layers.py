@@ -22,8 +22,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from architecture import Model
+from chips import chip_of
 from config import Config
-from scripts.chips import chip_of
 from utils import AXES, with_slices
 from weights import Normal, Param, norm_gain, normal, zero_bias
 
@@ -44,8 +44,8 @@ def platform() -> str:
 
 
 def compute_capability() -> float:
-    """The CUDA compute capability of the ambient mesh's devices: for a GPU of scripts/chips.py the
-    one given there, for others that of JAX's first device.  0 for devices that have none, and for
+    """The CUDA compute capability of the ambient mesh's devices: for a GPU of chips.py the one
+    given there, for others that of JAX's first device.  0 for devices that have none, and for
     AMD GPUs, where it is a name."""
     chip = chip_of(jax.sharding.get_abstract_mesh().abstract_device.device_kind)
     if chip and chip.gpu:

@@ -18,7 +18,7 @@ from jax.experimental.profiler import get_profiled_instructions_proto
 from config import SLICE, Config
 from files import local_folder, paths_in, upload_folder, write_whole
 from metrics import MetricsLog
-from scripts.step_picture import step_svg
+from step_picture import step_svg
 from utils import AXES, exchange, is_lead, only_warn, run_on_lead, say, warn
 
 UPDATE, DATA_WAIT = "update", "data wait"  # the events with which the host marks a trace

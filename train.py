@@ -57,7 +57,9 @@ import processes
 import runstate
 import utils
 from branch import Parent
+from chips import chip_of
 from config import Config
+from cost_model import choose_remat
 from dataset import Dataset, check_tokenizers
 from errors import INTERRUPTED
 from experts import moe_metrics, update_router_biases, warn_of_constant_gate
@@ -70,8 +72,6 @@ from parsers import read_sets
 from profiling import DATA_WAIT, Profile
 from rundir import open_run, record_start
 from runstate import State
-from scripts.chips import chip_of
-from scripts.cost_model import choose_remat
 from tasks import Tasks, open_tasks
 from weights import random_key
 

@@ -17,10 +17,10 @@ from jax.experimental import topologies
 import runstate
 import train
 import utils
+from chips import Chip, gpu_target
 from config import Config
+from cost_model import assume_gpu, scale, work_shares
 from errors import USAGE, UserError
-from scripts.chips import Chip, gpu_target
-from scripts.cost_model import assume_gpu, scale, work_shares
 
 
 def is_installed(module: str) -> bool:

@@ -69,11 +69,11 @@ import rundir
 import runstate
 import utils
 from boards import has_wandb_key
+from chips import GIB, chip_of
 from connect import name_ids
 from dataset import Dataset, TokenFiles, check_tokenizers, parts_of
 from errors import USAGE, UserError, describe
 from parsers import read_sets
-from scripts.chips import GIB, chip_of
 from scripts.outputs import check_output, nearest_folder
 from tasks import open_tasks
 

@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import checks
 import cli
 import config
+from chips import GIB, Chip, parse_topology
 from config import Config, Flag
 from errors import USAGE, UserError
-from scripts.chips import GIB, Chip, parse_topology
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,11 @@ if __name__ == "__main__":  # before jax is imported, see train.py
 import numpy as np
 from tqdm import tqdm
 
+import cost_model
 import model
 import train
 import utils
-from scripts import compiled_cost, cost_model
+from scripts import compiled_cost
 
 # ---- the plan
 

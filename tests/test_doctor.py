@@ -20,11 +20,12 @@ from conftest import ROOT
 from runs import finish, free_port
 from test_train import OBEY_PERMISSIONS
 
+import chips
 import config
 import utils
+from chips import GIB
 from errors import USAGE
-from scripts import chips, doctor
-from scripts.chips import GIB
+from scripts import doctor
 from scripts.doctor import FAIL, OK, WARN, Row
 
 ENV = {name: x for name, x in os.environ.items() if name not in ("JAX_NUM_CPU_DEVICES", "NPROC")}

@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import checks
 import config
+import cost_model
 import generate
 import grouped
 import layers
@@ -30,11 +31,12 @@ import model
 import optim
 import profiling
 import runstate
+import step_picture
 import train
 import utils
+from chips import CHIPS, GIB, chip_of, gpu_target, parse_topology
 from errors import USAGE, UserError
-from scripts import compiled_cost, cost_model, plan, step_picture
-from scripts.chips import CHIPS, GIB, chip_of, gpu_target, parse_topology
+from scripts import compiled_cost, plan
 
 CHIP = CHIPS["v5e"]
 TINY = replace(config.tiny(), train=replace(config.tiny().train, dtype="bfloat16"))

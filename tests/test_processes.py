@@ -314,8 +314,8 @@ def test_a_rollback_that_one_process_lacks_is_an_error(monkeypatch):
 
 
 def test_the_compared_version_is_that_of_the_scripts_too(monkeypatch, tmp_path):
-    """train.py imports some of them."""
-    seen, script = [], tmp_path / "scripts" / "chips.py"
+    """scripts/doctor.py compares it as train.py does."""
+    seen, script = [], tmp_path / "scripts" / "doctor.py"
     script.parent.mkdir()
     monkeypatch.setattr(processes, "__file__", str(tmp_path / "processes.py"))
     monkeypatch.setattr(processes, "differences", lambda facts: seen.append(facts) or {})

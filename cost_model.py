@@ -1,7 +1,8 @@
 """What a training step costs one device, counted in the step's jaxpr: FLOPs, seconds of matmuls,
 bytes of collectives, and the memory in use at once.  Nothing is compiled or run.
 
-The figures of XLA's compiler are in compiled_cost.py; plan.py turns these costs into a plan.
+scripts/compiled_cost.py has the figures of XLA's compiler; scripts/plan.py turns these costs into
+a plan.
 """
 
 import math
@@ -27,8 +28,8 @@ import model
 import pipeline
 import runstate
 import utils
+from chips import Chip
 from config import Config
-from scripts.chips import Chip
 
 # ---- the step as a list of operations
 

@@ -1,6 +1,6 @@
-"""The chips that scripts/plan.py can plan for.
+"""The chips that the cost model knows: their memory, speeds and networks.
 
-It needs no jax, so that plan.py can check a topology before it imports jax.
+It needs no jax, so that scripts/plan.py can check a topology before it imports jax.
 """
 
 import math

@@ -7,9 +7,9 @@ from dataclasses import replace
 from html import escape
 from typing import NamedTuple
 
+from chips import CHIPS, chip_of
 from config import Config
-from scripts.chips import CHIPS, chip_of
-from scripts.cost_model import Cost, bodies, count_cost, flatten, trace_step, work_shares
+from cost_model import Cost, bodies, count_cost, flatten, trace_step, work_shares
 
 COLOURS = dict(slice="#b07aa1", dp="#4e79a7", pp="#f28e2b", tp="#59a14f")
 # Titles for the functions that are bodies of loops in the step; others keep their names.
