@@ -33,19 +33,16 @@ from blockwise import block_attention
 from config import Config
 from errors import USAGE, UserError, look_up
 from layers import (
-    GPUS,
     add_bias,
-    compute_capability,
     einsum,
     gather,
-    platform,
     rms_norm,
     scatter_sum,
     softcap,
     to_residual,
     typed_kernel_outputs,
 )
-from utils import warn, with_slices
+from utils import GPUS, compute_capability, platform, warn, with_slices
 from weights import Param, norm_gain, normal, zero_bias
 
 # ---- what a token sees

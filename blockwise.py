@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from layers import multiply, platform, softcap
+from layers import multiply, softcap
+from utils import platform
 
 
 class Options(NamedTuple):

@@ -31,7 +31,7 @@ class Chip(NamedTuple):
     """One device."""
 
     kind: str
-    """Its name in utils.PEAK_TFLOPS."""
+    """Its name in PEAK_TFLOPS."""
     memory: float
     """Bytes that a program may use."""
     hbm: float
@@ -88,6 +88,18 @@ CHIPS = {
     "h200": Chip("NVIDIA H200", 139.8 * JAX_GIB, 4.8e12, 4.5e11, 50e9, 1.98e9, H200),
     "b200": Chip("NVIDIA B200", 178.36 * JAX_GIB, 7.67e12, 9e11, 50e9, 1.965e9, B200),
 }
+
+# Dense bfloat16 TFLOP/s of a JAX device, summed in float32, from data sheets and for GeForce from
+# NVIDIA's architecture papers; a TPU v2, v3 or 7x chip is two devices.
+PEAK_TFLOPS = {
+    "TPU v2": 22.5, "TPU v3": 61.5, "TPU v4": 275, "TPU v5 lite": 197, "TPU v5e": 197,
+    "TPU v5": 459, "TPU v5p": 459, "TPU v6 lite": 918, "TPU v6e": 918, "TPU7x": 1153.5,
+    "NVIDIA A100-SXM4-40GB": 312, "NVIDIA A100-SXM4-80GB": 312, "NVIDIA A100-PCIE-40GB": 312,
+    "NVIDIA A100 80GB PCIe": 312, "NVIDIA H100 80GB HBM3": 989, "NVIDIA H100 PCIe": 756,
+    "NVIDIA H100 NVL": 835, "NVIDIA H200": 989, "NVIDIA B200": 2250, "NVIDIA GB200": 2500,
+    "NVIDIA L4": 121, "NVIDIA L40S": 362, "NVIDIA GeForce RTX 3090": 71,
+    "NVIDIA GeForce RTX 4090": 165, "NVIDIA GeForce RTX 5090": 209.5,
+}  # fmt: skip
 
 # {another name that JAX has for a kind of device: its Chip.kind}.
 JAX_NAMES = {"TPU v5 lite": "TPU v5e", "TPU v5": "TPU v5p", "TPU v6 lite": "TPU v6e"}

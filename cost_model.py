@@ -28,7 +28,7 @@ import model
 import pipeline
 import runstate
 import utils
-from chips import Chip
+from chips import PEAK_TFLOPS, Chip
 from config import Config
 
 # ---- the step as a list of operations
@@ -277,7 +277,7 @@ def work_shares(n: int, cfg: Config) -> tuple:
 
 def peak_flops(chip: Chip) -> float:
     """FLOP/s in bfloat16; used for float32 too, which is slower."""
-    return utils.PEAK_TFLOPS[chip.kind] * 1e12
+    return PEAK_TFLOPS[chip.kind] * 1e12
 
 
 # ---- memory

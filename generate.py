@@ -23,10 +23,10 @@ from jax.sharding import PartitionSpec as P
 from architecture import layer_places
 from attention import Span, attention_of, document_ids
 from config import Config
-from layers import mark_varying, norm, platform, tp_part
+from layers import mark_varying, norm, tp_part
 from model import apply_embedding, decoder_layer, gather_layer, logits, param_specs, prepare_weights
 from pipeline import forward_pipeline
-from utils import host_rows, put, with_slices
+from utils import host_rows, platform, put, with_slices
 
 
 def per_device_spec() -> P:

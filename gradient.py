@@ -23,8 +23,6 @@ from attention import Span, full_row_span
 from config import SLICE, Config
 from experts import MOE_STATS
 from layers import (
-    BATCH,
-    STAGE,
     add_trees,
     gather_rows,
     mark_varying,
@@ -44,7 +42,7 @@ from model import (
     stacked_shape,
 )
 from pipeline import branch_policy, layers_to_parts, make_schedule, run_schedule
-from utils import AXES, with_slices
+from utils import AXES, BATCH, STAGE, with_slices
 
 # ---- sums over microbatches
 

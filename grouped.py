@@ -20,15 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from layers import (
-    GPUS,
-    add_to_index,
-    compute_capability,
-    multiply,
-    platform,
-    typed_kernel_outputs,
-    vary_like,
-)
+from layers import add_to_index, multiply, typed_kernel_outputs, vary_like
+from utils import GPUS, compute_capability, platform
 
 # ---- tiles
 

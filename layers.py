@@ -22,37 +22,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from architecture import Model
-from chips import chip_of
 from config import Config
-from utils import AXES, with_slices
+from utils import AXES, GPUS, platform, with_slices
 from weights import Normal, Param, norm_gain, normal, zero_bias
-
-BATCH = ("dp", "pp")
-"""The mesh axes over which the tokens of a batch are stored, besides that of the slices."""
-STAGE = ("dp", "tp")
-"""The mesh axes of the devices of one pipeline stage, besides that of the slices."""
-
-# ---- the devices
-
-GPUS = "gpu", "cuda"
-"""The platforms that `platform` may return for an NVIDIA GPU."""
-
-
-def platform() -> str:
-    """The platform of the ambient mesh's devices, which may be present or only planned for."""
-    return jax.sharding.get_abstract_mesh().abstract_device.platform
-
-
-def compute_capability() -> float:
-    """The CUDA compute capability of the ambient mesh's devices: for a GPU of chips.py the one
-    given there, for others that of JAX's first device.  0 for devices that have none, and for
-    AMD GPUs, where it is a name."""
-    chip = chip_of(jax.sharding.get_abstract_mesh().abstract_device.device_kind)
-    if chip and chip.gpu:
-        return chip.gpu.capability
-    found = str(getattr(jax.devices()[0], "compute_capability", ""))
-    return float(found) if re.fullmatch(r"\d+\.\d+", found) else 0.0
-
 
 # ---- tables of weights
 

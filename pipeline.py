@@ -17,7 +17,8 @@ import numpy as np
 from jax import lax
 
 from config import Config
-from layers import GPUS, mark_varying, platform
+from layers import mark_varying
+from utils import GPUS, platform
 
 
 def neighbours() -> tuple[list, list]:

@@ -65,7 +65,6 @@ from errors import INTERRUPTED
 from experts import moe_metrics, update_router_biases, warn_of_constant_gate
 from generate import generate
 from gradient import Rows, add_gradient, prepare_parts, reduce_total, zero_total
-from layers import BATCH, platform
 from metrics import MetricsLog, print_eval, print_scores
 from norms import layer_norms, score_sizes
 from parsers import read_sets
@@ -73,6 +72,7 @@ from profiling import DATA_WAIT, Profile
 from rundir import open_run, record_start
 from runstate import State
 from tasks import Tasks, open_tasks
+from utils import BATCH, with_slices
 from weights import random_key
 
 # ---- the train step and the eval step
@@ -108,7 +108,7 @@ def loss_and_grads(params, tokens_AMBL, targets_AMBL, key, cfg: Config):
 
     @jax.shard_map(in_specs=(specs, row_spec, row_spec, P()), out_specs=(P(), specs, stats_specs))
     def per_device(params, tokens_AMBL, targets_AMBL, key):
-        n_tokens = lax.psum((targets_AMBL >= 0).sum(dtype=jnp.float32), utils.with_slices(*BATCH))
+        n_tokens = lax.psum((targets_AMBL >= 0).sum(dtype=jnp.float32), with_slices(*BATCH))
         n_tokens = jnp.maximum(n_tokens, 1)  # masks may leave none
         # A stage works on all microbatches of its dp rank.
         tokens_AMBL = lax.all_gather(tokens_AMBL, "pp", axis=1, tiled=True)
@@ -179,7 +179,7 @@ def eval_step(params, tokens_AMBL, targets_AMBL, cfg: Config):
         nll_AMBL, is_top_AMBL = lax.map(score, (tokens_AMBL, targets_AMBL))
         nll_AMBL = jnp.where(targets_AMBL >= 0, nll_AMBL, 0)
         sums = nll_AMBL.sum(), (targets_AMBL >= 0).sum()
-        total, n = lax.psum(sums, utils.with_slices(*BATCH))
+        total, n = lax.psum(sums, with_slices(*BATCH))
         return total, n, nll_AMBL, is_top_AMBL | (targets_AMBL < 0)
 
     return per_device(params, tokens_AMBL, targets_AMBL)
@@ -259,8 +259,8 @@ def compile_step(cfg: Config, times: bytes = b""):
     took, use = utils.format_duration(time.monotonic() - begin), program.memory_analysis()
     size = ""
     if use:  # XLA's peak for a CPU leaves temporary arrays out
-        on_cpu, whole = platform() == "cpu", use.argument_size_in_bytes + use.temp_size_in_bytes
-        n_bytes = whole if on_cpu else use.peak_memory_in_bytes
+        whole = use.argument_size_in_bytes + use.temp_size_in_bytes
+        n_bytes = whole if utils.platform() == "cpu" else use.peak_memory_in_bytes
         size = f": {utils.format_bytes(n_bytes)} on a device"
     utils.say(f"compiled in {took}{size}")
     return program

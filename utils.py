@@ -1,4 +1,4 @@
-"""Exchange between processes, the mesh, compiling, and peak speeds.
+"""Exchange between processes, the mesh and its devices, compiling, and small helpers.
 
 How processes meet is in connect.py, how they stop and fail in processes.py; files and folders are
 in files.py.
@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import os
+import re
 import sys
 import time
 from collections import Counter
@@ -26,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 import errors
 from checks import AUTOMATIC, cpu_reasons, resolve
+from chips import PEAK_TFLOPS, chip_of
 from config import SLICE, Config
 from errors import UserError
 from files import make_private_folder
@@ -35,6 +37,12 @@ for package in ("absl", "asyncio"):  # they log tracebacks of errors that they a
     logging.getLogger(package).setLevel(logging.CRITICAL)
 
 AXES = ("dp", "pp", "tp")
+BATCH = ("dp", "pp")
+"""The mesh axes over which the tokens of a batch are stored, besides that of the slices."""
+STAGE = ("dp", "tp")
+"""The mesh axes of the devices of one pipeline stage, besides that of the slices."""
+GPUS = "gpu", "cuda"
+"""The platforms that `platform` may return for an NVIDIA GPU."""
 IMPORTED = time.monotonic()  # before the processes meet and JAX looks for devices
 
 
@@ -289,6 +297,22 @@ def with_slices(*axes: str) -> tuple[str, ...]:
     return (SLICE, *axes) if SLICE in jax.sharding.get_abstract_mesh().axis_names else axes
 
 
+def platform() -> str:
+    """The platform of the ambient mesh's devices, which may be present or only planned for."""
+    return jax.sharding.get_abstract_mesh().abstract_device.platform
+
+
+def compute_capability() -> float:
+    """The CUDA compute capability of the ambient mesh's devices: for a GPU of chips.py the one
+    given there, for others that of JAX's first device.  0 for devices that have none, and for
+    AMD GPUs, where it is a name."""
+    chip = chip_of(jax.sharding.get_abstract_mesh().abstract_device.device_kind)
+    if chip and chip.gpu:
+        return chip.gpu.capability
+    capability = str(getattr(jax.devices()[0], "compute_capability", ""))
+    return float(capability) if re.fullmatch(r"\d+\.\d+", capability) else 0.0
+
+
 def shardings(specs):
     """A tree of PartitionSpecs as NamedShardings on the ambient mesh."""
     return jax.tree.map(partial(NamedSharding, jax.sharding.get_mesh()), specs)
@@ -375,20 +399,7 @@ def compile_program(step, *args, times: bytes = b""):
     return step.lower(*args).compile(compiler_options=options)
 
 
-# ---- peaks and small helpers
-
-
-# Dense bfloat16 TFLOP/s of a JAX device, summed in float32, from data sheets and for GeForce from
-# NVIDIA's architecture papers; a TPU v2, v3 or 7x chip is two devices.
-PEAK_TFLOPS = {
-    "TPU v2": 22.5, "TPU v3": 61.5, "TPU v4": 275, "TPU v5 lite": 197, "TPU v5e": 197,
-    "TPU v5": 459, "TPU v5p": 459, "TPU v6 lite": 918, "TPU v6e": 918, "TPU7x": 1153.5,
-    "NVIDIA A100-SXM4-40GB": 312, "NVIDIA A100-SXM4-80GB": 312, "NVIDIA A100-PCIE-40GB": 312,
-    "NVIDIA A100 80GB PCIe": 312, "NVIDIA H100 80GB HBM3": 989, "NVIDIA H100 PCIe": 756,
-    "NVIDIA H100 NVL": 835, "NVIDIA H200": 989, "NVIDIA B200": 2250, "NVIDIA GB200": 2500,
-    "NVIDIA L4": 121, "NVIDIA L40S": 362, "NVIDIA GeForce RTX 3090": 71,
-    "NVIDIA GeForce RTX 4090": 165, "NVIDIA GeForce RTX 5090": 209.5,
-}  # fmt: skip
+# ---- small helpers
 
 
 def peak_flops(cfg: Config) -> float | None:

@@ -69,7 +69,7 @@ import rundir
 import runstate
 import utils
 from boards import has_wandb_key
-from chips import GIB, chip_of
+from chips import GIB, PEAK_TFLOPS, chip_of
 from connect import name_ids
 from dataset import Dataset, TokenFiles, check_tokenizers, parts_of
 from errors import USAGE, UserError, describe
@@ -234,7 +234,7 @@ def matmul(cfg: Config, found: dict):
     x_DD = jax.random.normal(jax.random.key(0), (D, D), dtype)
     multiply = jax.jit(partial(jnp.matmul, precision="default"))
     for device in here:
-        y_DD, peak = jax.device_put(x_DD, device), utils.PEAK_TFLOPS.get(device.device_kind, 0)
+        y_DD, peak = jax.device_put(x_DD, device), PEAK_TFLOPS.get(device.device_kind, 0)
         speed = 2 * D**3 / seconds(multiply, y_DD, y_DD) / 1e12
         what = f"device {device.id}: {speed:.3g} TFLOP/s in {dtype}{sheet(peak)}"
         yield grade(speed, 0.3 * peak, 0.6 * peak, what)

@@ -175,7 +175,7 @@ def test_the_disk_has_room_for_the_best_checkpoints_too():
 @pytest.mark.parametrize("peak, status", [(1e-6, OK), (275, FAIL)])
 def test_speeds_are_compared_with_the_data_sheet(monkeypatch, peak, status):
     """If this CPU's were that of a TPU v4, its devices would be far too slow."""
-    monkeypatch.setitem(utils.PEAK_TFLOPS, "cpu", peak)
+    monkeypatch.setitem(chips.PEAK_TFLOPS, "cpu", peak)
     if peak == 275:
         monkeypatch.setitem(chips.JAX_NAMES, "cpu", "TPU v4")
     (*products,) = doctor.matmul(config.tiny(), {})
@@ -189,7 +189,7 @@ def test_speeds_are_compared_with_the_data_sheet(monkeypatch, peak, status):
 
 def test_a_link_is_not_compared_with_that_of_another_chip_of_the_same_peak(monkeypatch):
     """Only the name of a device tells what its links are."""
-    monkeypatch.setitem(utils.PEAK_TFLOPS, "cpu", utils.PEAK_TFLOPS["NVIDIA H100 80GB HBM3"])
+    monkeypatch.setitem(chips.PEAK_TFLOPS, "cpu", chips.PEAK_TFLOPS["NVIDIA H100 80GB HBM3"])
     (row,) = doctor.links(config.tiny(), dict(mesh=jax.make_mesh((8, 1, 1), utils.AXES)))
     assert row.status == OK and "data sheet" not in row.what
 

@@ -297,7 +297,7 @@ def test_balance_is_one_when_even_and_the_number_of_experts_over_active_at_worst
         @jax.jit
         @jax.shard_map(in_specs=(P("dp", "tp"), P("dp", "tp")), out_specs=P())
         def total(score_BLE, expert_BLX):
-            return lax.psum(experts.routing_stats(score_BLE, expert_BLX), layers.STAGE)
+            return lax.psum(experts.routing_stats(score_BLE, expert_BLX), utils.STAGE)
 
         return jax.device_get(total(score_BLE, expert_BLX))
 

@@ -91,7 +91,7 @@ def test_every_stage_does_each_microbatch_of_each_part_once_in_each_direction(
         mesh = replace(cfg.mesh, skip_bubbles=skip_bubbles)
         branch = pipeline.branch_policy(replace(cfg, mesh=mesh))
         total = pipeline.run_schedule(schedule, work, x, [x], total, branch)
-        return jax.tree.map(lambda x: lax.pmin(x.astype(int), layers.STAGE)[None], total)
+        return jax.tree.map(lambda x: lax.pmin(x.astype(int), utils.STAGE)[None], total)
 
     n_forward, n_backward, correct = jax.device_get(run())
     assert correct.all() and (n_forward == 1).all() and (n_backward == 1).all()

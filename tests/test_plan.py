@@ -26,7 +26,6 @@ import config
 import cost_model
 import generate
 import grouped
-import layers
 import model
 import optim
 import profiling
@@ -34,7 +33,7 @@ import runstate
 import step_picture
 import train
 import utils
-from chips import CHIPS, GIB, chip_of, gpu_target, parse_topology
+from chips import CHIPS, GIB, PEAK_TFLOPS, chip_of, gpu_target, parse_topology
 from errors import USAGE, UserError
 from scripts import compiled_cost, plan
 
@@ -585,14 +584,14 @@ def test_a_planned_gpu_has_its_own_compute_capability_and_kernels(name, capabili
     wide = replace(TINY, model=replace(TINY.model, **experts))
     cfg = configure((1, 1, 1), wide, seq_len=128)
     with jax.sharding.use_abstract_mesh(cost_model.absent_mesh(cfg, CHIPS[name])):
-        assert layers.compute_capability() == capability
+        assert utils.compute_capability() == capability
     jaxpr = str(trace(cfg, CHIPS[name]))
     assert ("run_scoped" in jaxpr) == (name == "h100")  # of Pallas
 
 
 @pytest.mark.parametrize("chip", CHIPS.values(), ids=CHIPS)
 def test_a_chip_is_found_by_its_kind_and_has_a_peak(chip):
-    assert chip.kind in utils.PEAK_TFLOPS and chip_of(chip.kind) == chip
+    assert chip.kind in PEAK_TFLOPS and chip_of(chip.kind) == chip
 
 
 def test_only_slices_that_can_exist_are_planned_for():
