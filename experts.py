@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 from architecture import layer_places
 from config import Config
-from grouped import grouped, outer, padded_rows
+from grouped import grouped_matmul, grouped_outer, padded_rows
 from layers import (
     activate,
     add_bias,
@@ -188,11 +188,11 @@ def fill_slots(x_QD, gate_U, slot_U, n_slots: int):
 # ---- experts on sorted rows: for dropless routing
 
 
-def hidden_rows(x_OD, in_EDCF, bias_ECF, size_E, Z, cfg):
+def expert_hidden_units(x_OD, in_EDCF, bias_ECF, size_E, Z, cfg):
     """(h_OF, backward): the hidden units of each row, and the function from their gradient to the
     gradients of h_OJ, which is gate and up side by side before the biases, and of the biases."""
     E, D, C, F = in_EDCF.shape
-    h_OJ = grouped(x_OD, in_EDCF.reshape(E, D, C * F), size_E, Z)
+    h_OJ = grouped_matmul(x_OD, in_EDCF.reshape(E, D, C * F), size_E, Z)
 
     def activation(h_OJ, bias_ECF):
         if bias_ECF is not None:
@@ -206,31 +206,31 @@ def hidden_rows(x_OD, in_EDCF, bias_ECF, size_E, Z, cfg):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(6, 7))
-def experts_of_rows(x_OD, gate_O, in_EDCF, bias_ECF, out_EFD, size_E, Z, cfg):
+def expert_mlp(x_OD, gate_O, in_EDCF, bias_ECF, out_EFD, size_E, Z, cfg):
     """y_OD: the output of each row's expert times the row's gate; see grouped.py for size_E and Z.
 
     The gates multiply hidden units, which are usually narrower than outputs.  The backward pass
     recomputes hidden units.  It does not recompute y: a gate's gradient, g . (h W) with g the
     gradient of y, is computed as (g W') . h.
     """
-    h_OF, _ = hidden_rows(x_OD, in_EDCF, bias_ECF, size_E, Z, cfg)
-    return grouped(gate_O[:, None] * h_OF, out_EFD, size_E, Z)
+    h_OF, _ = expert_hidden_units(x_OD, in_EDCF, bias_ECF, size_E, Z, cfg)
+    return grouped_matmul(gate_O[:, None] * h_OF, out_EFD, size_E, Z)
 
 
-def experts_of_rows_backward(Z, cfg, saved, grad_OD):
+def expert_mlp_backward(Z, cfg, saved, grad_OD):
     x_OD, gate_O, in_EDCF, bias_ECF, out_EFD, size_E = saved
     in_EDJ = in_EDCF.reshape(*in_EDCF.shape[:2], -1)
-    h_OF, activation_backward = hidden_rows(x_OD, in_EDCF, bias_ECF, size_E, Z, cfg)
-    grad_OF = grouped(grad_OD, out_EFD, size_E, Z, transposed=True)
+    h_OF, activation_backward = expert_hidden_units(x_OD, in_EDCF, bias_ECF, size_E, Z, cfg)
+    grad_OF = grouped_matmul(grad_OD, out_EFD, size_E, Z, transposed=True)
     gate_grad_O = (grad_OF.astype(jnp.float32) * h_OF).sum(-1).astype(gate_O.dtype)
     grad_OJ, bias_grad_ECF = activation_backward(gate_O[:, None] * grad_OF)
-    in_grad_EDCF = outer(x_OD, grad_OJ, size_E, Z).reshape(in_EDCF.shape)
-    out_grad_EFD = outer(gate_O[:, None] * h_OF, grad_OD, size_E, Z)
-    x_grad_OD = grouped(grad_OJ, in_EDJ, size_E, Z, transposed=True)
+    in_grad_EDCF = grouped_outer(x_OD, grad_OJ, size_E, Z).reshape(in_EDCF.shape)
+    out_grad_EFD = grouped_outer(gate_O[:, None] * h_OF, grad_OD, size_E, Z)
+    x_grad_OD = grouped_matmul(grad_OJ, in_EDJ, size_E, Z, transposed=True)
     return x_grad_OD, gate_grad_O, in_grad_EDCF, bias_grad_ECF, out_grad_EFD, None
 
 
-experts_of_rows.defvjp(lambda *args: (experts_of_rows(*args), args[:6]), experts_of_rows_backward)
+expert_mlp.defvjp(lambda *args: (expert_mlp(*args), args[:6]), expert_mlp_backward)
 
 
 def run_experts(x_QD, gate_U, expert_U, w, cfg):
@@ -246,11 +246,11 @@ def run_experts(x_QD, gate_U, expert_U, w, cfg):
     slot_U = start[expert_U] + queue_positions(expert_U, E + 1)
     x_OD, gate_O, pair_O = fill_slots(x_QD, gate_U, slot_U, O)
     weights = w["in_EDCF"], w.get("in_bias_ECF"), w["out_EFD"]
-    y_OD = experts_of_rows(x_OD, gate_O, *weights, size_E, Z, cfg)
+    y_OD = expert_mlp(x_OD, gate_O, *weights, size_E, Z, cfg)
     return from_slots(y_OD, pair_O, slot_U, U // len(x_QD))
 
 
-def run_experts_of_ranks(x_QD, gate_U, expert_U, w, cfg):
+def run_experts_alltoall(x_QD, gate_U, expert_U, w, cfg):
     """`run_experts` where experts stay with their dp rank: each rank sends its pairs to the ranks
     of their experts.
 
@@ -274,7 +274,7 @@ def run_experts_of_ranks(x_QD, gate_U, expert_U, w, cfg):
 def dispatch_dropless(x_BLD, gate_BLX, expert_BLX, w, cfg):
     """(y_BLD, kept_BLX): the sum over each token's experts of their outputs times the gates; all
     pairs are kept."""
-    run = run_experts if cfg.mesh.experts == "gather" else run_experts_of_ranks
+    run = run_experts if cfg.mesh.experts == "gather" else run_experts_alltoall
     x_QD = x_BLD.reshape(-1, x_BLD.shape[-1])
     y_QD = run(x_QD, gate_BLX.reshape(-1), expert_BLX.reshape(-1), w, cfg)
     return y_QD.reshape(x_BLD.shape), jnp.ones(expert_BLX.shape, bool)

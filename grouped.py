@@ -1,4 +1,4 @@
-"""Products of rows with the weights of their experts.
+"""Grouped matmuls: products of rows with the weights of their experts.
 
 Dimension key (a suffix on every array's name spells its logical shape):
   E  experts   U  pairs of token and expert   O  rows   Y  tiles   Z  rows of a tile
@@ -6,8 +6,8 @@ Dimension key (a suffix on every array's name spells its logical shape):
 
 Rows are sorted by expert, and size_E says how many each has.  Rows beyond their sum belong to no
 expert: what is in them does not matter, and what comes out there is undefined and must not be used.
-For `outer` in tiles one of the two factors must be zero there, and in the rows that pad an expert's
-rows to a multiple of Z.
+For `grouped_outer` in tiles one of the two factors must be zero there, and in the rows that pad an
+expert's rows to a multiple of Z.
 
 TPUs and GPUs have kernels in JAX's own libraries, which take experts of any size.  Elsewhere rows
 are multiplied in tiles of one expert each, for which each size must be a multiple of Z.  In this
@@ -53,9 +53,10 @@ def late_zeros(x, shape, dtype):
     return jnp.broadcast_to(zero, shape), x
 
 
-def grouped_tiles(x_OD, w_EDF, size_E, Z: int, transposed: bool):
-    """`grouped`, one tile after the other, because lax.ragged_dot multiplies with all E experts on
-    CPUs and GPUs, and on TPUs for the gradients of weights (XLA's programs of jax 0.10.2)."""
+def matmul_in_tiles(x_OD, w_EDF, size_E, Z: int, transposed: bool):
+    """`grouped_matmul`, one tile after the other, because lax.ragged_dot multiplies with all E
+    experts on CPUs and GPUs, and on TPUs for the gradients of weights (XLA's programs of jax
+    0.10.2)."""
     dims = "ZF,DF->ZD" if transposed else "ZD,DF->ZF"
 
     def add_tile(y_YZF, tile):
@@ -73,8 +74,8 @@ def grouped_tiles(x_OD, w_EDF, size_E, Z: int, transposed: bool):
     return y_YZF.reshape(len(x_OD), -1)
 
 
-def outer_tiles(x_OD, y_OF, size_E, Z: int):
-    """`outer`, one tile after the other."""
+def outer_in_tiles(x_OD, y_OF, size_E, Z: int):
+    """`grouped_outer`, one tile after the other."""
 
     def add_tile(total_EDF, tile):
         expert, x_ZD, y_ZF = tile
@@ -114,9 +115,9 @@ def block_sizes(x_OD, E: int, D: int, F: int, input_bytes: int) -> tuple[int, in
     return block_rows, block_width(D, width), block_width(F, 768, cores=2)
 
 
-def grouped_on_tpu(x_OD, w_EDF, size_E, transposed: bool, interpret=False):
-    """`grouped`.  A block has the whole width of the inputs, if that is at most 2,048 in bfloat16,
-    so that an expert's weights are read once for all its rows."""
+def matmul_on_tpu(x_OD, w_EDF, size_E, transposed: bool, interpret=False):
+    """`grouped_matmul`.  A block has the whole width of the inputs, if that is at most 2,048 in
+    bfloat16, so that an expert's weights are read once for all its rows."""
     (E, D, F), module = w_EDF.shape, megablox()
     D, F = (F, D) if transposed else (D, F)
     blocks = block_sizes(x_OD, E, D, F, 4096)
@@ -126,15 +127,16 @@ def grouped_on_tpu(x_OD, w_EDF, size_E, transposed: bool, interpret=False):
 
 
 def outer_on_tpu(x_OD, y_OF, size_E, interpret=False):
-    """`outer`."""
+    """`grouped_outer`."""
     module = megablox()
     blocks = block_sizes(x_OD, size_E.size, x_OD.shape[1], y_OF.shape[1], 2048)
     with typed_kernel_outputs(module, jax.typeof(x_OD).manual_axis_type):
         return module.tgmm(x_OD.T, y_OF, size_E, x_OD.dtype, blocks, interpret=interpret)
 
 
-def grouped_on_gpu(x_OD, w_EDF, size_E, transposed: bool):
-    """`grouped`, on a Hopper GPU: 490 to 580 TFLOP/s on an H100 for 16 experts of 768 x 3,072."""
+def matmul_on_gpu(x_OD, w_EDF, size_E, transposed: bool):
+    """`grouped_matmul`, on a Hopper GPU: 490 to 580 TFLOP/s on an H100 for 16 experts of 768 x
+    3,072."""
     from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
 
     blocks = dict(block_m=192, block_n=128, block_k=64, max_concurrent_steps=4, grid_block_n=4)
@@ -143,7 +145,7 @@ def grouped_on_gpu(x_OD, w_EDF, size_E, transposed: bool):
 
 
 def outer_on_gpu(x_OD, y_OF, size_E):
-    """`outer`, on a Hopper GPU."""
+    """`grouped_outer`, on a Hopper GPU."""
     from jax.experimental.pallas.ops.gpu.transposed_ragged_dot_mgpu import transposed_ragged_dot
 
     # The kernel multiplies rows of no expert by zero, and they may be NaN.
@@ -154,9 +156,9 @@ def outer_on_gpu(x_OD, y_OF, size_E):
     return vary_like(w_EDF, x_OD)
 
 
-KERNELS = dict.fromkeys(GPUS, (grouped_on_gpu, outer_on_gpu))
-KERNELS["tpu"] = grouped_on_tpu, outer_on_tpu
-"""Kernels for `grouped` and `outer` by platform."""
+KERNELS = dict.fromkeys(GPUS, (matmul_on_gpu, outer_on_gpu))
+KERNELS["tpu"] = matmul_on_tpu, outer_on_tpu
+"""Kernels for `grouped_matmul` and `grouped_outer` by platform."""
 
 
 # ---- products
@@ -177,17 +179,17 @@ def padded_rows(U: int, w_EFD) -> tuple[int, int]:
     return Y * Z, Z
 
 
-def grouped(x_OD, w_EDF, size_E, Z: int, transposed=False):
+def grouped_matmul(x_OD, w_EDF, size_E, Z: int, transposed=False):
     """y_OF: each row times its expert's weights; transposed, x_OF gives y_OD."""
     if Z > 1:
-        return grouped_tiles(x_OD, w_EDF, size_E, Z, transposed)
+        return matmul_in_tiles(x_OD, w_EDF, size_E, Z, transposed)
     kernel, _ = KERNELS[platform()]
     return kernel(x_OD, w_EDF, size_E, transposed)
 
 
-def outer(x_OD, y_OF, size_E, Z: int):
+def grouped_outer(x_OD, y_OF, size_E, Z: int):
     """w_EDF: the sum over each expert's rows of x times y."""
     if Z > 1:
-        return outer_tiles(x_OD, y_OF, size_E, Z)
+        return outer_in_tiles(x_OD, y_OF, size_E, Z)
     _, kernel = KERNELS[platform()]
     return kernel(x_OD, y_OF, size_E)

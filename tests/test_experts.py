@@ -187,7 +187,7 @@ def test_kernels_compute_the_same_as_tiles(monkeypatch, dispatch):
     monkeypatch.setattr(hlo_interpreter, "pallas_call_hlo_interpret", interpret_untyped)
     monkeypatch.setitem(grouped.KERNELS, "cpu", [interpreted(x) for x in grouped.KERNELS["tpu"]])
     got = run()
-    assert used == dict(grouped_on_tpu=5, outer_on_tpu=2)
+    assert used == dict(matmul_on_tpu=5, outer_on_tpu=2)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), got, want)
 
 
