@@ -32,7 +32,7 @@ class Parent:
         """tokenizer: that of the training data, if it has one."""
         self.path, step = read_name(cfg.run.start_from)
         self.start_with = cfg.run.start_with
-        utils.together(self.check, cfg, tokenizer)
+        utils.run_on_each(self.check, cfg, tokenizer)
         self.store = SavedCheckpoints(self.path)
         # Process 0 decides: a parent that still trains may save before another process looks.
         self.step = utils.exchange(utils.run_on_lead(self.store.find_step, step))[0]

@@ -130,7 +130,7 @@ def restore_or_init(run, train: Dataset, cfg: Config) -> tuple[SavedCheckpoints,
             start = partial(branch_state, run, train.source) if cfg.run.start_from else init_state
             state = jax.block_until_ready(utils.wait_for(start(cfg)))
         return store, state
-    utils.together(refuse_other_parent, run, cfg)
+    utils.run_on_each(refuse_other_parent, run, cfg)
     if store.newest > cfg.train.steps and not cfg.eval_only:
         what = f"train.steps={cfg.train.steps}, but {run} has already made {store.newest} updates"
         fix = f"set --train.steps {store.newest} or more, or start over with --fresh"

@@ -72,7 +72,7 @@ from profiling import DATA_WAIT, Profile
 from rundir import open_run, record_start
 from runstate import State
 from tasks import Tasks, open_tasks
-from utils import BATCH, with_slices
+from utils import BATCH, run_on_each, with_slices
 from weights import random_key
 
 # ---- the train step and the eval step
@@ -403,7 +403,7 @@ def main(cfg: Config, held=None) -> State | None:
             state, finished = train_loop(run, store, state, train, vals, tasks, stop, cfg)
             if finished:
                 stop.ignore_signals()
-            utils.together(stop.raise_error)
+            run_on_each(stop.raise_error)
             if not finished:
                 committed = f"checkpoint of update {int(state.step)} committed"
                 utils.say(f"interrupted: {committed}; run the same command again to go on")
@@ -422,11 +422,11 @@ def plan_remat(cfg: Config, device_kind: str) -> str:
 def open_data(cfg: Config) -> tuple[Dataset, list[Dataset], Tasks | None]:
     """The training set, the validation sets and the tasks, the same in every process."""
     with utils.say_time("data"):
-        train = utils.together(Dataset, cfg, "train")
-        vals = [utils.together(Dataset, train.cfg, "val", name) for name in read_sets(cfg.data.val)]
+        train = run_on_each(Dataset, cfg, "train")
+        vals = [run_on_each(Dataset, train.cfg, "val", name) for name in read_sets(cfg.data.val)]
         sources = {f"data.{x.split} {x.name}".strip(): x.source for x in (train, *vals)}
-        utils.together(check_tokenizers, sources)
-        tasks = utils.together(open_tasks, train.source.tokenizer, cfg) if cfg.eval.tasks else None
+        run_on_each(check_tokenizers, sources)
+        tasks = run_on_each(open_tasks, train.source.tokenizer, cfg) if cfg.eval.tasks else None
         sources |= {"eval.tasks": tasks} if tasks else {}
         fingerprints = {name: x.fingerprint for name, x in sources.items()}
         fix = "let the path hold the same data set on every host"
@@ -451,7 +451,7 @@ def evaluate_once(state: State, vals: list[Dataset], tasks: Tasks | None, stop, 
     step = int(state.step)
 
     def show(print_result, result):
-        utils.together(stop.raise_error)
+        run_on_each(stop.raise_error)
         if result is None:
             sys.exit(INTERRUPTED)
         print_result(step, result)

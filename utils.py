@@ -130,7 +130,7 @@ def exchange(value) -> list:
     return [found[n] for n in process_ids()]
 
 
-def together(f, *args):
+def run_on_each(f, *args):
     """f(*args), called in every process.  An error in one of them is raised in all."""
     result = error = answer = None
     try:
@@ -152,7 +152,7 @@ def together(f, *args):
 
 def run_on_lead(f, *args):
     """f(*args) on process 0, None on the others.  An error on process 0 is raised in all."""
-    return together(f if is_lead() else lambda *_: None, *args)
+    return run_on_each(f if is_lead() else lambda *_: None, *args)
 
 
 def all_agree(ok: bool) -> bool:

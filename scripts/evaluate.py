@@ -74,7 +74,7 @@ def main(args: Args, cfg: config.Config):
     cfg, run = utils.start_mesh(cfg, rows=args.batch_size), files.absolute_path(args.run)
     utils.run_on_lead(check_output, "per_token", args.per_token)
     path = run / "tokenizer.json"
-    tasks = utils.together(open_tasks, path, cfg) if cfg.eval.tasks else None
+    tasks = utils.run_on_each(open_tasks, path, cfg) if cfg.eval.tasks else None
     # An imported run names data in its config.json, but they are not its own.
     has_data = rundir.read_record(run).get("data_fingerprint") or args.data
     if not has_data and (args.per_token or not tasks):
@@ -82,7 +82,7 @@ def main(args: Args, cfg: config.Config):
         raise errors.UserError(errors.DATA, what, "give a data set as --data")
     try:
         names = read_sets(cfg.data.val) if has_data else ()
-        sets = [utils.together(Dataset, cfg, "val", name) for name in names]
+        sets = [utils.run_on_each(Dataset, cfg, "val", name) for name in names]
     except errors.UserError as e:
         problems = [x._replace(fix=x.fix.replace("--data.val", "--data")) for x in e.problems]
         raise errors.UserError(e.code, problems=problems) from None

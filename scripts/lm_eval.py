@@ -201,7 +201,7 @@ def main(args: Args, cfg: config.Config):
         raise errors.UserError(errors.USAGE, what, fix)
     run = files.absolute_path(args.run)
     path, fix = run / "tokenizer.json", "copy the model's there"
-    tokenizer = utils.together(tasks.load_tokenizer, path, cfg, fix)
+    tokenizer = utils.run_on_each(tasks.load_tokenizer, path, cfg, fix)
     lm = Run(runstate.load_params(run, cfg, args.step, args.weights), tokenizer, cfg)
     options = dict(num_fewshot=args.num_fewshot, limit=args.limit, log_samples=False)
     try:

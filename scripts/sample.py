@@ -113,7 +113,7 @@ def main(args: Args, cfg: config.Config):
     """Print each prompt with its continuation; a single one is streamed."""
     path = files.absolute_path(args.tokenizer or f"{args.run}/tokenizer.json")
     fix = "give the one that the run's data was made with, as --tokenizer PATH/tokenizer.json"
-    tokenizer = utils.together(tasks.load_tokenizer, path, cfg, fix)
+    tokenizer = utils.run_on_each(tasks.load_tokenizer, path, cfg, fix)
     texts = args.prompt or ("",)
     cfg = utils.start_mesh(cfg, rows=len(texts))
     utils.say(f"sampling in {cfg.train.dtype}", file=sys.stderr)  # stdout is for the text
