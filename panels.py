@@ -9,7 +9,7 @@ from etils import epath
 
 from architecture import moe_layers
 from config import Config
-from norms import layer_names
+from norm_metrics import layer_names
 from utils import finite_or_none
 
 

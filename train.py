@@ -66,7 +66,7 @@ from experts import moe_metrics, update_router_biases, warn_of_constant_gate
 from generate import generate
 from gradient import Rows, add_gradient, prepare_parts, reduce_total, zero_total
 from metrics import MetricsLog, print_eval, print_scores
-from norms import layer_norms, score_sizes
+from norm_metrics import norms_by_layer, score_rms_by_layer
 from parsers import read_sets
 from profiling import DATA_WAIT, Profile
 from rundir import open_run, record_start
@@ -159,8 +159,8 @@ def train_step(state: State, tokens_AMBL, targets_AMBL, cfg: Config):
     new = new._replace(step=state.step + 1, recent_norms=recent_norms)
     if cfg.log.norms_every:
         trees = dict(gradient=grads, update=updates, weight=new.params)
-        norms = {name: layer_norms(tree, cfg) for name, tree in trees.items()}
-        norms["logit"] = score_sizes(stats, cfg)
+        norms = {name: norms_by_layer(tree, cfg) for name, tree in trees.items()}
+        norms["logit"] = score_rms_by_layer(stats, cfg)
         metrics["norms"] = lax.with_sharding_constraint(norms, P())
     return lax.with_sharding_constraint(new, runstate.state_specs(cfg)), metrics
 

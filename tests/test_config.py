@@ -24,8 +24,8 @@ from errors import USAGE, Problem, UserError
 MODULES = """
     signals errors architecture config chips parsers checks files cli lock restart utils shards
     order rundir connect processes weights layers blockwise attention grouped experts pipeline
-    model gradient generate muon optim norms panels pages dataset tasks boards rowfile metrics
-    digests verify checkpoint branch runstate cost_model step_picture profiling train
+    model gradient generate muon optim norm_metrics panels pages dataset tasks boards rowfile
+    metrics digests verify checkpoint branch runstate cost_model step_picture profiling train
 """.split()  # noqa: SIM905
 
 

@@ -22,7 +22,7 @@ import attention
 import branch
 import cli
 import config
-import norms
+import norm_metrics
 import optim
 import runstate
 import train
@@ -280,7 +280,7 @@ def test_norms_are_those_of_each_layer_on_any_mesh(cfg):
         state, found_metrics = train.train_step(state, *batch(on), on)
         after = jax.device_get(state.params)
         found[mesh] = jax.device_get(found_metrics["norms"])
-    names = norms.layer_names(on)
+    names = norm_metrics.layer_names(on)
     assert len(names) == len(found[1, 1, 1]["weight"])
     for n, (group, kind, row) in enumerate(layer_places(on.model)):
         for name, trees in (("weight", [after]), ("update", [after, before])):
@@ -318,7 +318,7 @@ def test_norms_are_written_and_drawn_as_often_as_asked(base, capsys):
 def test_an_alarm_is_said_once_also_after_a_resume(base, tmp_path, capsys):
     model = replace(base.model, pattern="moe", n_experts=4, d_expert=16)
     cfg = replace(base, model=model, log=replace(base.log, every=1, norms_every=1))
-    n, path = len(norms.layer_names(cfg)), epath.Path(tmp_path)
+    n, path = len(norm_metrics.layer_names(cfg)), epath.Path(tmp_path)
     scalars = dict(loss=1.0, grad_norm=1.0, lr=1.0)
     for first in (0, 8):
         log = open_log(path, cfg, first)
