@@ -27,7 +27,7 @@ from model import token_spec
 from order import Order, scramble
 from pages import Block, DamagedPage, PageReader
 from parsers import Part, read_sets
-from processes import NOTICE
+from processes import REQUEST_DELAY
 from shards import (
     COPY_AGAIN,
     are_different,
@@ -448,9 +448,9 @@ class Dataset:
         return put(tokens), put(targets)
 
     def read_ahead(self, numbers) -> list[Future]:
-        """The first max(data.prefetch, NOTICE + 1) of the batches with these numbers: threads begin
-        to read those that are new, and all others are forgotten."""
-        numbers = numbers[: max(self.cfg.data.prefetch, NOTICE + 1)]
+        """The first max(data.prefetch, REQUEST_DELAY + 1) of the batches with these numbers:
+        threads begin to read those that are new, and all others are forgotten."""
+        numbers = numbers[: max(self.cfg.data.prefetch, REQUEST_DELAY + 1)]
         for n in set(self.reading) - set(numbers):
             del self.reading[n]
         for n in numbers:
@@ -466,7 +466,7 @@ class Dataset:
         return self.reading[i].result()
 
     def first_error(self, numbers) -> BaseException | None:
-        """Why one of the first NOTICE + 1 of these batches cannot be read, or None.  Waits for
-        them."""
-        errors = (batch.exception() for batch in self.read_ahead(numbers)[: NOTICE + 1])
+        """Why one of the first REQUEST_DELAY + 1 of these batches cannot be read, or None.  Waits
+        for them."""
+        errors = (batch.exception() for batch in self.read_ahead(numbers)[: REQUEST_DELAY + 1])
         return next((e for e in errors if e is not None), None)

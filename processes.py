@@ -80,8 +80,8 @@ def refuse_differences(facts: dict[str, str], fix: str):
 # ---- stopping
 
 
-NOTICE = 3
-"""After how many polls all processes do what one has asked for."""
+REQUEST_DELAY = 3
+"""The number of polls from a request, to stop or to save, until all processes do it."""
 
 
 class Stop:
@@ -90,8 +90,9 @@ class Stop:
 
     All processes stop and save after the same update.  All make the same polls, one for each update
     and each batch of an evaluation.  A process that is asked to stop writes into the store that all
-    are to stop NOTICE polls after this one, and at each poll all look there.  No process has made
-    that poll yet: an update needs the devices of all, so none is NOTICE polls ahead of another.
+    are to stop REQUEST_DELAY polls after this one, and at each poll all look there.  No process has
+    made that poll yet: an update needs the devices of all, so none is REQUEST_DELAY polls ahead of
+    another.
     """
 
     SAME_SIGNAL = 2.0
@@ -156,10 +157,10 @@ class Stop:
             self.wants_save = False
             if self.polls > self.save_poll:  # otherwise the save that it asked for is still ahead
                 asked.add("save")
-                self.save_poll = self.polls + (NOTICE if len(process_ids()) > 1 else 0)
+                self.save_poll = self.polls + (REQUEST_DELAY if len(process_ids()) > 1 else 0)
         if len(process_ids()) > 1:
             for what in asked:
-                key = f"trifold/asked/{self.polls + NOTICE}/{what}/{process_id()}"
+                key = f"trifold/asked/{self.polls + REQUEST_DELAY}/{what}/{process_id()}"
                 shared_store().key_value_set(key, "")
             found = shared_store().key_value_dir_get(f"trifold/asked/{self.polls}/")
             asked = {key.split("/")[-2] for key, _ in found}
@@ -170,7 +171,7 @@ class Stop:
         """Poll, and return whether to stop now, the same in every process.
 
         error: why this process has to stop.  A single process stops at once; several go on together
-        until NOTICE polls later.  is_update: an update follows this poll.
+        until REQUEST_DELAY polls later.  is_update: an update follows this poll.
         """
         if is_update:
             before, self.last_update = self.last_update, time.monotonic()

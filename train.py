@@ -306,14 +306,15 @@ def sample_if_due(params, step: int, train: Dataset, log: MetricsLog, cfg: Confi
 
 def read_upcoming(step: int, train: Dataset, vals, cfg: Config) -> BaseException | None:
     """Begin to read the next batches and the next evaluation.  Returns the error of a batch that
-    cannot be read.  Errors of an evaluation wait until it is processes.NOTICE updates away."""
+    cannot be read; of the evaluation only once that is processes.REQUEST_DELAY updates away, which
+    is in time for all processes to stop before it."""
     with jax.profiler.TraceAnnotation(DATA_WAIT):
         due = next_evaluation(step, cfg)
         error = train.first_error(range(step, cfg.train.steps))
         for val in vals:
             indices = val.eval_indices(due)
             val.read_ahead(indices)
-            if due - step <= processes.NOTICE:
+            if due - step <= processes.REQUEST_DELAY:
                 error = error or val.first_error(indices)
     return error
 
