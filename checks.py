@@ -1,7 +1,8 @@
-"""Every check of a config that needs no device, and `resolve`, which fits a config to the devices.
+"""Every check that needs no device, of a config and of what a run has written; and `resolve`, which
+fits a config to the devices.
 
-A check yields Problems.  Names in the tables of other modules (model.attention, optim.name,
-optim.schedule) are checked by those modules, because this one does not import jax.
+A check of a config yields Problems.  Names in the tables of other modules (model.attention,
+optim.name, optim.schedule) are checked by those modules, because this one does not import jax.
 """
 
 import math
@@ -9,7 +10,7 @@ import re
 from dataclasses import replace
 
 from architecture import Model, all_kinds, layer_kinds, n_blocks
-from config import Config, settings
+from config import SECTIONS, Config, settings
 from errors import USAGE, Problem, UserError, or_list
 from parsers import read_ramp, read_sets, read_skip, read_stages, read_tasks
 
@@ -525,3 +526,40 @@ def text_problems(cfg: Config):
             what = f"{name}={path!r} must be a local path or gs://bucket/path, "
             what += "without NUL bytes or credentials"
             yield Problem(what, f"give --{name} a local path or gs://bucket/path")
+
+
+# ---- what a run has written
+
+
+def check_record(record: dict):
+    """Raise ValueError unless sections and facts of a config.json have the types that are relied
+    on."""
+    for name in (*SECTIONS, "versions", "parent"):
+        if not isinstance(values := record.get(name, {}), dict):
+            raise ValueError(f"{name} is {values!r}, not an object with fields")
+    if type(steps := record.get("train", {}).get("steps", 0)) is not int:
+        raise ValueError(f"train.steps is {steps!r}, not a whole number")
+    parent = record.get("parent", {})
+    numbers = [parent.get(name) for name in ("step", "tokens")]
+    # The parent of an average has a list of steps, and no start_with.
+    if "start_with" in parent and any(type(n) is not int for n in numbers):
+        raise ValueError(f"parent's step and tokens are {numbers}, not whole numbers")
+
+
+TEXTS, OR_NULL = ("kind", "set", "text"), ("loss", "grad_norm", "bits_per_byte")
+NUMBERS = (*OR_NULL, "step", "tokens", "step_time", "tokens_per_sec", "spike")
+
+
+def check_row(row: dict, *needed: str):
+    """Raise ValueError if a row of metrics.jsonl or samples.jsonl lacks a field that is needed, or
+    a field has a type that no run writes.  Of rows of other kinds than train and eval only kind and
+    step are checked."""
+    is_known = row.get("kind", "") in ("train", "eval", "")  # a sample has no kind
+    for name in (*needed, *(row if is_known else ("kind", "step"))):
+        if name not in row:
+            raise ValueError(f"{str(row)[:60]} has no {name}")
+        x = row[name]
+        fits = type(x) in (int, float) and abs(x) < 1e39  # any finite float32
+        fits |= x is None and name in OR_NULL
+        if (not fits and name in NUMBERS) or (name in TEXTS and not isinstance(x, str)):
+            raise ValueError(f"{str(row)[:60]} has {name}={str(x)[:60]}")

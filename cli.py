@@ -20,7 +20,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from checks import check
+from checks import check, check_record
 from config import PRESETS, SECTIONS, Config, Mesh, YesNo, settings
 from errors import (
     INTERRUPTED,
@@ -98,40 +98,6 @@ def value_flags(name: str, value) -> list[str]:
         return [f"--{name}={value}"]
     expected = "a setting" if default is None else f"of type {type(default).__name__}"
     raise ValueError(f"{name}={json.dumps(value)} is not {expected}")
-
-
-def check_record(record: dict):
-    """Raise ValueError unless sections and facts of a config.json have the types that are relied
-    on."""
-    for name in (*SECTIONS, "versions", "parent"):
-        if not isinstance(values := record.get(name, {}), dict):
-            raise ValueError(f"{name} is {values!r}, not an object with fields")
-    if type(steps := record.get("train", {}).get("steps", 0)) is not int:
-        raise ValueError(f"train.steps is {steps!r}, not a whole number")
-    parent = record.get("parent", {})
-    numbers = [parent.get(name) for name in ("step", "tokens")]
-    # The parent of an average has a list of steps, and no start_with.
-    if "start_with" in parent and any(type(n) is not int for n in numbers):
-        raise ValueError(f"parent's step and tokens are {numbers}, not whole numbers")
-
-
-TEXTS, OR_NULL = ("kind", "set", "text"), ("loss", "grad_norm", "bits_per_byte")
-NUMBERS = (*OR_NULL, "step", "tokens", "step_time", "tokens_per_sec", "spike")
-
-
-def check_row(row: dict, *needed: str):
-    """Raise ValueError if a row of metrics.jsonl or samples.jsonl lacks a field that is needed, or
-    a field has a type that no run writes.  Of rows of other kinds than train and eval only kind and
-    step are checked."""
-    is_known = row.get("kind", "") in ("train", "eval", "")  # a sample has no kind
-    for name in (*needed, *(row if is_known else ("kind", "step"))):
-        if name not in row:
-            raise ValueError(f"{str(row)[:60]} has no {name}")
-        x = row[name]
-        fits = type(x) in (int, float) and abs(x) < 1e39  # any finite float32
-        fits |= x is None and name in OR_NULL
-        if (not fits and name in NUMBERS) or (name in TEXTS and not isinstance(x, str)):
-            raise ValueError(f"{str(row)[:60]} has {name}={str(x)[:60]}")
 
 
 def file_flags(path: str) -> list[str]:

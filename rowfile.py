@@ -6,7 +6,7 @@ import time
 
 from etils import epath
 
-from cli import check_row
+from checks import check_row
 from errors import describe, is_storage_error
 from files import is_remote, local_folder, write_whole
 from utils import is_lead, warn

@@ -22,7 +22,8 @@ from etils import epath
 
 import config
 import errors
-from cli import check_record, to_json
+from checks import check_record
+from cli import to_json
 from config import Config
 from errors import Problem, UserError
 from files import (

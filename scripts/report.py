@@ -14,7 +14,8 @@ from etils import epath
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from cli import REMOTE_SECONDS, call_within, check_row, quit_on_error
+from checks import check_row
+from cli import REMOTE_SECONDS, call_within, quit_on_error
 from errors import DATA, USAGE, UserError
 from files import absolute_path
 
