@@ -6,6 +6,7 @@ Dimension key (a suffix on every array's name spells its logical shape):
 """
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -51,14 +52,14 @@ def orthogonalize(x_ST, dtype: str):
     return lax.scan(step, x_ST, jnp.array(STEPS))[0]
 
 
-def update_of(x_RC, dtype: str):
+def matrix_update(x_RC, dtype: str):
     """The update of a matrix with this momentum, float32."""
     R, C = x_RC.shape
     x_RC = orthogonalize(x_RC, dtype) if R <= C else orthogonalize(x_RC.T, dtype).T
     return RMS * math.sqrt(max(R, C)) * x_RC.astype(jnp.float32)
 
 
-def update_of_part(x, p: Param, dtype: str):
+def part_update(x, p: Param, dtype: str):
     """The update of a device's part of a weight, inside shard_map.
 
     The devices of a pipeline stage share out the whole matrices of its layers (and experts): one
@@ -66,42 +67,43 @@ def update_of_part(x, p: Param, dtype: str):
     updates back.  If there are fewer matrices than devices, zeros are added and sent too.  With
     matrices that stay sharded each of the five steps would need a collective.
     """
-    first = p.is_stacked
-    rows, columns = ([first + dim for dim in dims] for dims in (p.rows, p.columns))
-    others = [dim for dim in range(x.ndim) if dim not in rows + columns]
-    order = others + rows + columns
+    rows, columns = ([dim + p.is_stacked for dim in dims] for dims in (p.rows, p.columns))
+    counting = [dim for dim in range(x.ndim) if dim not in rows + columns]  # that number matrices
+    order = counting + rows + columns
     x = x.transpose(order)
-    transposed, n = x.shape, math.prod(x.shape[: len(others)])
-    x = x.reshape(n, *x.shape[len(others) :])
+    part_shape, n = x.shape, math.prod(x.shape[: len(counting)])
+    x = x.reshape(n, *x.shape[len(counting) :])  # [matrices, *rows, *columns]
+    # (mesh axis, dim of x) of each sharded dim.
     moves = [(p.spec[dim], k) for k, dim in enumerate(rows + columns, 1) if p.spec[dim]]
     n_devices = math.prod(lax.axis_size(axis) for axis, _ in moves)
     x = jnp.pad(x, [(0, -n % n_devices)] + [(0, 0)] * (x.ndim - 1))
     for axis, k in moves:
         x = lax.all_to_all(x, axis, split_axis=0, concat_axis=k, tiled=True)
-    whole = x.shape
-    R = math.prod(whole[1 : 1 + len(rows)])
+    whole_shape, R = x.shape, math.prod(x.shape[1 : 1 + len(rows)])
     # One after the other: the temporaries of all matrices would not fit.
-    x = lax.map(lambda x_RC: update_of(x_RC, dtype), x.reshape(len(x), R, -1)).reshape(whole)
+    update_NRC = lax.map(partial(matrix_update, dtype=dtype), x.reshape(len(x), R, -1))
+    x = update_NRC.reshape(whole_shape)
     for axis, k in reversed(moves):
         x = lax.all_to_all(x, axis, split_axis=k, concat_axis=0, tiled=True)
-    return x[:n].reshape(transposed).transpose([order.index(dim) for dim in range(len(order))])
+    return x[:n].reshape(part_shape).transpose([order.index(dim) for dim in range(len(order))])
 
 
 def scale_by_muon(cfg: Config) -> optax.GradientTransformation:
     """Gradients to updates, of the weights that have rows and columns: Nesterov momentum, with its
     singular values set to about one."""
-    own = [p for p in jax.tree.leaves(param_table(cfg)) if p.rows]
-    specs = [p.spec for p in own]
+    params = [p for p in jax.tree.leaves(param_table(cfg)) if p.rows]
+    specs = [p.spec for p in params]
 
-    def updates_of(momentum, _):
+    def to_updates(momentum, _):
         # Weights that are not Muon's are nodes without leaves.
         leaves, treedef = jax.tree.flatten(momentum)
 
         @jax.shard_map(in_specs=(specs,), out_specs=specs)
         def update_parts(parts):
-            return [update_of_part(x, p, cfg.train.dtype) for x, p in zip(parts, own, strict=True)]
+            pairs = zip(parts, params, strict=True)
+            return [part_update(x, p, cfg.train.dtype) for x, p in pairs]
 
         return treedef.unflatten(update_parts(leaves))
 
     trace = optax.trace(cfg.optim.muon_momentum, nesterov=True)
-    return optax.chain(trace, optax.stateless(updates_of))
+    return optax.chain(trace, optax.stateless(to_updates))

@@ -19,7 +19,7 @@ import train
 import utils
 from errors import CHECKPOINT, USAGE, UserError
 
-update_of = jax.jit(muon.update_of, static_argnums=1)  # compiled once for each shape
+matrix_update = jax.jit(muon.matrix_update, static_argnums=1)  # compiled once for each shape
 SHAPES = [(64, 64), (64, 256), (300, 20), (7, 513), (1, 5), (512, 512)]
 
 
@@ -31,7 +31,7 @@ def test_singular_values_end_near_one(shape, scale):
     u, _, v = np.linalg.svd(rng.normal(size=shape), full_matrices=False)
     values = scale * np.geomspace(1, 0.01, n)
     x = ((u * values) @ v).astype(np.float32)
-    got = np.asarray(update_of(x, "float32")) / (muon.RMS * np.sqrt(max(shape)))
+    got = np.asarray(matrix_update(x, "float32")) / (muon.RMS * np.sqrt(max(shape)))
     inner = u.T @ got @ v.T
     np.testing.assert_allclose(inner - np.diag(np.diag(inner)), 0, atol=2e-3)
     assert np.diag(inner).min() > 0.85 and np.diag(inner).max() < 1.15
@@ -40,7 +40,7 @@ def test_singular_values_end_near_one(shape, scale):
 def test_singular_values_that_are_alike_end_near_one():
     """256 of them, in the type of a large run: then the norm is 16 times the largest."""
     q, _ = np.linalg.qr(np.random.default_rng(0).normal(size=(4096, 256)))
-    x = np.asarray(update_of(q.T.astype(np.float32), "bfloat16")) / (muon.RMS * 64)
+    x = np.asarray(matrix_update(q.T.astype(np.float32), "bfloat16")) / (muon.RMS * 64)
     values = np.linalg.svd(x, compute_uv=False)
     assert values.min() > 0.85 and values.max() < 1.15
 
@@ -56,12 +56,12 @@ def test_the_update_of_a_matrix_of_rank_one_is_bounded(shape, dtype):
         u, v = rng.normal(size=shape[0]), rng.normal(size=shape[1])
         u, v = [(u, v), (np.sign(u), np.sign(v)), (u * (u == u.max()), v)][n % 3]
         x = np.outer(u, v).astype(np.float32)
-        got = np.asarray(update_of(x, dtype)) / (muon.RMS * np.sqrt(max(shape)))
+        got = np.asarray(matrix_update(x, dtype)) / (muon.RMS * np.sqrt(max(shape)))
         assert np.linalg.norm(got, 2) == pytest.approx(1, abs=0.3)
 
 
 def test_a_matrix_of_zeros_stays():
-    assert not np.asarray(update_of(np.zeros((4, 8), np.float32), "float32")).any()
+    assert not np.asarray(matrix_update(np.zeros((4, 8), np.float32), "float32")).any()
 
 
 def muon_config(cfg, mesh, **more):
