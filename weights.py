@@ -160,7 +160,7 @@ def draw_normals(params: list[Param], key_W) -> list:
         values = []
         for p, part, start, stop in zip(params, parts, start_W, stop_W, strict=True):
             x = normal_CI[start:stop].reshape(part.n_layers, -1)[:, : part.n_numbers]
-            values.append(equal_copies(x.reshape(part.sizes), p.spec))
+            values.append(mark_replicated(x.reshape(part.sizes), p.spec))
         return values
 
     return per_device(key_W)
@@ -222,7 +222,7 @@ def draw_chunk(key_2, first, size_A, start_A, whole_A, std, n: int):
     return std * (np.float32(np.sqrt(2)) * lax.erf_inv(uniform_I))
 
 
-def equal_copies(x, spec: P):
+def mark_replicated(x, spec: P):
     """x, whose copies along the mesh axes that spec does not name are equal, typed as equal there.
 
     JAX has no cast for that, so this takes the maximum of the copies.
