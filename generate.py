@@ -249,15 +249,15 @@ def generate(
     vocab_size: int,
     stop_id: int | None = None,
     stops: Sequence[str] = (),
-    added: Callable[[int, list[int]], str] | None = None,
+    added_text: Callable[[int, list[int]], str] | None = None,
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
     seed: int = 0,
 ):
     """Continue each prompt (token ids, at least one) by up to n_tokens, ending before stop_id, or
-    after one of `stops` is in added(n, row n), the text after the prompt; yields the rows as they
-    grow.
+    after one of `stops` is in added_text(n, row), the text after the prompt of row n; yields the
+    rows as they grow.
 
     Ids from vocab_size on are never drawn.  A step computes only the newest token of each row, from
     cached keys and values.  When a row gets longer than train.seq_len, the model goes on with its
@@ -282,7 +282,7 @@ def generate(
             token = choose_token(logit_RV[n, :vocab_size], rngs[n], temperature, top_k, top_p)
             if token != stop_id:
                 row.append(token)
-            text = added(n, row) if stops else ""
+            text = added_text(n, row) if stops else ""
             done[n] = token == stop_id or any(stop in text for stop in stops)
         yield rows
         if all(done):

@@ -177,15 +177,15 @@ class Run(TemplateLM):
         room = self.max_length - s["max_gen_toks"]
         prompts = [self.tok_encode(x)[-room:] or [self.prefix_token_id] for x, _ in requests]
 
-        def added(k: int, row: list[int]) -> str:
+        def added_text(k: int, row: list[int]) -> str:
             return self.tokenizer.decode(row[len(prompts[k]) :])
 
-        ends = dict(stop_id=self.end_id, stops=s["until"], added=added)
+        ends = dict(stop_id=self.end_id, stops=s["until"], added_text=added_text)
         draw = {name: s.get(name, x) for name, x in DRAW.items()}
         draw |= dict(vocab_size=shards.n_ids(self.tokenizer), seed=seed)
         args = self.params, prompts, s["max_gen_toks"], self.cfg
         *_, rows = [prompts, *generate.generate(*args, **ends, **draw)]  # max_gen_toks may be 0
-        texts = [added(k, row) for k, row in enumerate(rows)]
+        texts = [added_text(k, row) for k, row in enumerate(rows)]
         return [postprocess_generated_text(text, s["until"], None) for text in texts]
 
 

@@ -121,7 +121,7 @@ def main(args: Args, cfg: config.Config):
     end_id = tasks.find_end_id(tokenizer, cfg)
     prompts = encode_prompts(texts, tokenizer, end_id, cfg)
     added = partial(added_text, tokenizer, texts, prompts)
-    ends = dict(stop_id=end_id, stops=args.stop, added=added)
+    ends = dict(stop_id=end_id, stops=args.stop, added_text=added)
     draw = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "seed")}
     draw |= dict(vocab_size=shards.n_ids(tokenizer))
     all_rows = generate.generate(params, prompts, args.tokens, cfg, **ends, **draw)
