@@ -148,8 +148,8 @@ class Row(NamedTuple):
         return f"{self.nll[self.scored].mean():.4f}" if self.scored.any() else "-"
 
 
-def score_rows(params, tokens_BL, targets_BL, cfg: config.Config) -> np.ndarray:
-    """nll_BL, in batches of the eval step."""
+def token_nlls(params, tokens_BL, targets_BL, cfg: config.Config) -> np.ndarray:
+    """nll_BL of these rows, computed in batches of the eval step."""
     n, found = cfg.train.batch_size, []
     for i in range(0, len(tokens_BL), n):
         batch = put_batch(tokens_BL[i : i + n], targets_BL[i : i + n], cfg)
@@ -187,7 +187,7 @@ def read_rows(args: Args, cfg: config.Config, data_cfg: config.Config) -> list[R
         step = max((n for n in saved if n < args.step), default=min(saved, default=-1))
         params = runstate.load_params(run, cfg, step)  # raises if there is none
         utils.say(f"losses by the weights after update {step}", file=sys.stderr)
-        nll = score_rows(params, tokens, targets, cfg)
+        nll = token_nlls(params, tokens, targets, cfg)
     rows = []
     for n, k in enumerate(chosen):
         name = data.order.names[sources[k]]
