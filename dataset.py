@@ -90,12 +90,12 @@ class TokenFiles(Source):
 
     def __init__(self, cfg: Config, split: str):
         path = absolute_path(getattr(cfg.data, split))
-        self.shards, manifest = found = find_shards(path, split)
+        self.shards, manifest = token_set = find_shards(path, split)
         self.masks = [shard.mask for shard in self.shards]
         if manifest.get("digest") not in (None, manifest_digest(manifest)):
             what = f"{path}/manifest.json is not as it was written: copy the data set again, or if"
             warn(f"{what} you have edited it, delete its field digest")
-        self.cfg, self.fingerprint = cfg, fingerprint(found)
+        self.cfg, self.fingerprint = cfg, fingerprint(token_set)
         self.pages = PageReader(self.shards, cfg)
         # The index in the whole set of each shard's first token, and at last n_tokens.
         self.starts = [0, *accumulate(shard.n_tokens for shard in self.shards)]
@@ -262,13 +262,13 @@ class Mixture(Source):
     def gather(self, numbers: np.ndarray, readers: list, dtype) -> np.ndarray:
         """Each window as its source's reader returns it; all 1 if that returns None."""
         sources = np.searchsorted(self.first_windows, numbers, side="right") - 1
-        found = np.ones((len(numbers), self.cfg.train.seq_len + 1), dtype)
+        rows = np.ones((len(numbers), self.cfg.train.seq_len + 1), dtype)
         for n, read in enumerate(readers):
             if (here := sources == n).any():
                 part = read(numbers[here] - self.first_windows[n])
                 if part is not None:
-                    found[here] = part
-        return found
+                    rows[here] = part
+        return rows
 
 
 def parts_of(source: Source) -> dict[str, Source]:

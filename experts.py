@@ -376,10 +376,10 @@ def update_router_biases(params, stats, cfg: Config):
     """params, with each expert's bias moved by train.bias_rate: down where it had more than its
     share of the batch, up where it had less (DeepSeek-V3, section 2.1.2)."""
     for group, kinds in stats.items():
-        for kind, found in kinds.items():
+        for kind, layer_stats in kinds.items():
             w = params[group][kind]
             if "router_bias_E" in w:
-                load_E = found["load_E"]
+                load_E = layer_stats["load_E"]
                 overloaded_E = jnp.sign(load_E * load_E.shape[-1] - load_E.sum(-1, keepdims=True))
                 bias_E = w["router_bias_E"] - cfg.train.bias_rate * overloaded_E
                 params = params | {group: params[group] | {kind: w | dict(router_bias_E=bias_E)}}

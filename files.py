@@ -55,13 +55,13 @@ def run_path(cfg: Config) -> epath.Path:
 def saved_steps(run: epath.Path) -> list[int]:
     """The numbers of a run's complete checkpoints, in order."""
     folder = run / "checkpoints"
-    found = [*folder.iterdir()] if folder.exists() else []
-    found = [path for path in found if re.fullmatch("0|[1-9][0-9]*", path.name)]
+    paths = [*folder.iterdir()] if folder.exists() else []
+    paths = [path for path in paths if re.fullmatch("0|[1-9][0-9]*", path.name)]
     if is_remote(folder):  # there orbax writes this file last; locally it renames the folder
-        found = [path for path in found if (path / "commit_success.txt").exists()]
+        paths = [path for path in paths if (path / "commit_success.txt").exists()]
     else:
-        found = [path for path in found if path.is_dir()]
-    return sorted(int(path.name) for path in found)
+        paths = [path for path in paths if path.is_dir()]
+    return sorted(int(path.name) for path in paths)
 
 
 def is_writable(path: epath.Path) -> bool:
@@ -138,12 +138,12 @@ def make_private_folder(path: str, name: str) -> Path:
         what = f"{name}={path} cannot be made: {e.strerror or e}"
         fix = f"set --{name} to a folder that this user can write to"
         raise UserError(STORAGE, what, fix) from None
-    found = os.lstat(folder)
+    facts = os.lstat(folder)
     reasons = {
-        "is a link": stat.S_ISLNK(found.st_mode),
-        "is a file": not stat.S_ISDIR(found.st_mode),
-        "belongs to another user": found.st_uid != os.getuid(),
-        "can be written to by others": found.st_mode & 0o022,
+        "is a link": stat.S_ISLNK(facts.st_mode),
+        "is a file": not stat.S_ISDIR(facts.st_mode),
+        "belongs to another user": facts.st_uid != os.getuid(),
+        "can be written to by others": facts.st_mode & 0o022,
     }
     if why := [reason for reason, holds in reasons.items() if holds]:
         fix = f"set --{name} to a folder of your own, of mode 700"
@@ -179,9 +179,9 @@ def move_folder(path: epath.Path, where: epath.Path):
     def rank(name: str) -> tuple[bool, int]:
         return name.removeprefix(f"{old}/") in last, -name.count("/")
 
-    found = [name for name in fs.find(old) if name not in stay]
-    for n in sorted({rank(name) for name in found}):
-        names = [name for name in found if rank(name) == n]
+    objects = [name for name in fs.find(old) if name not in stay]
+    for n in sorted({rank(name) for name in objects}):
+        names = [name for name in objects if rank(name) == n]
         fs.mv(names, [new + name.removeprefix(old) for name in names])
 
 

@@ -65,11 +65,11 @@ def zero_total(w, cfg: Config) -> Total:
     def kind_stats(kind, weights, dim):
         shape, E = stacked_shape(weights), cfg.model.n_experts
         dims = *shape[:dim], math.prod(shape[dim:])  # parts, if there are any, and layers
-        found = dict(logit=jnp.zeros(dims)) if cfg.log.norms_every else {}
+        sums = dict(logit=jnp.zeros(dims)) if cfg.log.norms_every else {}
         if "moe" in kind:
-            found |= dict(load_E=jnp.zeros((*dims, E)))
-            found |= {name: jnp.zeros(dims) for name in MOE_STATS}
-        return found
+            sums |= dict(load_E=jnp.zeros((*dims, E)))
+            sums |= {name: jnp.zeros(dims) for name in MOE_STATS}
+        return sums
 
     stats = {
         group: {kind: kind_stats(kind, weights, dim) for kind, weights in w.get(group, {}).items()}

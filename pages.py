@@ -48,14 +48,14 @@ def fetch(blocks: list[Block]) -> list[bytes | Exception]:
         fs, _ = fsspec.url_to_fs(os.fspath(blocks[0].path))
         paths, starts, stops, _ = map(list, zip(*blocks, strict=True))
         return fs.cat_ranges([*map(os.fspath, paths)], starts, stops, on_error="return")
-    found = []
+    contents = []
     for block in blocks:
         try:
             with open(block.path, "rb", opener=open_at_once) as f:
-                found.append(os.pread(f.fileno(), block.stop - block.start, block.start))
+                contents.append(os.pread(f.fileno(), block.stop - block.start, block.start))
         except OSError as e:
-            found.append(e)
-    return found
+            contents.append(e)
+    return contents
 
 
 def is_page(block: Block, data: bytes) -> bool:
@@ -98,14 +98,14 @@ class DiskCache:
             self.trim()
 
     def trim(self):
-        self.added, found = 0, []
+        self.added, pages = 0, []
         with suppress(OSError):  # the folder is being removed; the next trim sees what is left
             for path in self.folder.glob(f"{'[0-9a-f]' * 2}/{'[0-9a-f]' * 32}"):
                 with suppress(OSError):  # another process has removed it
                     facts = path.stat()
-                    found.append((facts.st_mtime, facts.st_size, path))
+                    pages.append((facts.st_mtime, facts.st_size, path))
         total = 0
-        for _, size, path in sorted(found, reverse=True):  # from the page used last
+        for _, size, path in sorted(pages, reverse=True):  # from the page used last
             total += size
             if total > self.limit:
                 with suppress(OSError):
@@ -151,15 +151,15 @@ class PageReader:
             if shard.path not in self.states:
                 self.states[shard.path] = self.check(shard)
         lists = {path: digest_list(shard) for path, shard in by_path.items() if shard.pages_digest}
-        found = self.load([*lists.values()])
-        digests = {path: found[block] for path, block in lists.items()}
+        contents = self.load([*lists.values()])
+        digests = {path: contents[block] for path, block in lists.items()}
         blocks = [cut_into_blocks(*piece, digests.get(piece[0].path)) for piece in pieces]
-        found = self.load([*itertools.chain(*blocks)])
+        contents = self.load([*itertools.chain(*blocks)])
         arrays = []
         for (shard, start, stop), parts in zip(pieces, blocks, strict=True):
             before = shard.offset - parts[0].start
             first, last = (before + i * shard.itemsize for i in (start, stop))
-            data = b"".join(found[part] for part in parts)[first:last]
+            data = b"".join(contents[part] for part in parts)[first:last]
             if len(data) != last - first or self.state_of(shard) != self.states[shard.path]:
                 fix = "do not change data that a run uses; copy the shard again"
                 raise shard_error(shard.path, "it was changed while the run used it", fix)
@@ -189,9 +189,9 @@ class PageReader:
 
     def load(self, blocks: list[Block]) -> dict[Block, bytes]:
         """The bytes of these blocks, verified where they have a digest."""
-        found = {block: self.recall(block) for block in blocks}
+        contents = {block: self.recall(block) for block in blocks}
         for _ in range(2):  # a second time, because the connection may have damaged a block
-            absent = [block for block, data in found.items() if data is None]
+            absent = [block for block, data in contents.items() if data is None]
             for block, data in zip(absent, fetch(absent), strict=True):
                 if isinstance(data, FileNotFoundError):
                     raise shards.missing_error(block.path) from None
@@ -199,16 +199,16 @@ class PageReader:
                     shards.check_is_file(block.path)
                     raise data
                 if not block.digest:
-                    found[block] = data
+                    contents[block] = data
                 elif is_page(block, data):
-                    found[block] = data
+                    contents[block] = data
                     self.remember(block, data)
                     if self.disk:
                         self.disk.put(block.digest, data)
-        for block, data in found.items():
+        for block, data in contents.items():
             if data is None:
                 raise DamagedPage(block)
-        return found
+        return contents
 
     def recall(self, block: Block) -> bytes | None:
         """A block's bytes from memory or disk, where only blocks with digests are kept."""

@@ -120,11 +120,11 @@ def restore_or_init(run, train: Dataset, cfg: Config) -> tuple[SavedCheckpoints,
     else:
         store = Checkpoints(run, c.keep, settings, cfg.run.accept, c.patience)
     begin = time.monotonic()
-    found = store.restore(checkpoint_items(abstract_state(cfg)))
-    if found is None and cfg.eval_only:
+    items = store.restore(checkpoint_items(abstract_state(cfg)))
+    if items is None and cfg.eval_only:
         what = f"{store.run} has no checkpoint to evaluate"
         raise UserError(CHECKPOINT, what, "train it first, without --eval_only")
-    if found is None:
+    if items is None:
         with utils.say_time("initial state"):
             utils.run_on_lead(forget_parent, run)
             start = partial(branch_state, run, train.source) if cfg.run.start_from else init_state
@@ -137,7 +137,7 @@ def restore_or_init(run, train: Dataset, cfg: Config) -> tuple[SavedCheckpoints,
         raise UserError(USAGE, what, fix)
     took = f"{time.monotonic() - begin:.1f} s"
     utils.say(f"resume: update {store.newest} (verified) from {store.path} in {took}")
-    return store, state_from_items(found)
+    return store, state_from_items(items)
 
 
 def branch_state(run, source, cfg: Config) -> State:
@@ -145,38 +145,38 @@ def branch_state(run, source, cfg: Config) -> State:
     parent = Parent(cfg, source.tokenizer)
     abstract, with_state = checkpoint_items(abstract_state(cfg)), cfg.run.start_with == "state"
     taken = items_of_parent(parent, abstract, source, cfg) if with_state else {"params"}
-    found = parent.restore({item: abstract[item] for item in taken}, cfg)
+    items = parent.restore({item: abstract[item] for item in taken}, cfg)
     utils.run_on_lead(parent.note, run)
     if taken != abstract.keys():
-        found = add_items(found, parent.step if with_state else 0, abstract, cfg)
+        items = add_items(items, parent.step if with_state else 0, abstract, cfg)
     kept = "its optimizer's state" if with_state else "its weights alone"
     if with_state and "rest" not in taken:
         kept = "its weights and update; the optimizer's state is new"
     utils.say(f"start from {parent.path} after update {parent.step}, with {kept}")
-    return state_from_items(found)
+    return state_from_items(items)
 
 
 def items_of_parent(parent: Parent, abstract: dict, source, cfg: Config) -> set[str]:
     """The items of a checkpoint that a branch with run.start_with=state takes from its parent."""
     # Those of which the parent has just the same arrays.
     differ = parent.meta["leaves"].keys() ^ utils.leaf_table(abstract).keys()
-    found = abstract.keys() - {name.split("/")[0] for name in differ} | {"params"}
+    names = abstract.keys() - {name.split("/")[0] for name in differ} | {"params"}
     if not batch_settings(cfg, source.fingerprint).items() <= parent.meta["must"].items():
-        found -= {"recent_norms"}  # other batches have other gradient norms
-    return found
+        names -= {"recent_norms"}  # other batches have other gradient norms
+    return names
 
 
-def add_items(found: dict, step: int, abstract: dict, cfg: Config) -> dict:
-    """The items of a new state after `step` updates, with those of `found` in place of its own."""
+def add_items(given: dict, step: int, abstract: dict, cfg: Config) -> dict:
+    """The items of a new state after `step` updates, with those of `given` in place of its own."""
 
-    def fill(found):
-        state = state_from_params(found["params"], cfg)
+    def fill(given):
+        state = state_from_params(given["params"], cfg)
         if step:
             state = state._replace(step=jnp.int32(step), opt=optim.with_count(state.opt, step))
-        return checkpoint_items(state) | found
+        return checkpoint_items(state) | given
 
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
-    return jax.jit(fill, out_shardings=shardings, donate_argnums=0)(found)
+    return jax.jit(fill, out_shardings=shardings, donate_argnums=0)(given)
 
 
 def load_params(run, cfg: Config, step: int = -1, weights: str = "last"):
@@ -187,10 +187,10 @@ def load_params(run, cfg: Config, step: int = -1, weights: str = "last"):
     refuse_differences(words, "start all processes with the same flags")
     item = weights_item(cfg, weights)
     abstract = with_shardings(model.param_shapes(cfg), model.param_specs(cfg))
-    found = SavedCheckpoints(run).restore({item: abstract}, step)
-    if found is None:
+    items = SavedCheckpoints(run).restore({item: abstract}, step)
+    if items is None:
         raise UserError(CHECKPOINT, f"{run} has no checkpoint", "train it first")
-    return found[item]
+    return items[item]
 
 
 def weights_item(cfg: Config, weights: str) -> str:

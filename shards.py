@@ -389,7 +389,7 @@ def sample_bytes(shard: Shard) -> bytes:
     return b"".join(fs.cat_ranges([path] * SAMPLES, starts, ends, on_error="raise"))
 
 
-def fingerprint(found: TokenSet) -> str:
+def fingerprint(token_set: TokenSet) -> str:
     """A hash that changes with the tokens and masks: of the manifest's digests, or else of each
     file's size and of samples of it, 1 MiB in all, so that the start of a run does not wait for all
     data."""
@@ -404,6 +404,6 @@ def fingerprint(found: TokenSet) -> str:
         return facts + ([f"mask {digest(shard.mask)}"] if shard.mask else [])
 
     with ThreadPoolExecutor(32) as pool:  # samples in a bucket take a request each
-        each = map if found.manifest else pool.map  # with a manifest there is nothing to read
-        facts = [*each(facts_of, found.shards)]
+        each = map if token_set.manifest else pool.map  # with a manifest there is nothing to read
+        facts = [*each(facts_of, token_set.shards)]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]

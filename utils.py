@@ -126,8 +126,8 @@ def exchange(value) -> list:
     shared_store().key_value_set(f"{name}/{process_id()}", text)
     shared_store().wait_at_barrier(name, 24 * 3600 * 1000)  # ms; a Watchdog gives up sooner
     answers = shared_store().key_value_dir_get(name)
-    found = {int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in answers}
-    return [found[n] for n in process_ids()]
+    values = {int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in answers}
+    return [values[n] for n in process_ids()]
 
 
 def run_on_each(f, *args):
