@@ -199,7 +199,7 @@ def with_weights(backward, weights):
 
 
 class SavedArrays:
-    """Packs a backward function, which jax.vjp made from a function of (weights, tap, x), into the
+    """Packs a backward function, which jax.vjp made from a function of (weights, acc, x), into the
     arrays that must be buffered until it is called, and unpacks it from them.
 
     The example's microbatch and part have numbers that vary over pp, so every array that depends on
@@ -276,18 +276,18 @@ class ScheduledWork:
         _, self.example_stats, backward = self.forward_part(s, s, total, self.example_BLD)
         self.saved = SavedArrays(backward)
 
-    def apply_front(self, m, front, tap):
+    def apply_front(self, m, front, acc):
         """`model.apply_front` on microbatch m."""
         rows, cfg = self.rows, self.cfg
-        return apply_front(front, rows.token_MBL[m], rows.span(m, cfg), cfg, rows.key, tap)
+        return apply_front(front, rows.token_MBL[m], rows.span(m, cfg), cfg, rows.key, acc)
 
-    def apply_part(self, m, r, layers, tap, x_BLD):
+    def apply_part(self, m, r, layers, acc, x_BLD):
         """`model.apply_layers` on microbatch m, with part r of the layers."""
         rows, cfg = self.rows, self.cfg
         chunk = r * self.schedule.pp + lax.axis_index("pp")
         first_layer = len(layer_kinds(cfg.model.prefix)) + chunk * count_layers(layers)
         kinds, span = layer_kinds(cfg.model.pattern), rows.span(m, cfg)
-        return apply_layers(layers, kinds, first_layer, x_BLD, span, cfg, rows.key, tap)
+        return apply_layers(layers, kinds, first_layer, x_BLD, span, cfg, rows.key, acc)
 
     def part(self, total: Total, r):
         """Part r of the layers' weights, and of their gradient so far."""

@@ -348,28 +348,30 @@ def add_to_index(total, new, index):
 
 
 @jax.custom_vjp
-def tap_gradient(tap, w, index):
-    """(tap, w) unchanged.  A tap is a tree like w whose values are not used.  Its cotangent is the
-    sum of the gradients of w so far, and the backward pass adds this gradient to it: at `index`, a
-    number for each leading dim, or to all of it if index is None.
+def accumulate_gradient(acc, w, index):
+    """(acc, w) unchanged, but the backward pass adds the gradient of w to a running sum.
 
-    The caller passes the sum so far as the cotangent of the returned tap, and gets the new sum as
-    the gradient of the tap given.  The sum grows in place (in an interleaved schedule, in a copy of
-    one part).  Without this the loop over layers would stack their gradients, to be added to the
-    sum afterwards: 0.18 GiB more for llama_1b with 1f1b on v5p 2x2x2, one sequence a microbatch,
-    and 5 % more cycles by XLA's count.
+    acc: the sum's place in the forward pass, a tree like w; its values are not used.  The caller
+    passes the sum so far as the cotangent of the returned acc, and gets the new sum as the gradient
+    of the acc given.  index: where in the sum w's gradient belongs, a number for each leading dim;
+    None is all of it.
+
+    The sum grows in place (in an interleaved schedule, in a copy of one part).  Without this the
+    loop over layers would stack their gradients, to be added to the sum afterwards: 0.18 GiB more
+    for llama_1b with 1f1b on v5p 2x2x2, one sequence a microbatch, and 5 % more cycles by XLA's
+    count.
     """
-    return tap, w
+    return acc, w
 
 
-def tap_gradient_backward(index, sum_and_grad):
+def accumulate_gradient_backward(index, sum_and_grad):
     total, grad = sum_and_grad
     if index is None:
         return add_trees(total, grad), None, None
     return jax.tree.map(partial(add_to_index, index=index), total, grad), None, None
 
 
-tap_gradient.defvjp(lambda tap, w, index: ((tap, w), index), tap_gradient_backward)
+accumulate_gradient.defvjp(lambda acc, w, index: ((acc, w), index), accumulate_gradient_backward)
 
 
 def softcap(x, cap: float):

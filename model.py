@@ -30,6 +30,7 @@ from attention import Span, attention_of, full_row_span
 from config import Config
 from experts import moe, moe_table
 from layers import (
+    accumulate_gradient,
     dropout,
     einsum,
     gather_over_dp,
@@ -43,7 +44,6 @@ from layers import (
     scatter_rows,
     sequences_to_rows,
     softcap,
-    tap_gradient,
     tp_part,
 )
 from pipeline import forward_pipeline
@@ -204,15 +204,14 @@ def gather_layer(w, kind: str, cfg: Config) -> dict:
 
 
 @jax.custom_vjp
-def lookup(tap_VD, table_VD, row_BL):
-    """(tap_VD, table_VD[row_BL]).  As in `tap_gradient`, the cotangent of the tap is a running sum,
-    to which the backward pass adds the gradient of each row.  Without a backward pass the tap is
-    None.
+def lookup(acc_VD, table_VD, row_BL):
+    """(acc_VD, table_VD[row_BL]).  The backward pass adds each row's gradient to a running sum, for
+    which acc_VD stands as in `accumulate_gradient`; without a backward pass it is None.
 
     The sum is float32: in bfloat16 it would stop growing at 256 times the size of a term, which a
     frequent token's gradient soon reaches.
     """
-    return tap_VD, table_VD[row_BL]
+    return acc_VD, table_VD[row_BL]
 
 
 def lookup_backward(row_BL, sum_and_grad):
@@ -220,11 +219,11 @@ def lookup_backward(row_BL, sum_and_grad):
     return sum_VD.at[row_BL].add(grad_BLD.astype(sum_VD.dtype)), None, None
 
 
-lookup.defvjp(lambda tap, table, row: (lookup(tap, table, row), row), lookup_backward)
+lookup.defvjp(lambda acc, table, row: (lookup(acc, table, row), row), lookup_backward)
 
 
-def embed(tap_VD, embed_VD, token_BL, tp_dim: int):
-    """(tap_VD, x_BLD): a vocab-parallel `lookup`.
+def embed(acc_VD, embed_VD, token_BL, tp_dim: int):
+    """(acc_VD, x_BLD): a vocab-parallel `lookup`.
 
     Each tp shard looks up the tokens in its rows of the table; the sum over tp leaves each shard
     its part of the sequence (tp_dim 1) or of the rows (tp_dim 0).
@@ -232,8 +231,8 @@ def embed(tap_VD, embed_VD, token_BL, tp_dim: int):
     token_BL = sequences_to_rows(token_BL) if tp_dim == 1 else token_BL
     row_BL = token_BL - lax.axis_index("tp") * embed_VD.shape[0]
     is_here_BL = (row_BL >= 0) & (row_BL < embed_VD.shape[0])
-    tap_VD, x_BLD = lookup(tap_VD, embed_VD, jnp.where(is_here_BL, row_BL, 0))
-    return tap_VD, scatter_rows(jnp.where(is_here_BL[..., None], x_BLD, 0))
+    acc_VD, x_BLD = lookup(acc_VD, embed_VD, jnp.where(is_here_BL, row_BL, 0))
+    return acc_VD, scatter_rows(jnp.where(is_here_BL[..., None], x_BLD, 0))
 
 
 def logits(x_BLD, ends, cfg):
@@ -481,13 +480,13 @@ def fold_key(key, n):
 
 
 def apply_layers(
-    params, kinds: list[str], first_layer, x_BLD, span: Span, cfg: Config, key=None, tap=None
+    params, kinds: list[str], first_layer, x_BLD, span: Span, cfg: Config, key=None, acc=None
 ):
-    """(x_BLD, statistics, tap): x through the layers of params, blocks of `kinds`, arranged by
+    """(x_BLD, statistics, acc): x through the layers of params, blocks of `kinds`, arranged by
     `arrange_layers`.
 
     key: of this update, for dropout; None outside of training, when experts drop no tokens and
-    routing makes no statistics.  tap: see `tap_gradient`; with None, params get the gradient.
+    routing makes no statistics.  acc: see `accumulate_gradient`; if None, params get the gradient.
     """
 
     def compute(kind, x_BLD, w, n):
@@ -499,17 +498,17 @@ def apply_layers(
     def layer(kind, x_BLD, w, n):
         return rematerialize(partial(compute, kind), cfg)(x_BLD, w, n)
 
-    def layer_of_loop(kind, x_and_tap, numbered_input):
-        (x_BLD, tap), ((w, index), n) = x_and_tap, numbered_input
-        if tap is not None:
-            kind_tap, w = tap_gradient(tap[kind], w, index)
-            tap = tap | {kind: kind_tap}
+    def layer_of_loop(kind, x_and_acc, numbered_input):
+        (x_BLD, acc), ((w, index), n) = x_and_acc, numbered_input
+        if acc is not None:
+            kind_acc, w = accumulate_gradient(acc[kind], w, index)
+            acc = acc | {kind: kind_acc}
         x_BLD, stats = layer(kind, x_BLD, w, n)
-        return (x_BLD, tap), stats
+        return (x_BLD, acc), stats
 
     if has_lists(params):
-        if tap is not None:
-            tap, params = tap_gradient(tap, params, None)
+        if acc is not None:
+            acc, params = accumulate_gradient(acc, params, None)
         stats = {kind: [] for kind in params}
         for n in range(count_layers(params)):
             kind = kinds[n % len(kinds)]
@@ -519,38 +518,38 @@ def apply_layers(
         stats = {kind: jax.tree.map(lambda *x: jnp.stack(x), *y) for kind, y in stats.items()}
     else:
         inputs = {kind: (w, tuple(jnp.indices(stacked_shape(w)))) for kind, w in params.items()}
-        (x_BLD, tap), stats = scan_layers(
-            layer_of_loop, (x_BLD, tap), kinds, inputs, first_layer, cfg.train.unroll
+        (x_BLD, acc), stats = scan_layers(
+            layer_of_loop, (x_BLD, acc), kinds, inputs, first_layer, cfg.train.unroll
         )
-    return x_BLD, mark_varying(stats), tap
+    return x_BLD, mark_varying(stats), acc
 
 
-def apply_embedding(params, token_BL, span: Span, cfg: Config, key=None, tap=None):
-    """(x_BLD, tap) as `apply_layers`: the embedding, and that of positions."""
-    tap = {} if tap is None else dict(tap)
-    tap["embed_VD"], x_BLD = embed(tap.get("embed_VD"), params["embed_VD"], token_BL, span.tp_dim)
+def apply_embedding(params, token_BL, span: Span, cfg: Config, key=None, acc=None):
+    """(x_BLD, acc) as `apply_layers`: the embedding, and that of positions."""
+    acc = {} if acc is None else dict(acc)
+    acc["embed_VD"], x_BLD = embed(acc.get("embed_VD"), params["embed_VD"], token_BL, span.tp_dim)
     if cfg.model.positions == "learned":
         position_BL = tp_part(jnp.broadcast_to(span.position_BL, token_BL.shape), span.tp_dim)
-        tap["position_LD"], position_BLD = lookup(
-            tap.get("position_LD"), params["position_LD"], position_BL
+        acc["position_LD"], position_BLD = lookup(
+            acc.get("position_LD"), params["position_LD"], position_BL
         )
         x_BLD += position_BLD
     if cfg.model.scale_embedding:
         x_BLD *= cfg.model.embedding_scale
     x_BLD = dropout(x_BLD, fold_key(key, cfg.model.n_layers), span.row_B, cfg)
-    return mark_varying(x_BLD), tap
+    return mark_varying(x_BLD), acc
 
 
-def apply_front(params, token_BL, span: Span, cfg: Config, key=None, tap=None):
-    """(x_BLD, statistics, tap) as `apply_layers`: the embedding, and the layers of the prefix.
+def apply_front(params, token_BL, span: Span, cfg: Config, key=None, acc=None):
+    """(x_BLD, statistics, acc) as `apply_layers`: the embedding, and the layers of the prefix.
     params: from `arrange_layers`."""
-    x_BLD, tap = apply_embedding(params, token_BL, span, cfg, key, tap)
+    x_BLD, acc = apply_embedding(params, token_BL, span, cfg, key, acc)
     prefix, stats = layer_kinds(cfg.model.prefix), {}
     if prefix:
-        x_BLD, stats, tap["prefix"] = apply_layers(
-            params["prefix"], prefix, 0, x_BLD, span, cfg, key, tap.get("prefix")
+        x_BLD, stats, acc["prefix"] = apply_layers(
+            params["prefix"], prefix, 0, x_BLD, span, cfg, key, acc.get("prefix")
         )
-    return x_BLD, stats, tap
+    return x_BLD, stats, acc
 
 
 # ---- the whole model, forward only
