@@ -10,10 +10,8 @@ from urllib.parse import urlsplit
 
 from etils import epath
 
-import config
-import errors
-from config import Config
-from errors import UserError, describe
+from config import SECTIONS, Config
+from errors import USAGE, UserError, describe
 from files import is_remote, local_folder, upload_folder
 from panels import PANELS
 from rundir import read_record
@@ -135,7 +133,7 @@ def start_wandb(run: epath.Path, cfg: Config):
     if mode != "offline" and not has_wandb_key():
         if required:
             fix = "set WANDB_API_KEY or run `wandb login`, or use --log.wandb online"
-            raise UserError(errors.USAGE, "log.wandb=required but no API key was found", fix)
+            raise UserError(USAGE, "log.wandb=required but no API key was found", fix)
         say("wandb: no API key, so this run is logged offline; `wandb sync` uploads it later")
         mode = "offline"
     try:
@@ -145,7 +143,7 @@ def start_wandb(run: epath.Path, cfg: Config):
         if required:
             what = f"log.wandb=required but it did not start: {why}"
             fix = "fix the connection, or use --log.wandb online"
-            raise UserError(errors.USAGE, what, fix) from None
+            raise UserError(USAGE, what, fix) from None
         warn(f"wandb is off ({why}); metrics.jsonl has everything")
         return None
 
@@ -175,7 +173,7 @@ def init_wandb(run: epath.Path, cfg: Config, mode: str):
         project=cfg.log.wandb_project,
         name=cfg.run.name,
         id=read_record(run)["run_id"],
-        config={section: asdict(getattr(cfg, section)) for section in config.SECTIONS},
+        config={section: asdict(getattr(cfg, section)) for section in SECTIONS},
         dir=os.fspath(folder),
         mode=mode,
         resume="allow",

@@ -11,9 +11,8 @@ from contextlib import suppress
 
 import jax
 
-import errors
 from config import Config, Run
-from errors import Problem, UserError, describe, first_ten, write_error
+from errors import DISTRIBUTED, USAGE, Problem, UserError, describe, first_ten, write_error
 
 
 def join_processes(cfg: Config):
@@ -40,7 +39,7 @@ def join_processes(cfg: Config):
             return
         # RuntimeError: a port is taken, metadata do not answer, or JAX cannot parse a variable.
         # Others: variables are missing or malformed.
-        code = errors.DISTRIBUTED if isinstance(e, RuntimeError) else errors.USAGE
+        code = DISTRIBUTED if isinstance(e, RuntimeError) else USAGE
         raise UserError(code, f"{where}: {describe(e)}", fix) from None
 
 
@@ -63,7 +62,7 @@ def wait_for_all(r: Run) -> str | None:
                 wait_for_greeting(server, r, greeted, deadline)
     except (OSError, UnicodeError) as e:  # UnicodeError: the host is no name
         fix = "give a name or address of this host, with a free port, in every process's flags"
-        error = UserError(errors.DISTRIBUTED, f"run.coordinator={r.coordinator}: {e}", fix)
+        error = UserError(DISTRIBUTED, f"run.coordinator={r.coordinator}: {e}", fix)
     except UserError as e:
         error = e
     answer = "" if error is None else json.dumps([error.code, *error.problems[0]])
@@ -102,7 +101,7 @@ def wait_for_greeting(server: socket.socket, r: Run, greeted: dict, deadline: fl
         what = f"{missing} of {r.num_processes} did not come to run.coordinator={r.coordinator}"
         what += f" within {r.start_timeout} s"
         fix = "start every process within run.start_timeout, and look at their logs"
-        raise UserError(errors.DISTRIBUTED, what, fix) from None
+        raise UserError(DISTRIBUTED, what, fix) from None
     connection.settimeout(5)
     try:
         word, n, count = connection.makefile().readline(100).split()
@@ -119,7 +118,7 @@ def wait_for_greeting(server: socket.socket, r: Run, greeted: dict, deadline: fl
         what += f" and knows another process {n} already" if came_twice else ""
         greeted[-1] = connection  # so that it gets the answer too
         fix = "give each process the same number of processes and an id of its own"
-        raise UserError(errors.USAGE, what, fix)
+        raise UserError(USAGE, what, fix)
     greeted[n] = connection
 
 
@@ -152,7 +151,7 @@ def greet_process_0(r: Run, deadline: float):
         if time.monotonic() > deadline:
             what = f"no process 0 at run.coordinator={r.coordinator} after {r.start_timeout} s"
             fix = "start process 0, and check the address and the firewall"
-            raise UserError(errors.DISTRIBUTED, f"{what}: {reason}", fix)
+            raise UserError(DISTRIBUTED, f"{what}: {reason}", fix)
         time.sleep(0.5)
 
 
@@ -163,7 +162,7 @@ def aborted(number):
     what = "JAX aborted this process (its message is above), most often as another one was lost"
     fix = "look at the other processes' logs, then run the same command again in every process"
     write_error(f"{Problem(what, fix)}\n")
-    os._exit(errors.DISTRIBUTED)
+    os._exit(DISTRIBUTED)
 
 
 def name_ids(ids) -> str:

@@ -14,9 +14,8 @@ import uuid
 import fsspec
 from etils import epath
 
-import errors
 from config import Config
-from errors import AGAIN, UserError, describe, write_error
+from errors import AGAIN, BUSY, UserError, describe, write_error
 from files import is_remote, run_path
 
 
@@ -24,7 +23,7 @@ def busy_error(path: epath.Path, owner: str) -> UserError:
     owner = owner[:200] or "it has just started"
     what = f"run directory {path.parent} belongs to another live run: {owner}"
     fix = "wait for that run or stop it, or choose another --run.name"
-    return UserError(errors.BUSY, what, fix)
+    return UserError(BUSY, what, fix)
 
 
 def new_owner() -> str:
@@ -70,8 +69,8 @@ class FileLock:
             seconds = 0 if is_ours else seconds + 1
         what = f"{self.path} is gone: the run directory was moved or removed under this run"
         fix = f"move it back, in place of what is in {self.path.parent} now, and {AGAIN}"
-        write_error(f"{UserError(errors.BUSY, what, fix)}\n")
-        os._exit(errors.BUSY)
+        write_error(f"{UserError(BUSY, what, fix)}\n")
+        os._exit(BUSY)
 
     def release(self):
         self.released.set()
@@ -156,7 +155,7 @@ class Lease:
                 self.generation = self.write(self.generation)
             except UserError as e:
                 write_error(f"{e}\n")
-                os._exit(errors.BUSY)
+                os._exit(BUSY)
             except Exception as e:  # the next turn tries again, and sees whether it is still ours
                 write_error(f"warning: {self.path} was not renewed ({describe(e)})\n")
 

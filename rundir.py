@@ -21,11 +21,10 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 import config
-import errors
 from checks import check_record
 from cli import to_json
 from config import Config
-from errors import Problem, UserError
+from errors import AGAIN, CHECKPOINT, STORAGE, USAGE, Problem, UserError, is_storage_error
 from files import (
     MOVING,
     free_name,
@@ -104,7 +103,7 @@ def prepare_run(path: epath.Path, cfg: Config, source, lock) -> FileLock | Lease
     record = path / "config.json"
     if (cfg.eval_only or cfg.rollback >= 0) and not record.exists():
         what = f"there is no run in {path} to {'evaluate' if cfg.eval_only else 'roll back'}"
-        raise UserError(errors.CHECKPOINT, what, "set --run.name and --run.dir to those of a run")
+        raise UserError(CHECKPOINT, what, "set --run.name and --run.dir to those of a run")
     if cfg.eval_only and not is_writable(path):
         return None
     try:
@@ -114,7 +113,7 @@ def prepare_run(path: epath.Path, cfg: Config, source, lock) -> FileLock | Lease
         is_half_moved = is_remote(path) and (path / MOVING).exists()
         if is_half_moved and not cfg.fresh:
             what = f"{path} is only a part of a run: --fresh was interrupted while it moved it"
-            raise UserError(errors.CHECKPOINT, what, "give --fresh, which moves the rest")
+            raise UserError(CHECKPOINT, what, "give --fresh, which moves the rest")
         if is_half_moved or (cfg.fresh and record.exists()):
             move_run(path)
             if isinstance(lock, FileLock):  # the locked file was moved too; a lease is not moved
@@ -131,13 +130,13 @@ def prepare_run(path: epath.Path, cfg: Config, source, lock) -> FileLock | Lease
     except Exception as e:  # not all that a bucket raises is an OSError
         if lock is not None:
             lock.release()
-        if not errors.is_storage_error(e):
+        if not is_storage_error(e):
             raise
         where, why = getattr(e, "filename", None) or path, getattr(e, "strerror", None) or e
         fix = "choose a --run.dir that this user can write to"
         if is_remote(path):
-            fix = f"look at the bucket and at your rights there, then {errors.AGAIN}"
-        raise UserError(errors.STORAGE, f"cannot write to {where}: {why}", fix) from None
+            fix = f"look at the bucket and at your rights there, then {AGAIN}"
+        raise UserError(STORAGE, f"cannot write to {where}: {why}", fix) from None
 
 
 def move_run(path: epath.Path):
@@ -169,7 +168,7 @@ def roll_back(path: epath.Path, cfg: Config, source):
     if to is None:
         what = f"{path} has no checkpoint of at most {cfg.rollback} updates"
         fix = f"its checkpoints are {', '.join(map(str, saved)) or 'none'}"
-        raise UserError(errors.CHECKPOINT, what, fix)
+        raise UserError(CHECKPOINT, what, fix)
     old, new = read_record(path), run_record(cfg, source.fingerprint)
     check_changes(changes(old, new, to)["changes the training"], cfg)
     check_past(old, cfg, to)
@@ -197,7 +196,7 @@ def check_is_run(path: epath.Path):
         if not is_remote(file) and file.exists() and not os.path.isfile(file):
             what = f"{file} is not a file but a folder, pipe or device"
             fix = "move it away" + ("" if name == "lock" else ", and put the run's own file there")
-            raise UserError(errors.USAGE, what, fix)
+            raise UserError(USAGE, what, fix)
     if not path.exists() or (path / "config.json").exists():  # object stores have no empty folders
         return
     # A run that was killed or hung while it started leaves its lock, and perhaps one of the others.
@@ -205,7 +204,7 @@ def check_is_run(path: epath.Path):
     others = [file.name for file in path.iterdir() if file.name not in left_by_start]
     if others:
         what = f"{path} is not a run directory: it holds {others[0]!r} and no config.json"
-        raise UserError(errors.USAGE, what, "choose another --run.name or --run.dir")
+        raise UserError(USAGE, what, "choose another --run.name or --run.dir")
 
 
 def write_config(path: epath.Path, record: dict):
@@ -235,7 +234,7 @@ def read_record(path: epath.Path) -> dict:
         return found
     except (ValueError, AttributeError) as e:
         what = f"{record} is not the JSON object that a run writes there: {e}"
-        raise UserError(errors.USAGE, what, "repair it, or start over with --fresh") from None
+        raise UserError(USAGE, what, "repair it, or start over with --fresh") from None
 
 
 def begin_of_rows(record: dict) -> tuple[int, int]:
@@ -319,7 +318,7 @@ def check_changes(changed: dict[str, list], cfg: Config, when: str = "at this ru
         fix = f"give the old value, or --run.accept {accept}{fits}, or another --run.name"
         problems.append(Problem(what, fix))
     if problems:
-        raise UserError(errors.CHECKPOINT, problems=problems)
+        raise UserError(CHECKPOINT, problems=problems)
 
 
 def check_past(old: dict, cfg: Config, step: int):
@@ -333,7 +332,7 @@ def check_past(old: dict, cfg: Config, step: int):
         what = "data.skip, data.stages or train.batch_ramp change some of the "
         what += f"{step} updates that the run has made"
         fix = "add --rollback with an update from before those, or change only later ones"
-        raise UserError(errors.CHECKPOINT, what, fix)
+        raise UserError(CHECKPOINT, what, fix)
 
 
 def saved_settings(folder: epath.Path) -> dict:

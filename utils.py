@@ -25,11 +25,10 @@ from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import errors
 from checks import AUTOMATIC, cpu_reasons, resolve
 from chips import PEAK_TFLOPS, chip_of
 from config import SLICE, Config
-from errors import UserError
+from errors import STORAGE, USAGE, UserError, describe, is_storage_error, or_list
 from files import make_private_folder
 from signals import discard
 
@@ -92,7 +91,7 @@ def only_warn(what: str):
     try:
         yield
     except Exception as e:  # storage and many packages raise types of their own
-        warn(f"{what} ({errors.describe(e)})")
+        warn(f"{what} ({describe(e)})")
 
 
 @contextmanager
@@ -138,7 +137,7 @@ def run_on_each(f, *args):
     except UserError as e:
         error, answer = e, (e.code, e.problems[0].what)
     except Exception as e:  # raised again below
-        code = errors.STORAGE if errors.is_storage_error(e) else 1
+        code = STORAGE if is_storage_error(e) else 1
         error, answer = e, (code, f"{type(e).__name__}: {e}")
     answers = exchange(answer)
     if error is not None:
@@ -221,7 +220,7 @@ def find_devices() -> list:
         platforms = os.environ.get("JAX_PLATFORMS", "")
         why = str(e).splitlines()[0][:200] if str(e) else f"none for JAX_PLATFORMS={platforms}"
         fix = "install JAX for the accelerator, or set JAX_PLATFORMS=cpu to simulate the mesh"
-        raise UserError(errors.USAGE, f"JAX has no device: {why}", fix) from None
+        raise UserError(USAGE, f"JAX has no device: {why}", fix) from None
 
 
 def resolve_here(cfg: Config, rows: int | None = None, plan_remat=None) -> Config:
@@ -247,10 +246,10 @@ def make_mesh(cfg: Config) -> jax.sharding.Mesh:
     fix = f"choose axes whose product is {len(devices)} (one axis may be -1), or "
     if n > len(devices):
         fix += "simulate the mesh on this host's CPU with JAX_PLATFORMS=cpu"
-        raise UserError(errors.USAGE, f"{product} = {n} but only {found}", fix)
+        raise UserError(USAGE, f"{product} = {n} but only {found}", fix)
     if n < len(devices) and (devices[0].platform != "cpu" or jax.process_count() > 1):
         fix += "hide the others from JAX"
-        raise UserError(errors.USAGE, f"{product} = {n} would leave some idle: {found}", fix)
+        raise UserError(USAGE, f"{product} = {n} would leave some idle: {found}", fix)
     return mesh_of(devices[:n], cfg)
 
 
@@ -271,7 +270,7 @@ def mesh_of(devices: list, cfg: Config) -> jax.sharding.Mesh:
     elif found > 1 and devices[0].platform == "tpu":
         what = f"mesh.dp={cfg.mesh.dp} has {wanted} slice(s), but the devices are in {found}"
         fix = f"set --mesh.dp {found}x{len(devices) // found}, or less with --mesh.pp or --mesh.tp"
-        raise UserError(errors.USAGE, what, fix)
+        raise UserError(USAGE, what, fix)
     else:  # GPUs and CPUs stay in their order, which is by node
         grid = mesh_utils.create_device_mesh(sizes, devices, **split)
     return jax.sharding.Mesh(grid, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
@@ -285,8 +284,8 @@ def count_slices(devices: list) -> int:
     """
     sizes = Counter(getattr(device, "slice_index", 0) for device in devices).values()
     if len({*sizes}) > 1:
-        what = f"the slices or nodes have {errors.or_list([*sizes])} devices, not equally many"
-        raise UserError(errors.USAGE, what, "leave devices out, so that all have the same number")
+        what = f"the slices or nodes have {or_list([*sizes])} devices, not equally many"
+        raise UserError(USAGE, what, "leave devices out, so that all have the same number")
     # GPU nodes of one device have no fast network to keep apart.
     nodes_of_one = devices[0].platform == "gpu" and {*sizes} == {1}
     return 1 if nodes_of_one else len(sizes)

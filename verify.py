@@ -12,10 +12,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-import errors
 import utils
 from digests import digest_leaves
-from errors import UserError, first_ten
+from errors import CHECKPOINT, STORAGE, UserError, describe, first_ten, is_storage_error, or_list
 from files import is_remote, paths_in, saved_steps
 
 
@@ -143,7 +142,7 @@ class SavedCheckpoints:
         Checkpoints moves the checkpoint to damaged/."""
         what = f"checkpoint {self.path / name} is damaged"
         fix = "resume its run: it continues from the checkpoint before this one"
-        raise UserError(errors.CHECKPOINT, what, fix)
+        raise UserError(CHECKPOINT, what, fix)
 
     def restore(self, abstract: dict, step: int = -1):
         """Return {item: tree of arrays} of the newest checkpoint that passes verification, or None
@@ -170,12 +169,12 @@ class SavedCheckpoints:
         if bad:
             what = f"no usable checkpoint among {len(bad)} in {self.path}: {', '.join(bad)}"
             fix = "restore one from a copy, or start over with --fresh; they are in damaged/"
-            raise UserError(errors.CHECKPOINT, what, fix)
+            raise UserError(CHECKPOINT, what, fix)
         metrics = self.run / "metrics.jsonl"
         if metrics.exists() and metrics.read_bytes().strip():
             what = f"{self.run} has trained, but {self.path} holds no checkpoint"
             fix = "restore the checkpoints from a copy, or start over with --fresh"
-            raise UserError(errors.CHECKPOINT, what, fix)
+            raise UserError(CHECKPOINT, what, fix)
         return None
 
     def find_step(self, step: int) -> int | None:
@@ -190,13 +189,13 @@ class SavedCheckpoints:
             there = saved_steps(self.run)[-1:] if is_ours else []
             if there and (found is None or found < there[0]):
                 what = f"cannot look at {self.path / str(there[0])}, which is the newest checkpoint"
-                raise UserError(errors.STORAGE, what, "run the same command again")
+                raise UserError(STORAGE, what, "run the same command again")
             return found
         found = self.manager.all_steps()
         if step not in found:
-            what = f"{self.path} has no checkpoint {step}, only {errors.or_list(found or ['none'])}"
+            what = f"{self.path} has no checkpoint {step}, only {or_list(found or ['none'])}"
             fix = "give one of those as the step, or none for the newest"
-            raise UserError(errors.CHECKPOINT, what, fix)
+            raise UserError(CHECKPOINT, what, fix)
         return step
 
     def load(self, step: int, abstract: dict):
@@ -239,11 +238,11 @@ class SavedCheckpoints:
             tree, error = self.try_to_restore(step, items)
         refused = isinstance(error, PermissionError | ConnectionError | TimeoutError)
         if is_remote(self.path):  # there only a missing object is damage, other errors may pass
-            refused = errors.is_storage_error(error) and not isinstance(error, FileNotFoundError)
+            refused = is_storage_error(error) and not isinstance(error, FileNotFoundError)
         if refused or re.search(UNREACHABLE, str(error)):
-            what = f"cannot read {self.path / str(step)}: {errors.describe(error)}"
+            what = f"cannot read {self.path / str(step)}: {describe(error)}"
             fix = "fix the storage or the permissions, and run the same command again"
-            raise UserError(errors.STORAGE, what, fix) from error
+            raise UserError(STORAGE, what, fix) from error
         if not utils.all_agree(error is None):
             why = f"{type(error).__name__}: {error}" if error else "another process failed"
             raise Damaged(re.sub(r"\s+", " ", why)[:160]) from error
@@ -269,7 +268,7 @@ class SavedCheckpoints:
             fix = "give the values in its run's config.json, or another --run.name, or --fresh, or "
             fix += "--run.accept with the names of settings that change no weight's shape"
             fix += "; or start another run from it with --run.start_from" if optional else ""
-            raise UserError(errors.CHECKPOINT, what + first_ten(differ, "; "), fix)
+            raise UserError(CHECKPOINT, what + first_ten(differ, "; "), fix)
 
     def differing_settings(self, meta: dict) -> dict[str, tuple]:
         """{name: (value there, value here)} of the settings and the format.  A setting that was

@@ -31,10 +31,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import cli
 import config
-import errors
 import files
 from config import Config
-from errors import UserError, describe
+from errors import USAGE, UserError, describe
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ def parse_meshes(names: tuple[str, ...], flags: list[str]) -> dict[str, Config]:
         values = name.split(",")
         if not 3 <= len(values) <= len(fields):
             what = f"meshes: {name!r} is not dp,pp,tp[,schedule[,skip_bubbles]]"
-            raise UserError(errors.USAGE, what, "write it as in 2,2,2 or 1,4,1,1f1b")
+            raise UserError(USAGE, what, "write it as in 2,2,2 or 1,4,1,1f1b")
         mesh = zip(fields, values, strict=False)
         configs[name] = cli.parse([*flags, *(f"--mesh.{field}={x}" for field, x in mesh)])
     return configs
@@ -254,11 +253,11 @@ def make_torch(name: str, window_BL, cfg: Config) -> Contestant:
     Raises UserError: USAGE where it cannot run here, DATA where it has no such model.
     """
     if missing := [name for name in ("torch", "transformers") if not find_spec(name)]:
-        raise UserError(errors.USAGE, f"{' and '.join(missing)} not installed")
+        raise UserError(USAGE, f"{' and '.join(missing)} not installed")
     if jax.default_backend() not in ("cpu", "gpu"):
-        raise UserError(errors.USAGE, f"is not measured on {jax.default_backend()}")
+        raise UserError(USAGE, f"is not measured on {jax.default_backend()}")
     if cfg.optim.name != "adamw":
-        raise UserError(errors.USAGE, f"is not measured with optim.name={cfg.optim.name}")
+        raise UserError(USAGE, f"is not measured with optim.name={cfg.optim.name}")
     import torch
 
     from scripts import torch_peers

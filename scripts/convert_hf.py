@@ -33,10 +33,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import checks
 import cli
 import config
-import errors
 import files
 from config import Config
-from errors import CHECKPOINT, DATA, STORAGE, USAGE, Problem, UserError, first_ten
+from errors import CHECKPOINT, DATA, STORAGE, USAGE, Problem, UserError, first_ten, or_list
 
 
 @dataclass(frozen=True)
@@ -227,7 +226,7 @@ def check_tensors(found: dict[str, StoredTensor], tensors: list[TensorMap], hf: 
     other = "fetch config.json again, or convert a model with only the tensors of its family"
     table = [  # what is wrong, with which tensors, fix
         ("tensors are of quantized weights", scales, to_bfloat16),
-        (f"tensors have a dtype other than {errors.or_list(DTYPES)}", dtypes, to_bfloat16),
+        (f"tensors have a dtype other than {or_list(DTYPES)}", dtypes, to_bfloat16),
         (f"tensors are unknown for {hf['model_type']}", unknown, other),
         (f"of {len(shapes)} tensors are missing", missing, "fetch the model again"),
         ("tensors have another shape than config.json says", misshaped, "fetch config.json again"),

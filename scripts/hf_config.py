@@ -6,10 +6,9 @@ from itertools import groupby
 
 import attention
 import checks
-import errors
 from architecture import Model, all_kinds, moe_layers
 from config import Config
-from errors import DATA, Problem, UserError
+from errors import DATA, Problem, UserError, or_list
 from scripts import hf_families
 
 # Keys that are accepted with any value: they have no effect, or only on training with transformers,
@@ -68,7 +67,7 @@ def read_model(hf: dict) -> Model:
     """The Model of a config.json.  Raises UserError DATA with all keys that cannot be converted."""
     name = hf.get("model_type")
     if not isinstance(name, str) or name not in hf_families.FAMILIES:
-        what = f"config.json: model_type={name!r} is none of {errors.or_list(hf_families.FAMILIES)}"
+        what = f"config.json: model_type={name!r} is none of {or_list(hf_families.FAMILIES)}"
         fix = "convert a model of one of these families"
         if name == "gemma3":
             fix = "save its language model alone, with its text_config as config.json (gemma3_text)"
@@ -148,7 +147,7 @@ def write_config(cfg: Config, dtype: str, end_id: int | None, start_id: int | No
     ours, theirs = effective_fields(m), effective_fields(read_model(hf))
     differ = [n for n in ours | theirs if ours.get(n) != theirs.get(n)]
     if differ:
-        fix = f"only models of {errors.or_list(hf_families.FAMILIES)} can be exported"
+        fix = f"only models of {or_list(hf_families.FAMILIES)} can be exported"
         has = f"but the {name} of transformers has"
         found = [f"model.{n} is {ours.get(n)}, {has} {theirs.get(n)}" for n in differ]
         raise UserError(DATA, problems=[Problem(what, fix) for what in found])
@@ -206,7 +205,7 @@ def read_sizes(keys: Keys, name: str, fields: dict) -> dict:
     sizes = dict(n_kv_heads=fields.get("n_kv_heads") or H, d_head=fields.get("d_head") or D // H)
     if name == "gpt2":
         act = fields["activation"]
-        supported = act if act in ACTIVATIONS else errors.or_list(ACTIVATIONS)
+        supported = act if act in ACTIVATIONS else or_list(ACTIVATIONS)
         keys.require("activation_function", act, supported)
         keys.require("n_embd % n_head", D % H, 0)
         sizes |= dict(d_ff=fields["d_ff"] or 4 * D, activation=ACTIVATIONS.get(act, "gelu"))
@@ -335,7 +334,7 @@ def read_rope(keys: Keys, name: str) -> dict:
     old_kind = rope.pop("type", None)
     kind = rope.pop("rope_type", None) or old_kind or "default"
     if kind not in ("default", *SCALINGS):
-        keys.require("rope_type", kind, f"default, {errors.or_list(SCALINGS)}")
+        keys.require("rope_type", kind, f"default, {or_list(SCALINGS)}")
         return fields
     if kind != "default":
         fields |= read_scaling(keys, name, kind, rope)
