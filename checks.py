@@ -134,12 +134,12 @@ def cpu_reasons(cfg: Config) -> dict:
 
 # ---- ranges
 
-BIG = 2**31 - 1
+INT32_MAX = 2**31 - 1
 MAY_BE_MINUS_1 = {"mesh.dp", "mesh.pp", "mesh.tp", "train.eval_batches", "data.end_id"}
 MAY_BE_MINUS_1 |= {"run.process_id"}  # without run.coordinator
 
 LIMITS = {
-    (1, BIG): (
+    (1, INT32_MAX): (
         "run.start_timeout mesh.dp mesh.pp mesh.tp mesh.virtual_stages log.every "
         "model.vocab_size model.rope_original train.seq_len train.batch_size train.grad_accum "
         "train.steps train.eval_batches train.sample_tokens train.loss_chunk"
@@ -170,11 +170,11 @@ LIMITS = {
     (0.0, 1e4): "optim.muon_lr_ratio",
     (1e-9, 1e9): "optim.clip_norm",
     (1, 1000): "data.prefetch",
-    (2, BIG): "checkpoint.keep",
+    (2, INT32_MAX): "checkpoint.keep",
 }
 """{(lowest, highest): the settings that may have these values, and all between}"""
 RANGES = {name: limits for limits, names in LIMITS.items() for name in names.split()}
-OTHER_RANGES = {int: (0, BIG), float: (0.0, 1e6)}
+OTHER_RANGES = {int: (0, INT32_MAX), float: (0.0, 1e6)}
 """The limits of all other numbers, by type."""
 
 

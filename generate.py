@@ -26,7 +26,7 @@ from config import Config
 from layers import mark_varying, norm, tp_part
 from model import apply_embedding, decoder_layer, gather_layer, logits, param_specs, prepare_weights
 from pipeline import forward_pipeline
-from utils import host_rows, platform, put, with_slices
+from utils import host_rows, platform, put_on_mesh, with_slices
 
 
 def per_device_spec() -> P:
@@ -224,7 +224,7 @@ def place_rows(rows: list[list[int]], S: int, cfg: Config) -> list[jax.Array]:
     for n, row in enumerate(rows):
         token_RS[n, : len(row)], length_R[n] = row, len(row)
     spec, arrays = P("pp", with_slices("dp")), (token_RS, length_R)
-    return [put(x.reshape(pp, B, *x.shape[1:]), spec) for x in arrays]
+    return [put_on_mesh(x.reshape(pp, B, *x.shape[1:]), spec) for x in arrays]
 
 
 def choose_token(logit_V, rng, temperature: float, top_k: int, top_p: float) -> int:

@@ -345,7 +345,7 @@ def saved_settings(folder: epath.Path) -> dict:
 
 # ---- history.jsonl: a line for each start
 
-START = uuid.uuid4().hex
+START_ID = uuid.uuid4().hex
 """The id of this process's line in history.jsonl."""
 
 
@@ -387,7 +387,7 @@ def record_start(path: epath.Path, cfg: Config, source, step: int):
     line |= dict(mesh=mesh, processes=len(process_ids()), step=step)
     line |= dict(rollback=cfg.rollback) if cfg.rollback >= 0 else {}
     last_end = history[-1]["end"] if history else None
-    write_history(path, [*history, line | dict(last_end=last_end, changes=found, id=START)])
+    write_history(path, [*history, line | dict(last_end=last_end, changes=found, id=START_ID)])
 
 
 def record_end(path: epath.Path, end: str):
@@ -395,6 +395,6 @@ def record_end(path: epath.Path, end: str):
     it only warns, because an error would hide why."""
     with only_warn(f"{path / 'history.jsonl'} was not written"):
         history = read_history(path)
-        if history and history[-1].get("id") == START and "end" not in history[-1]:
+        if history and history[-1].get("id") == START_ID and "end" not in history[-1]:
             history[-1]["end"] = end
             write_history(path, history)

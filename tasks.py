@@ -21,7 +21,7 @@ from files import absolute_path, read_limited
 from model import token_spec
 from parsers import read_tasks
 from shards import n_ids, parse_tokenizer
-from utils import put
+from utils import put_on_mesh
 
 # ---- text as rows of tokens
 
@@ -80,7 +80,7 @@ def put_batch(tokens, targets, cfg: Config) -> list[jax.Array]:
     padding = (0, t.batch_size - len(tokens)), (0, 0)
     arrays = np.pad(tokens, padding), np.pad(targets, padding, constant_values=-1)
     shape = t.grad_accum, t.microbatches, -1, tokens.shape[1]
-    return [put(x.reshape(shape), token_spec()) for x in arrays]
+    return [put_on_mesh(x.reshape(shape), token_spec()) for x in arrays]
 
 
 # ---- questions

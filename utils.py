@@ -317,7 +317,7 @@ def shardings(specs):
     return jax.tree.map(partial(NamedSharding, jax.sharding.get_mesh()), specs)
 
 
-def put(x: np.ndarray, spec: P) -> jax.Array:
+def put_on_mesh(x: np.ndarray, spec: P) -> jax.Array:
     """An array that every process has, on the ambient mesh."""
     return jax.make_array_from_callback(x.shape, shardings(spec), x.__getitem__)
 
