@@ -11,7 +11,7 @@ holds the file that it writes.
 
 # This file has the command line, the directories of both sides, the import and the export.  The
 # tensors' names are in hf_families.py, config.json is in hf_config.py, and arrays that are larger
-# than memory are in hf_arrays.py.
+# than memory are in big_arrays.py.
 
 import json
 import math
@@ -91,8 +91,8 @@ import rundir
 import runstate
 import utils
 import verify
-from scripts import hf_arrays, hf_config, hf_families
-from scripts.hf_arrays import SavedWeights
+from scripts import big_arrays, hf_config, hf_families
+from scripts.big_arrays import SavedWeights
 from scripts.hf_families import TensorMap
 from scripts.outputs import check_output
 from shards import n_ids, parse_tokenizer, tokenizer_text
@@ -371,12 +371,12 @@ def write_checkpoint(found: dict[str, StoredTensor], tensors: list[TensorMap], r
     """
     state = runstate.checkpoint_items(runstate.state_shapes(cfg))
     shapes = {name: x.shape for name, x in utils.leaf_table(state).items()}
-    digests = {name: hf_arrays.zero_digest(shape) for name, shape in shapes.items()}
+    digests = {name: big_arrays.zero_digest(shape) for name, shape in shapes.items()}
     broken = []
     with progress_bar("read and verify", cfg) as bar:
         for name, blocks in weight_blocks(found, tensors, shapes, bar).items():
             parts = ((index, read()) for index, read in blocks)
-            digests[name], finite = hf_arrays.digest_blocks(parts, shapes[name])
+            digests[name], finite = big_arrays.digest_blocks(parts, shapes[name])
             if not finite:
                 broken.append(name)
     if broken:
@@ -384,11 +384,11 @@ def write_checkpoint(found: dict[str, StoredTensor], tensors: list[TensorMap], r
         raise UserError(DATA, what, "fetch the model again")
 
     store = checkpoint.Checkpoints(run, settings=runstate.model_settings(cfg))
-    with progress_bar("write", cfg) as bar, hf_arrays.streaming():
+    with progress_bar("write", cfg) as bar, big_arrays.streaming():
         blocks = weight_blocks(found, tensors, shapes, bar)
 
         def leaf(path, x):
-            return hf_arrays.streamed_array(x.shape, x.dtype, blocks.get(utils.path_name(path)))
+            return big_arrays.streamed_array(x.shape, x.dtype, blocks.get(utils.path_name(path)))
 
         store.write(0, jax.tree_util.tree_map_with_path(leaf, state), digests)
         store.close()
@@ -461,7 +461,8 @@ def open_weights(run, cfg: Config, step: int, item: str) -> tuple[int, SavedWeig
         saved = SavedWeights(path / item, utils.leaf_table(model.param_table(cfg)))
         with progress_bar("read and verify", cfg) as bar:
             for name, array in saved.arrays.items():
-                digest, _ = hf_arrays.digest_blocks(hf_arrays.read_chunks(array, bar), array.shape)
+                chunks = big_arrays.read_chunks(array, bar)
+                digest, _ = big_arrays.digest_blocks(chunks, array.shape)
                 if digest != meta["leaves"][f"{item}/{name}"][2]:
                     raise verify.Damaged(f"{name} is not as saved")
     except ValueError as e:  # a verify.Damaged, or of tensorstore

@@ -41,7 +41,7 @@ import utils
 import verify
 from architecture import Model
 from errors import UserError
-from scripts import convert_hf, hf_arrays, hf_config, hf_families
+from scripts import big_arrays, convert_hf, hf_config, hf_families
 
 # ---- directories as transformers writes them
 
@@ -231,7 +231,7 @@ def config_of(run: Path, mesh=(1, 1, 1)) -> config.Config:
 def weight(run: Path, name: str):
     """A weight of checkpoint 0, stacked over layers."""
     path = files.absolute_path(str(run / "checkpoints/0/params"))
-    return hf_arrays.open_arrays(path, [name])[name].read().result()
+    return big_arrays.open_arrays(path, [name])[name].read().result()
 
 
 # ---- import and export
@@ -382,17 +382,17 @@ def test_the_digest_of_blocks_is_that_of_the_whole_array():
             indices = [(n, e, slice(6), c, slice(7)) for n, e, c in np.ndindex(2, 4, 2)]
         blocks = [(index, np.asarray(x[index])) for index in indices]
         whole = np.asarray(digests.digest(jnp.asarray(x))[0]).tolist()
-        assert hf_arrays.digest_blocks(blocks, shape) == (whole, True)
-        assert hf_arrays.digest_blocks(reversed(blocks), shape) == (whole, True)
+        assert big_arrays.digest_blocks(blocks, shape) == (whole, True)
+        assert big_arrays.digest_blocks(reversed(blocks), shape) == (whole, True)
         zero = np.asarray(digests.digest(jnp.zeros(shape))[0]).tolist()
-        assert hf_arrays.zero_digest(shape) == zero
+        assert big_arrays.zero_digest(shape) == zero
     x, shape = np.arange(72, dtype=np.float32).reshape(3, 3, 2, 2, 2), (3, 3, 2, 2, 2)
     index = (slice(1, 3), slice(1, 3), slice(2), slice(1, 2), slice(2))  # gaps in two dims
     ones = [at for at in np.ndindex(*shape) if at[0] and at[1] and at[3] == 1]
-    by_element = hf_arrays.digest_blocks([(at, np.asarray(x[at])) for at in ones], shape)
-    assert hf_arrays.digest_blocks([(index, x[index])], shape) == by_element
+    by_element = big_arrays.digest_blocks([(at, np.asarray(x[at])) for at in ones], shape)
+    assert big_arrays.digest_blocks([(index, x[index])], shape) == by_element
     infinite = np.full((), np.inf, np.float32)
-    assert not hf_arrays.digest_blocks([((), infinite)], ())[1]
+    assert not big_arrays.digest_blocks([((), infinite)], ())[1]
 
 
 # One tensor is 5 MB, the weights are 159 MB, and a checkpoint of them is 476 MB.
@@ -879,7 +879,7 @@ def test_the_shortest_pattern_is_found(kinds, prefix, pattern):
 def test_orbax_still_has_the_internals_that_hf_arrays_uses():
     """If this fails after an update of orbax-checkpoint, read the docstrings of StreamHandler and
     open_arrays, and adapt them first."""
-    orbax, changed = ocp.type_handlers, "orbax has changed {}: hf_arrays.py uses it"
+    orbax, changed = ocp.type_handlers, "orbax has changed {}: big_arrays.py uses it"
     write = getattr(orbax.NumpyHandler, "_open_and_write", None)
     assert inspect.iscoroutinefunction(write), changed.format("NumpyHandler._open_and_write")
     arguments = list(inspect.signature(write).parameters)
@@ -895,10 +895,10 @@ def test_orbax_still_has_the_internals_that_hf_arrays_uses():
 def test_orbax_writes_a_streamed_array_from_its_blocks(tmp_path):
     x = np.arange(24, dtype=np.float32).reshape(4, 6)
     blocks = [((n, slice(6)), partial(x.__getitem__, n)) for n in range(4)]
-    tree = dict(x=hf_arrays.streamed_array(x.shape, x.dtype, blocks), y=np.ones(3, np.float32))
-    with hf_arrays.streaming(), ocp.StandardCheckpointer() as writer:
+    tree = dict(x=big_arrays.streamed_array(x.shape, x.dtype, blocks), y=np.ones(3, np.float32))
+    with big_arrays.streaming(), ocp.StandardCheckpointer() as writer:
         writer.save(tmp_path / "saved", tree)
-    arrays = hf_arrays.open_arrays(epath.Path(tmp_path / "saved"), tree)
+    arrays = big_arrays.open_arrays(epath.Path(tmp_path / "saved"), tree)
     np.testing.assert_array_equal(arrays["x"].read().result(), x)
     np.testing.assert_array_equal(arrays["y"].read().result(), tree["y"])
     assert arrays["x"].chunk_layout.read_chunk.shape == (1, 6), "StreamHandler did not write it"
