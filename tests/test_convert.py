@@ -876,7 +876,7 @@ def test_the_shortest_pattern_is_found(kinds, prefix, pattern):
 # ---- orbax
 
 
-def test_orbax_still_has_the_internals_that_hf_arrays_uses():
+def test_orbax_still_has_the_internals_that_big_arrays_uses():
     """If this fails after an update of orbax-checkpoint, read the docstrings of StreamHandler and
     open_arrays, and adapt them first."""
     orbax, changed = ocp.type_handlers, "orbax has changed {}: big_arrays.py uses it"
