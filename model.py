@@ -235,12 +235,13 @@ def embed(acc_VD, embed_VD, token_BL, tp_dim: int):
     return acc_VD, scatter_rows(jnp.where(is_here_BL[..., None], x_BLD, 0))
 
 
-def logits(x_BLD, ends, cfg):
+def logits(x_BLD, params, cfg):
     """This tp shard's columns of the logits, float32, for the normed x of all tp shards.  Ids from
     vocab_size on get a logit of -1e30."""
-    tied = cfg.model.tie_embeddings
-    dims, w = ("BLD,VD->BLV", ends["embed_VD"]) if tied else ("BLD,DV->BLV", ends["unembed_DV"])
-    logit_BLV = einsum(dims, x_BLD, w, jnp.float32)
+    if cfg.model.tie_embeddings:
+        logit_BLV = einsum("BLD,VD->BLV", x_BLD, params["embed_VD"], jnp.float32)
+    else:
+        logit_BLV = einsum("BLD,DV->BLV", x_BLD, params["unembed_DV"], jnp.float32)
     if base := cfg.model.mup_base_width:  # Yang et al. 2022, table 8
         logit_BLV *= base / cfg.model.d_model
     logit_BLV = softcap(logit_BLV, cfg.model.logit_softcap)
@@ -264,11 +265,11 @@ def split_chunks(x_BLD, target_BL, cfg: Config):
     return x, target
 
 
-def cross_entropy(x_BLD, target_BL, ends, cfg):
+def cross_entropy(x_BLD, target_BL, params, cfg):
     """(nll_BL, z_BL, is_top_BL): negative log likelihood and log-partition of each token, in nats,
     and whether no token is more likely, for the normed x of all tp shards.  No device holds a full
     row of logits."""
-    logit_BLV = logits(x_BLD, ends, cfg)
+    logit_BLV = logits(x_BLD, params, cfg)
     max_BL = lax.pmax(lax.stop_gradient(logit_BLV).max(-1), "tp")
     z_BL = jnp.log(lax.psum(jnp.exp(logit_BLV - max_BL[..., None]).sum(-1), "tp")) + max_BL
 
