@@ -323,7 +323,7 @@ class Dataset:
         n_eval_batches = -(-self.n_eval_windows // cfg.train.batch_size)
         self.n_batches = cfg.train.steps if split == "train" else n_eval_batches
         self.sharding = NamedSharding(jax.sharding.get_mesh(), token_spec())
-        self.workers, self.reading = ThreadPoolExecutor(4), {}
+        self.workers, self.reading = ThreadPoolExecutor(4), {}  # {number of a batch: its Future}
         if found := list(self.problems()):
             raise UserError(DATA, problems=found)
         if split == "train":

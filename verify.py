@@ -100,6 +100,7 @@ class SavedCheckpoints:
 
     FORMAT = 2
     SAVES = False
+    """Whether this object writes to the run, as Checkpoints does, or only reads it."""
 
     def __init__(self, run: epath.Path, settings=None, accept=()):
         """run: the run directory.  settings: {name: value}, compared with a restored checkpoint's
