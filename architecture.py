@@ -33,7 +33,7 @@ class Model:
     mup_base_depth: int = 0
     """model.n_layers of the base; the ratio scales layers' outputs (CompleteP); 0 scales none."""
     mup_base_head: int = 0
-    """model.d_head of the base; scores are also scaled by the root of this / d_head; 0: not."""
+    """model.d_head of the base; multiplies scores by the root of this / model.d_head, unless 0."""
     logit_softcap: float = 0.0
     """Bound c on the logits, which become c * tanh(logit / c); 0 sets no bound."""
 

@@ -145,10 +145,10 @@ class Data:
     NAME=PATH,NAME=PATH: several, each evaluated; the first decides which checkpoints are best."""
     stages: Annotated[tuple[str, ...], tyro.conf.arg(metavar="STAGES")] = ()
     """Later weights of a mixture: UPDATES:NAME=WEIGHT,NAME=WEIGHT for each stage.
-    UPDATES is the number of updates before the stage, with those that data.skip leaves out."""
+    UPDATES is the number of updates before the stage; those that data.skip leaves out count too."""
     skip: str = ""
     """Updates whose rows are left out, such as 1200:1250,1311: those from 1200 to 1249, and 1311.
-    Later rows move up.  Updates are counted as without data.skip."""
+    Later rows move up.  Updates have the numbers that they would have without data.skip."""
     epochs_max: int = 0
     """How often a set may be trained on.  A run that would repeat one more often does not start.
     0 sets no limit."""
@@ -180,7 +180,7 @@ class Train:
     microbatches: int = 0
     """Pipeline microbatches in each accumulation step.
     0 takes 1 if mesh.pp is 1, else the largest of pp, 2, 3 and 4 pp that divides a rank's rows.
-    On a CPU it takes the least multiple of pp with at most 512 tokens on a dp rank, or one row."""
+    On a CPU: the fewest, in multiples of pp, of at most 512 tokens or one row on a dp rank."""
     grad_accum: int = 1
     """Accumulation steps: the parts into which a batch is cut, to save memory.
     gpipe runs them one after another; 1f1b and interleaved run all of them as one."""
@@ -215,7 +215,7 @@ class Train:
     """Number of iterations of the loops over layers that are compiled as one.
     A larger number copies less and takes longer to compile.
     A pipeline stage, or a part of one, of at most so many layers has no loop.
-    0 takes 1; on a CPU with remat none, all layers of a stage if large and at most 12."""
+    0 takes 1; on a CPU with remat none, all layers of a stage if they are large and at most 12."""
     attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"
     """Attention kernel.
     auto: cudnn on NVIDIA GPUs, splash on TPUs, xla elsewhere.
@@ -362,7 +362,7 @@ class Config:
     eval_only: Flag = False
     """Evaluate the newest checkpoint and exit."""
     rollback: int = -1
-    """Go on from the newest checkpoint that has at most this many updates; -1 from the newest.
+    """Go back to the newest checkpoint that has at most this many updates; -1 does not go back.
     Later checkpoints and rows are moved to rolled_back/ in the run directory."""
 
 

@@ -68,7 +68,7 @@ class Args:
     input: tuple[str, ...] = ()
     """Files, folders and patterns, local or gs://, and data sets hf://org/name:config:split.
     By suffix: .parquet, .arrow, .jsonl and .ndjson are tables, and so are .jsonl, .ndjson and .json
-    with .gz or .zst behind; the rest is text."""
+    followed by .gz or .zst; the rest is text."""
     stdlib: Flag = False
     """Use the source code of Python's standard library, without its tests."""
     pydocs: Flag = False
