@@ -12,6 +12,7 @@ import sys
 import time
 import uuid
 from contextlib import contextmanager, suppress
+from functools import cache
 from importlib import metadata
 
 import jax
@@ -58,8 +59,10 @@ def run_record(cfg: Config, fingerprint: str = "", old: dict | None = None) -> d
     return json.loads(to_json(cfg, **facts | kept))
 
 
+@cache
 def git_commit() -> str:
-    """The commit of this code, which may end with -dirty; empty where it is not a checkout."""
+    """The commit of this code, which may end with -dirty; empty where it is not a checkout.  A
+    start asks twice, and a commit in between is not of the code that runs."""
     # From git 2.38 on safe.directory allows a checkout that another user owns, as in a container;
     # its code runs here in any case.
     command = ["git", "-c", "safe.directory=*", "describe", "--always", "--dirty", "--abbrev=40"]

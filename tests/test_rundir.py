@@ -51,6 +51,15 @@ def test_the_commit_is_known_where_another_user_owns_the_checkout(cfg, monkeypat
     if not ours:
         pytest.skip("these files are no git checkout")
     monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+    rundir.git_commit.cache_clear()
+    assert rundir.run_record(cfg)["git_commit"] == ours
+
+
+def test_a_commit_while_a_run_starts_is_no_change(cfg, monkeypatch):
+    """A start makes two records, and says what differs between them."""
+    ours = rundir.run_record(cfg)["git_commit"]
+    answer = Mock(return_value=SimpleNamespace(stdout="another"))
+    monkeypatch.setattr(rundir.subprocess, "run", answer)
     assert rundir.run_record(cfg)["git_commit"] == ours
 
 
