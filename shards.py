@@ -160,6 +160,7 @@ def npy_shard(path: epath.Path) -> Shard:
     Raises UserError for pickles, other shapes and dtypes, and a size that does not fit the header.
     """
     fix, npy = "make the shard again, as a 1-D .npy of token ids", np.lib.format
+    fix += ", or prepare a text with scripts/prepare_data.py"
     try:
         with path.open("rb") as file:
             f = io.BytesIO(file.read(12 + 10_000))

@@ -532,6 +532,14 @@ def test_a_fault_in_data_of_format_1_is_named(cfg, corpus, tmp_path, fault):
     assert word in problem_of(cfg, folder, read=True)
 
 
+def test_a_text_in_place_of_a_data_set_is_answered_with_how_to_prepare_it(cfg, tmp_path):
+    text = tmp_path / "mine.txt"
+    text.write_text("Once upon a time")
+    with pytest.raises(UserError) as error:
+        open_set(cfg, text)
+    assert "scripts/prepare_data.py" in error.value.problems[0].fix
+
+
 def test_bytes_after_the_end_of_a_shard_are_not_read(cfg, corpus, tmp_path):
     folder = copy_set(corpus / "train", tmp_path)
     want = all_tokens(folder)
