@@ -300,7 +300,9 @@ def batch_problems(cfg: Config):
     """A batch that does not divide into accumulation steps, dp ranks and microbatches."""
     t = cfg.train
     dp, pp, _ = (max(1, size) for size in cfg.mesh.sizes)
-    factors, other_pp = {"train.grad_accum": t.grad_accum, "mesh.dp": dp}, 1
+    factors, other_pp = {"train.grad_accum": t.grad_accum}, 1
+    if not any(size % dp for size in sizes_to_divide(cfg)["dp"].values()):  # else dp is reported
+        factors["mesh.dp"] = dp
     if t.microbatches:
         factors["train.microbatches"] = t.microbatches
     elif n_blocks(cfg.model) % pp == 0:
