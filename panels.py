@@ -180,7 +180,8 @@ class NormsPanel(Panel):
             axes.set(title=SIZES[name], xlabel="update", yscale="log")
             axes.grid(alpha=0.3)
         plots[0].set(ylabel="norm")
-        plots[0].legend(fontsize="small")
+        # Beside the plots, because the legend would hide curves.
+        figure.legend(*plots[0].get_legend_handles_labels(), loc="outside right upper")
         plots[-1].set(ylabel="root mean square")
         write_png(run / "norms.png", figure)
 

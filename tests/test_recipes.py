@@ -24,6 +24,7 @@ import cli
 import config
 import norm_metrics
 import optim
+import panels
 import runstate
 import train
 from architecture import layer_places
@@ -313,6 +314,14 @@ def test_norms_are_written_and_drawn_as_often_as_asked(base, capsys):
     assert all(row["layer"] == names and len(row["update"]) == 7 for row in found.values())
     assert (run / "norms.png").stat().st_size > 10_000
     assert "largest change" in capsys.readouterr().out
+
+
+def test_the_legend_of_norms_hides_no_curve(base, tmp_path, monkeypatch):
+    panel, figures = panels.NormsPanel(base), []
+    panel.track(dict(step=1) | {name: [1.0] * len(panel.names) for name in panels.SIZES})
+    monkeypatch.setattr(panels, "write_png", lambda path, figure: figures.append(figure))
+    panel.draw(tmp_path)
+    assert len(figures[0].legends) == 1 and not any(x.get_legend() for x in figures[0].axes)
 
 
 def test_an_alarm_is_said_once_also_after_a_resume(base, tmp_path, capsys):
