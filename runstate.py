@@ -111,6 +111,18 @@ def abstract_state(cfg: Config) -> State:
     return with_shardings(state_shapes(cfg), state_specs(cfg))
 
 
+def warn_of_memory(cfg: Config):
+    """Warn of a state and gradient that a host without accelerators cannot hold: Linux ends a
+    process that fills the memory, without a word."""
+    shapes = jax.tree.leaves((state_shapes(cfg), model.param_shapes(cfg)))
+    need = sum(x.size * x.dtype.itemsize for x in shapes) // len(utils.process_ids())
+    free = utils.free_memory()
+    if jax.devices()[0].platform == "cpu" and free is not None and need > free:
+        need, free = utils.format_bytes(need), utils.format_bytes(free)
+        what = f"weights, moments and gradient take {need}, and {free} of memory are free"
+        utils.warn(f"{what}: the system may end this process")
+
+
 def restore_or_init(run, train: Dataset, cfg: Config) -> tuple[SavedCheckpoints, State]:
     """The run's checkpoints, and the State of the newest one, or a new State where there is none.
     Raises UserError CHECKPOINT and USAGE."""

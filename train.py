@@ -390,6 +390,7 @@ def main(cfg: Config, held=None) -> State | None:
         optim.optimizer(cfg)  # raises for a name that no table has, before anything is written
         optim.warn_of_warmup(cfg)
         warn_of_constant_gate(cfg)
+        runstate.warn_of_memory(cfg)
         train, vals, tasks = open_data(cfg)
         cfg = train.cfg  # now with the data's end-of-document id
         # A parent that cannot be used is refused before open_run moves the old run.  Process 0

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import count
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -407,6 +408,14 @@ def peak_flops(cfg: Config) -> float | None:
     if peak is None or cfg.train.dtype != "bfloat16":
         return None
     return peak * 1e12 * math.prod(cfg.mesh.sizes)
+
+
+def free_memory() -> int | None:
+    """Bytes of this host's memory that are free; None where the system does not say, as macOS."""
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return None
+    return 1024 * int(re.search(r"MemAvailable: +(\d+)", meminfo.read_text())[1])
 
 
 def format_bytes(n: int) -> str:

@@ -160,11 +160,13 @@ def room(cfg: Config, found: dict):
     shapes = jax.tree.leaves(runstate.state_shapes(cfg))
     keep = cfg.checkpoint.keep + 2 * cfg.checkpoint.best + 1  # one more while it is saved
     size = sum(x.size * x.dtype.itemsize for x in shapes) / GIB
-    meminfo, part = Path("/proc/meminfo"), size / len(utils.process_ids())
-    if meminfo.exists():  # not on macOS
-        free = int(re.search(r"MemAvailable: +(\d+)", meminfo.read_text())[1]) / 2**20  # from KiB
-        what = f"{free:.2f} GiB of memory are free; a checkpoint's part is {part:.2f}"
-        yield grade(free, part, part, what)
+    free, part = utils.free_memory(), size / len(utils.process_ids())
+    if free is not None:
+        on_cpu = jax.devices()[0].platform == "cpu"  # whose arrays are in the same memory
+        what = f"{free / GIB:.2f} GiB of memory are free; a checkpoint's part is {part:.2f}"
+        what += ", and the state is as large" if on_cpu else ""
+        need = part * (1 + on_cpu)
+        yield grade(free / GIB, need, need, what)
     if not files.is_remote(cfg.run.dir):
         free = shutil.disk_usage(run_folder(cfg)).free / GIB
         what = f"{free:.2f} GiB are free in run.dir; {keep} checkpoints are {keep * size:.2f}"

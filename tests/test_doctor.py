@@ -25,6 +25,7 @@ import config
 import utils
 from chips import GIB
 from errors import USAGE
+from runstate import state_shapes
 from scripts import doctor
 from scripts.doctor import FAIL, OK, WARN, Row
 
@@ -159,10 +160,19 @@ def test_versions_are_compared_with_the_tested_ones(monkeypatch):
 
 def test_a_system_without_proc_and_shared_memory_is_not_red(monkeypatch, tmp_path):
     """As macOS is."""
-    monkeypatch.setattr(doctor, "Path", lambda path: tmp_path / path[1:])
+    for module in (doctor, utils):
+        monkeypatch.setattr(module, "Path", lambda path: tmp_path / path[1:])
     for check in (doctor.limits, doctor.room):
         rows = doctor.run_check(check, config.tiny(), dict(facts={}))
         assert rows and FAIL not in [row.status for row in rows], rows
+
+
+def test_a_cpu_needs_memory_for_the_state_and_for_a_checkpoint_of_it(monkeypatch):
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state_shapes(config.tiny())))
+    for free, status in ((2 * size - 1, FAIL), (2 * size, OK)):
+        monkeypatch.setattr(utils, "free_memory", lambda free=free: free)
+        (row,) = [row for row in doctor.room(config.tiny(), {}) if "of memory" in row.what]
+        assert row.status == status
 
 
 def test_the_disk_has_room_for_the_best_checkpoints_too():

@@ -14,6 +14,7 @@ import config
 import files
 import utils
 from errors import USAGE, UserError
+from runstate import state_shapes, warn_of_memory
 
 
 def test_a_mesh_too_large_or_too_small_names_both_numbers():
@@ -124,6 +125,14 @@ def test_a_peak_is_known_or_none(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: [Device])
     assert utils.peak_flops(cfg) == 989e12
     assert utils.peak_flops(replace(cfg, train=replace(cfg.train, dtype="float32"))) is None
+
+
+def test_a_state_and_gradient_above_the_free_memory_are_only_a_warning(monkeypatch, capsys):
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state_shapes(config.tiny())))
+    for free, is_said in ((size, True), (2 * size, False), (None, False)):
+        monkeypatch.setattr(utils, "free_memory", lambda free=free: free)
+        warn_of_memory(config.tiny())
+        assert ("of memory are free: the system may end" in capsys.readouterr().err) == is_said
 
 
 def test_durations_are_short():
