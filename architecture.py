@@ -121,7 +121,7 @@ class Model:
     activation: Literal["swiglu", "swiglu_clamped", "geglu_tanh", "gelu", "gelu_tanh", "relu2"] = (
         "swiglu"
     )
-    """Activation of every feed-forward.  Those with glu have a gate, a third matrix.
+    """Activation of every feed-forward.  Those with glu in their names have a gate, a third matrix.
     swiglu_clamped is that of gpt-oss, whose gate and up are bounded by 7.
     gelu is exact, gelu_tanh approximates it, relu2 is ReLU squared."""
     mlp_bias: bool = False

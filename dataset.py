@@ -359,7 +359,7 @@ class Dataset:
         if source.vocab_size > self.cfg.model.vocab_size:
             limit = f"model.vocab_size={self.cfg.model.vocab_size}"
             what = f"data.{self.split} has a vocabulary of {source.vocab_size}, above {limit}"
-            fix = f"set --model.vocab_size {source.vocab_size} or more"
+            fix = f"train with --model.vocab_size {source.vocab_size} or more"
             yield Problem(what, f"{fix}, or prepare the data with a smaller tokenizer")
         can_sample = source.tokenizer is not None and source.vocab_size > 0
         if is_train and t.sample_every and not can_sample:
