@@ -316,6 +316,10 @@ def batch_problems(cfg: Config):
         fix = f"set --train.batch_size {nearest}"
         if t.batch_ramp:
             fix = f"put {nearest} in the place of {size} in --train.batch_ramp"
+        rows, others = math.gcd(*batch_sizes(cfg)), parts * other_pp // t.grad_accum
+        if rows % others == 0:
+            n = math.gcd(t.grad_accum, rows // others)
+            fix = f"set --train.grad_accum {n}, which keeps the batch, or {fix}"
         fix += ", or change --train.microbatches" if t.microbatches else ""
         name = f"train.batch_ramp={t.batch_ramp}'s " if t.batch_ramp else "train.batch_size="
         yield Problem(f"{what} must divide {name}{size}", fix)
