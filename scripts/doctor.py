@@ -174,7 +174,7 @@ def room(cfg: Config, found: dict):
 
 
 def storage(cfg: Config, found: dict):
-    """let this user write to --run.dir, or name another folder; test its network"""
+    """let this user write to --run.dir, or name another folder; --seconds 20 waits longer"""
     folder = run_folder(cfg)
     probe = folder / f"doctor-{os.urandom(16).hex()}"
     steps = dict(write=partial(probe.write_bytes, os.urandom(2**20)), read=probe.read_bytes)
