@@ -96,6 +96,7 @@ class ExpertsPanel(Panel):
         image = left.imshow(load, aspect="auto", vmin=0, vmax=max(2, load.max()), cmap="magma")
         title = f"load after update {steps[-1]} (1 is even)"
         left.set(xlabel="expert", ylabel="layer", title=title)
+        left.locator_params("x", integer=True)
         ticks = range(0, len(load), 1 + len(load) // 16)
         left.set_yticks(ticks, [self.layers[i] for i in ticks])
         figure.colorbar(image, ax=left)

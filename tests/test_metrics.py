@@ -370,6 +370,16 @@ def test_the_panel_of_the_experts_is_in_every_report(run):
     assert (run.path / "experts.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_experts_have_whole_numbers_on_the_axis_of_their_picture(tmp_path, monkeypatch):
+    figures, cfg = [], config.PRESETS["jaxformer_1b"]()
+    monkeypatch.setattr(panels, "write_png", lambda path, figure: figures.append(figure))
+    panel = panels.ExpertsPanel(cfg)
+    panel.track(dict(step=1, load=[[0.25] * 4] * len(panel.layers)))
+    panel.draw(tmp_path)
+    figures[0].draw_without_rendering()
+    assert all(x.is_integer() for x in figures[0].axes[0].get_xticks())
+
+
 def test_a_panel_is_one_entry_in_a_table(tmp_path, monkeypatch, capsys):
     class LayersPanel(panels.Panel):
         """A panel of one array: the norm of each layer."""
