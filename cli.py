@@ -199,14 +199,15 @@ def parse(words: list[str]) -> Config:
             what = f"--{field} is given {n} times"
             raise UserError(USAGE, what, "give it once, with all of its values behind it")
     name = given.config[0] if given.config else None
-    if name is None and not {"-h", "--help"} & set(rest):
-        fix = f"add --config and one of {or_list(PRESETS)}, or a config.json"
-        raise UserError(USAGE, "no --config given", fix)
     flags = [] if name in (None, *PRESETS) else file_flags(name)
     default = CommandLine(name or "", PRESETS.get(name, Config)())
     about = getdoc(CommandLine)  # given, because tyro's own reading leaves out the examples
     options = dict(default=default, description=about, use_underscores=True)
-    return check(tyro.cli(CommandLine, args=flags + rest, **options).settings)
+    cfg = tyro.cli(CommandLine, args=flags + rest, **options).settings
+    if name is None:  # only now, because tyro names a misspelt --config
+        fix = f"add --config and one of {or_list(PRESETS)}, or a config.json"
+        raise UserError(USAGE, "no --config given", fix)
+    return check(cfg)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -314,6 +314,12 @@ def test_no_config_and_no_such_config_name_the_presets():
             cli.parse(argv)
 
 
+def test_a_misspelt_config_flag_is_named(capsys):
+    with pytest.raises(SystemExit) as error:
+        cli.parse(["--confg", "demo"])
+    assert error.value.code == USAGE and "--config" in capsys.readouterr().err
+
+
 def field_docs() -> dict[str, str]:
     """{"section.field": docstring}, and of flags outside of sections, as written in the sources."""
     section_of = {type(getattr(config.Config(), s)).__name__: f"{s}." for s in config.SECTIONS}
