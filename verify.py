@@ -261,7 +261,7 @@ class SavedCheckpoints:
         run's."""
         leaves = {n: x for n, x in meta["leaves"].items() if n.split("/")[0] in abstract}
         arrays, optional = differing_arrays(leaves, utils.leaf_table(abstract))
-        pairs = self.differing_settings(meta) | arrays
+        pairs = self.differing_settings(meta) or arrays  # which a setting of the model may change
         differ = [f"{n}: {a} there, {b} here" for n, (a, b) in pairs.items()]
         differ += [f"{n} arrays are of {why}" for why, n in optional.items()]
         if differ:

@@ -298,10 +298,8 @@ def test_fresh_moves_the_old_run_aside(base, reference):
 
 @pytest.mark.parametrize("sections, word", [
     (dict(model=dict(d_ff=128)), "model.d_ff: 64 there, 128 here"),
-    (dict(model=dict(n_layers=8)),
-     "params/layers/dense/q_DHK: float32[4, 32, 16, 4] there, float32[8, 32, 16, 4] here"),
-    (dict(model=dict(tie_embeddings=True)),
-     "params/unembed_DV: float32[32, 512] there, nothing here"),
+    (dict(model=dict(n_layers=8)), "model.n_layers: 4 there, 8 here"),
+    (dict(model=dict(tie_embeddings=True)), "model.tie_embeddings: False there, True here"),
     (dict(train=dict(seq_len=32)), "train.seq_len: 16 there, 32 here"),
     (dict(train=dict(batch_size=64)), "train.batch_size: 32 there, 64 here"),
     (dict(run=dict(seed=1)), "run.seed: 0 there, 1 here"),
@@ -317,6 +315,7 @@ def test_a_checkpoint_of_another_run_is_refused_with_the_fields(
     before = contents(run)
     error = refusal(cfg)
     assert error.code == CHECKPOINT and word in str(error)
+    assert "params/" not in str(error)  # other shapes follow from the setting
     assert contents(run) == before
 
 
