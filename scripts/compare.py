@@ -64,6 +64,7 @@ class Curves:
         flops = own * model.flops_per_token(cfg)
         self.costs = {"tokens": tokens, "seconds": np.cumsum(seconds), "FLOPs": flops}
         self.evals = {}  # {name of the set: {row of self.costs: loss}}
+        self.bits = {row.get("set", ""): row["bits_per_byte"] for row in evals}  # the last ones
         newest = {row.get("set", ""): row.get("data") for row in evals}
         for row in evals:
             name = row.get("set", "")
@@ -125,6 +126,8 @@ def main(args: Args):
         last = [[*run.evals.get(name, {}).values()][-1:] for run in runs]
         words = [f"{loss[0]:.4f}" if loss else "-" for loss in last]
         rows += [[f"validation loss {name}".strip(), *words]]
+        bits = [run.bits.get(name) for run in runs]
+        rows += [[f"bits per byte {name}".strip(), *(f"{x:.4f}" if x else "-" for x in bits)]]
     for name in dict.fromkeys(name for run in runs for name in run.facts):
         values = [json.dumps(run.facts.get(name)) for run in runs]
         if len(set(values)) > 1:

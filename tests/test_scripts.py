@@ -311,16 +311,17 @@ def test_compare_shows_what_differs(trained, tmp_path):
     done = run("scripts/compare.py", trained, other, "--out", out)
     assert done.returncode == 0, done.stderr
     cells = [re.split("  +", line) for line in done.stdout.splitlines()[:-1]]
-    names = ["", "tokens", "seconds", "FLOPs", "training loss", "validation loss", "optim.lr"]
-    names += ["run.start_from"]
+    names = ["", "tokens", "seconds", "FLOPs", "training loss", "validation loss"]
+    names += ["bits per byte", "optim.lr", "run.start_from"]
     assert [row[0] for row in cells] == names
     assert cells[0][1:] == [str(trained), str(other)]
     assert [float(x) for x in cells[1][1:]] == [20 * 1024, 20 * 1024 + 10_000]
     assert cells[2][1] == cells[2][2] and cells[3][1] == cells[3][2]
     for _, *loss in cells[4:6]:
         assert float(loss[1]) - float(loss[0]) == pytest.approx(1, abs=2e-4)
-    assert cells[6] == ["optim.lr", str(lr), str(2 * lr)]
-    assert cells[7] == ["run.start_from", "null", '"runs/a@3"']
+    assert cells[6][1:] == [f"{rows[-1]['bits_per_byte']:.4f}"] * 2
+    assert cells[7] == ["optim.lr", str(lr), str(2 * lr)]
+    assert cells[8] == ["run.start_from", "null", '"runs/a@3"']
     assert out.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert run("scripts/compare.py", trained, "--out", out).returncode == USAGE
     shutil.copy(trained / "config.json", tmp_path)
