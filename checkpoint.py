@@ -65,13 +65,13 @@ class Checkpoints(SavedCheckpoints):
     SLOWEST = 3600
     """The longest that a save may take, in seconds; then the run ends with STORAGE."""
 
-    def __init__(self, run: epath.Path, keep=2, settings=None, accept=(), patience=0):
-        """keep: how many checkpoints to keep.  settings: also saved as `must`.  patience: as
+    def __init__(self, run: epath.Path, keep=2, settings=None, accept=(), patience=0, keep_every=0):
+        """keep, keep_every: as in config.Checkpoint.  settings: also saved as `must`.  patience: as
         Retries.  For the others see SavedCheckpoints.
 
         Raises UserError USAGE for a path that orbax would take for a pattern: it would not find the
         arrays there."""
-        self.keep, self.retries = keep, Retries(patience)
+        self.keep, self.keep_every, self.retries = keep, keep_every, Retries(patience)
         self.losses = {}
         """{step: validation loss or None}; it grows while the run trains."""
         self.no_loss = set()
@@ -112,6 +112,7 @@ class Checkpoints(SavedCheckpoints):
         known = [step for step in steps if self.losses.get(step) is not None]
         best = sorted(known, key=self.losses.get)[:2]
         kept = {*steps[-self.keep :], *best, *self.no_loss}
+        kept |= {step for step in steps if self.keep_every and step % self.keep_every == 0}
         return [step in kept for step in steps]
 
     def reject_step(self, step: int, why: str):

@@ -313,6 +313,8 @@ class Checkpoint:
     """Minutes between checkpoints, besides checkpoint.every; 0 sets no time."""
     keep: int = 2
     """Number of newest checkpoints to keep; at least 2."""
+    keep_every: int = 0
+    """Also keep each checkpoint whose number of updates is a multiple of this; 0 keeps none."""
     best: bool = False
     """True: save after each evaluation too, and keep the two checkpoints of lowest loss."""
     patience: int = 600

@@ -130,7 +130,7 @@ def restore_or_init(run, train: Dataset, cfg: Config) -> tuple[SavedCheckpoints,
     if cfg.eval_only and not is_writable(run):
         store = SavedCheckpoints(run, settings, cfg.run.accept)
     else:
-        store = Checkpoints(run, c.keep, settings, cfg.run.accept, c.patience)
+        store = Checkpoints(run, c.keep, settings, cfg.run.accept, c.patience, c.keep_every)
     begin = time.monotonic()
     items = store.restore(checkpoint_items(abstract_state(cfg)))
     if items is None and cfg.eval_only:

@@ -158,7 +158,9 @@ def run_folder(cfg: Config):
 def room(cfg: Config, found: dict):
     """free some, use a larger disk or more hosts, or set a lower --checkpoint.keep"""
     shapes = jax.tree.leaves(runstate.state_shapes(cfg))
-    keep = cfg.checkpoint.keep + 2 * cfg.checkpoint.best + 1  # one more while it is saved
+    c = cfg.checkpoint
+    keep = c.keep + 2 * c.best + 1  # one more while it is saved
+    keep += cfg.train.steps // c.keep_every if c.keep_every else 0
     size = sum(x.size * x.dtype.itemsize for x in shapes) / GIB
     free, part = utils.free_memory(), size / len(utils.process_ids())
     if free is not None:

@@ -391,6 +391,14 @@ def test_a_peer_that_is_lost_in_a_save_is_no_storage_error(tmp_path):
     assert store.retries.error.code == STORAGE
 
 
+def test_each_checkpoint_of_keep_every_stays(tmp_path):
+    store = checkpoint.Checkpoints(epath.Path(tmp_path), keep=2, keep_every=20)
+    for step in (0, 10, 20, 30, 40, 50, 60):
+        assert store.save(step, dict(params=dict(a=jnp.zeros(3))), last=True)
+    store.close()
+    assert {int(x.name) for x in tmp_path.glob("checkpoints/*")} == {0, 20, 40, 50, 60}
+
+
 def test_best_checkpoints_stay_when_their_losses_are_lost(tmp_path):
     losses, state = {1: 1.0, 2: 0.5, 3: 2.0, 4: None, 5: 3.0}, dict(params=dict(a=jnp.zeros(3)))
     for known, steps in ((losses, range(1, 6)), ({}, (6, 7))):  # metrics.jsonl was removed
