@@ -43,8 +43,8 @@ from scripts.report import read_metrics
 
 
 class Curves:
-    """The losses of a run, over three costs: tokens, including those of a run that it started from,
-    and the seconds and FLOPs of its own updates."""
+    """The losses of a run, over three costs: tokens, including those of a run that it goes on from
+    with its state, and the seconds and FLOPs of its own updates."""
 
     def __init__(self, run: str):
         self.name, path = run, epath.Path(run)
@@ -56,6 +56,7 @@ class Curves:
         self.facts = record_facts(record)
         if parent := record.get("parent"):
             self.facts["run.start_from"] = f"{parent['path']}@{parent['step']}"
+            self.facts["run.start_with"] = parent.get("start_with")  # an average has none
         step, tokens, seconds, rate, self.loss = (
             np.array([row[name] for row in train], float)  # a null is NaN
             for name in ("step", "tokens", "step_time", "tokens_per_sec", "loss")

@@ -299,7 +299,7 @@ def test_compare_shows_what_differs(trained, tmp_path):
     record = json.loads((other / "config.json").read_text())
     lr = record["optim"]["lr"]
     record["optim"] |= dict(lr=2 * lr)
-    record |= dict(parent=dict(path="runs/a", step=3))
+    record |= dict(parent=dict(path="runs/a", step=3, start_with="state", tokens=10_000))
     (other / "config.json").write_text(json.dumps(record))
     rows = [json.loads(line) for line in (other / "metrics.jsonl").read_text().splitlines()]
     rows = [row | dict(loss=row["loss"] + 1) for row in rows]
@@ -312,7 +312,7 @@ def test_compare_shows_what_differs(trained, tmp_path):
     assert done.returncode == 0, done.stderr
     cells = [re.split("  +", line) for line in done.stdout.splitlines()[:-1]]
     names = ["", "tokens", "seconds", "FLOPs", "training loss", "validation loss"]
-    names += ["bits per byte", "optim.lr", "run.start_from"]
+    names += ["bits per byte", "optim.lr", "run.start_from", "run.start_with"]
     assert [row[0] for row in cells] == names
     assert cells[0][1:] == [str(trained), str(other)]
     assert [float(x) for x in cells[1][1:]] == [20 * 1024, 20 * 1024 + 10_000]
@@ -322,6 +322,7 @@ def test_compare_shows_what_differs(trained, tmp_path):
     assert cells[6][1:] == [f"{rows[-1]['bits_per_byte']:.4f}"] * 2
     assert cells[7] == ["optim.lr", str(lr), str(2 * lr)]
     assert cells[8] == ["run.start_from", "null", '"runs/a@3"']
+    assert cells[9] == ["run.start_with", "null", '"state"']
     assert out.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert run("scripts/compare.py", trained, "--out", out).returncode == USAGE
     shutil.copy(trained / "config.json", tmp_path)
