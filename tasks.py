@@ -164,7 +164,7 @@ class Tasks:
 
     def make_row(self, query: str, answer: str) -> tuple[list[int], int]:
         """The row of a choice.  Its tokens are scored from the first one that differs from those of
-        the query alone.  Raises ValueError."""
+        the query without the spaces at its end.  Raises ValueError."""
         before, L = query.rstrip(), self.cfg.train.seq_len
         space = query[len(before) :] or ("" if answer[:1].isspace() else " ")
         ids = encode(self.tokenizer, before + (space if before else "") + answer)
