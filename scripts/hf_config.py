@@ -218,6 +218,11 @@ def write_sizes(m: Model, name: str) -> dict:
         what = f"model.d_model={m.d_model} is no multiple of model.n_heads={m.n_heads}"
         fix = "this model cannot be exported; train one whose width is a multiple"
         raise UserError(DATA, f"{what}, as transformers demands of a {name}", fix)
+    if name == "deepseek_v3" and m.n_experts == m.n_groups:
+        # transformers (5.23) adds the two best scores of each group, and fails where there is one
+        what = f"model.n_groups={m.n_groups} leaves one of model.n_experts={m.n_experts}"
+        fix = "this model cannot be exported; train one with fewer groups"
+        raise UserError(DATA, f"{what} in each group, and transformers demands two", fix)
     if name == "gpt2":
         names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
         return dict(activation_function=names.get(m.activation, "gelu_new"))

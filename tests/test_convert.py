@@ -777,6 +777,8 @@ GEMMA = dict(norm_offset=True, norm_place="both", n_kv_heads=1)
 GPT2 = dict(norm="layer", positions="learned", max_positions=128, n_kv_heads=3)
 NOT_TRUNCATED = dict(rope_scaling="yarn", yarn_truncate=False)
 MLA = dict(attention="mla", q_rank=8, kv_rank=8, d_rope=8, d_value=8)
+ALONE = dict(n_experts=4, d_expert=8, n_groups=4, n_active_groups=2, n_shared=1, pattern="moe")
+ALONE |= dict(router="sigmoid", router_bias=True)
 
 
 @pytest.mark.parametrize(
@@ -792,6 +794,7 @@ MLA = dict(attention="mla", q_rank=8, kv_rank=8, d_rope=8, d_value=8)
         (dict(attn_sinks=True), "model.attn_sinks is True, but the llama of"),
         (dict(qk_norm=True, mlp_bias=True), "model.mlp_bias is True, but the qwen3 of"),
         (MLA | dict(pattern="dense,moe", n_experts=4, d_expert=8), "model.router is softmax"),
+        (MLA | ALONE, "model.n_groups=4 leaves one of model.n_experts=4 in each group"),
         (GEMMA | dict(d_model=40, n_heads=3), "model.d_model=40 is no multiple of model.n_heads=3"),
         (GPT2 | dict(d_model=40, n_heads=3), "model.n_heads=3, as transformers demands of a gpt2"),
         (GEMMA | dict(qk_norm=True) | NOT_TRUNCATED, "model.yarn_truncate is False, but the gemma"),
