@@ -301,7 +301,8 @@ def batch_problems(cfg: Config):
     t = cfg.train
     dp, pp, _ = (max(1, size) for size in cfg.mesh.sizes)
     factors, other_pp = {"train.grad_accum": t.grad_accum}, 1
-    if not any(size % dp for size in sizes_to_divide(cfg)["dp"].values()):  # else dp is reported
+    in_slice = max(1, cfg.mesh.shape["dp"])
+    if not any(x % in_slice for x in sizes_to_divide(cfg)["dp"].values()):  # else dp is reported
         factors["mesh.dp"] = dp
     if t.microbatches:
         factors["train.microbatches"] = t.microbatches

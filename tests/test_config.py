@@ -67,6 +67,7 @@ MOE = ["--model.pattern", "moe", "--model.n_experts", "4", "--model.d_expert", "
      ["mesh.tp=3 must divide the embedding's rows (a multiple of 128)=4096"]),
     (["--mesh.dp", "3"], ["mesh.dp=3 must divide model.d_model=128"]),
     (["--mesh.dp", "3x3"], ["mesh.dp=3x3: 3 must divide model.d_model=128"]),
+    (["--mesh.dp", "3x4"], ["= 1*12*2 = 24 must divide train.batch_size=16"]),
     (["--train.batch_size", "6"],
      ["train.grad_accum*mesh.dp*mesh.pp = 1*2*2 = 4 must divide train.batch_size=6"]),
     (["--train.microbatches", "5"],
