@@ -199,15 +199,15 @@ def parse(words: list[str]) -> Config:
             what = f"--{field} is given {n} times"
             raise UserError(USAGE, what, "give it once, with all of its values behind it")
     name = given.config[0] if given.config else None
+    # tyro answers a misspelt --config with the right one.
+    if name is None and not any(word.startswith(("-h", "--help", "--conf")) for word in rest):
+        fix = f"add --config and one of {or_list(PRESETS)}, or a config.json"
+        raise UserError(USAGE, "no --config given", fix)
     flags = [] if name in (None, *PRESETS) else file_flags(name)
     default = CommandLine(name or "", PRESETS.get(name, Config)())
     about = getdoc(CommandLine)  # given, because tyro's own reading leaves out the examples
     options = dict(default=default, description=about, use_underscores=True)
-    cfg = tyro.cli(CommandLine, args=flags + rest, **options).settings
-    if name is None:  # only now, because tyro names a misspelt --config
-        fix = f"add --config and one of {or_list(PRESETS)}, or a config.json"
-        raise UserError(USAGE, "no --config given", fix)
-    return check(cfg)
+    return check(tyro.cli(CommandLine, args=flags + rest, **options).settings)
 
 
 @dataclass(frozen=True, kw_only=True)

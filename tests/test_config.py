@@ -310,7 +310,7 @@ def test_a_config_file_goes_through_the_checks_of_the_command_line(tmp_path, cap
 
 
 def test_no_config_and_no_such_config_name_the_presets():
-    for argv in ([], ["--config"], ["--config", "nonesuch"]):
+    for argv in ([], ["demo"], ["--config"], ["--config", "nonesuch"]):
         with pytest.raises(UserError, match=r"demo, tiny, .*gpt2_1.5b, .* or deepseek_v3"):
             cli.parse(argv)
 
