@@ -114,12 +114,13 @@ def abstract_state(cfg: Config) -> State:
 def warn_of_memory(cfg: Config):
     """Warn of a state and gradient that a host without accelerators cannot hold: Linux ends a
     process that fills the memory, without a word."""
-    shapes = jax.tree.leaves((state_shapes(cfg), model.param_shapes(cfg)))
+    gradient = {} if cfg.eval_only else model.param_shapes(cfg)
+    shapes = jax.tree.leaves((state_shapes(cfg), gradient))
     need = sum(x.size * x.dtype.itemsize for x in shapes) // len(utils.process_ids())
     free = utils.free_memory()
     if jax.devices()[0].platform == "cpu" and free is not None and need > free:
         need, free = utils.format_bytes(need), utils.format_bytes(free)
-        what = f"weights, moments and gradient take {need}, and {free} of memory are free"
+        what = f"weights, moments and any gradient take {need}, and {free} of memory are free"
         utils.warn(f"{what}: the system may end this process")
 
 

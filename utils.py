@@ -413,9 +413,9 @@ def peak_flops(cfg: Config) -> float | None:
 def free_memory() -> int | None:
     """Bytes of this host's memory that are free; None where the system does not say, as macOS."""
     meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():
-        return None
-    return 1024 * int(re.search(r"MemAvailable: +(\d+)", meminfo.read_text())[1])
+    text = meminfo.read_text() if meminfo.exists() else ""
+    found = re.search(r"MemAvailable: +(\d+)", text)
+    return 1024 * int(found[1]) if found else None
 
 
 def format_bytes(n: int) -> str:

@@ -133,6 +133,15 @@ def test_a_state_and_gradient_above_the_free_memory_are_only_a_warning(monkeypat
         monkeypatch.setattr(utils, "free_memory", lambda free=free: free)
         warn_of_memory(config.tiny())
         assert ("of memory are free: the system may end" in capsys.readouterr().err) == is_said
+    monkeypatch.setattr(utils, "free_memory", lambda: size)
+    warn_of_memory(replace(config.tiny(), eval_only=True))  # which has no gradient
+    assert not capsys.readouterr().err
+
+
+def test_a_system_that_does_not_say_what_is_free_is_no_error(monkeypatch, tmp_path):
+    (tmp_path / "meminfo").write_text("MemTotal: 1024 kB\nMemFree: 512 kB\n")
+    monkeypatch.setattr(utils, "Path", lambda path: tmp_path / "meminfo")
+    assert utils.free_memory() is None
 
 
 def test_durations_are_short():
