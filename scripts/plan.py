@@ -190,8 +190,8 @@ def print_plan(plan: dict, cfg: Config, target: str):
     ]
     for name, label in (("best", "communication hidden"), ("worst", "nothing hidden")):
         pace = plan[name]
-        speed = f"at least {1e3 * pace['step_time']:,.0f} ms a step, MFU at most {pace['mfu']:.1%}"
-        rows += [(label, f"{speed}, {pace['tokens_per_day']:.3g} tokens a day")]
+        most = f"at most {pace['mfu']:.1%} MFU and {pace['tokens_per_day']:.3g} tokens a day"
+        rows += [(label, f"at least {1e3 * pace['step_time']:,.0f} ms a step, {most}")]
     speeds = ", ".join(f"{n} rows {x:,.0f}" for n, x in plan["decoding"].items())
     rows += [("decoding, at most", f"tokens a second: {speeds.replace('1 rows', '1 row')}")]
     for name, text in rows:
