@@ -156,11 +156,11 @@ def run_folder(cfg: Config):
 
 
 def room(cfg: Config, found: dict):
-    """free some, use a larger disk or more hosts, or set a lower --checkpoint.keep"""
+    """free some, use a larger disk or more hosts, or keep less: --checkpoint.keep and keep_every"""
     shapes = jax.tree.leaves(runstate.state_shapes(cfg))
     c = cfg.checkpoint
     keep = c.keep + 2 * c.best + 1  # one more while it is saved
-    keep += cfg.train.steps // c.keep_every if c.keep_every else 0
+    keep += 1 + cfg.train.steps // c.keep_every if c.keep_every else 0  # 0 is kept too
     size = sum(x.size * x.dtype.itemsize for x in shapes) / GIB
     free, part = utils.free_memory(), size / len(utils.process_ids())
     if free is not None:

@@ -175,9 +175,9 @@ def test_a_cpu_needs_memory_for_the_state_and_for_a_checkpoint_of_it(monkeypatch
         assert row.status == status
 
 
-def test_the_disk_has_room_for_the_best_checkpoints_too():
-    for best, n in ((False, 3), (True, 5)):
-        cfg = replace(config.tiny(), checkpoint=replace(config.tiny().checkpoint, best=best))
+def test_the_disk_has_room_for_the_other_kept_checkpoints_too():
+    for more, n in ((dict(), 3), (dict(best=True), 5), (dict(keep_every=10), 6)):  # 0, 10, 20
+        cfg = replace(config.tiny(), checkpoint=replace(config.tiny().checkpoint, **more))
         (row,) = [row for row in doctor.room(cfg, {}) if "run.dir" in row.what]
         assert f"{n} checkpoints" in row.what
 
