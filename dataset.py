@@ -336,7 +336,8 @@ class Dataset:
         L = self.cfg.train.seq_len
         left = sum((part.n_tokens - 1) % L for part in parts_of(self.source).values())
         windows = f"{self.n_windows:,} windows of {L}"
-        return f"{self.source}, {windows}; the last {left} tokens do not fill one"
+        are = "do not fill one" if self.split == "train" else "are in a padded one"
+        return f"{self.source}, {windows}; the last {left} tokens {are}"
 
     def problems(self):
         data, source, t = self.cfg.data, self.source, self.cfg.train

@@ -131,6 +131,11 @@ def test_the_whole_set_counts_every_token_once_on_any_mesh(cfg, corpus):
     np.testing.assert_allclose(other["loss"], want["loss"], rtol=1e-6)
 
 
+def test_the_rest_of_a_validation_set_is_not_said_to_be_left_out(cfg, corpus):
+    left = (len(all_tokens(corpus / "val")) - 1) % cfg.train.seq_len
+    assert f"; the last {left} tokens are in a padded one" in str(Dataset(on_mesh(cfg), "val"))
+
+
 def test_bits_per_byte_of_one_byte_tokens_is_the_loss_in_bits(cfg):
     got, _ = evaluate(cfg, (1, 1, 1), 10, eval_batches=1)
     np.testing.assert_allclose(got["bits_per_byte"], got["loss"] / np.log(2), rtol=0.01)
