@@ -163,8 +163,7 @@ def tp_part(x, dim):
 def gather_rows(x_BLD):
     """The x of all tp shards, one after the other as more rows: B * tp rows of L tokens each.
 
-    For work on single tokens.  After gathering along the sequence, as attention does because it
-    needs whole sequences, XLA copies the result once more.
+    For work on single tokens.  After gathering along the sequence XLA copies the result once more.
     """
     return gather(x_BLD, "tp", 0)
 

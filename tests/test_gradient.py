@@ -30,6 +30,7 @@ from conftest import AXES_AND_ALL, MESHES, OF_EIGHT, on_mesh
 from jax.extend.core import jaxprs_in_params
 
 import architecture
+import attention
 import config
 import gradient
 import layers
@@ -160,6 +161,13 @@ def test_a_gpu_that_writes_what_waits_after_the_branch_has_the_same_gradient(mon
     # A name of its own, so that JAX does not take what another test has traced.
     cfg = replace(RICH, run=replace(RICH.run, name="gpu"), mesh=config.Mesh(schedule="1f1b"))
     assert_same_gradient(gradient_on((2, 2, 2), cfg), one_device_gradient(RICH))
+
+
+@pytest.mark.parametrize("cfg", [RICH, pytest.param(MOE, marks=SLOW)], ids=["gqa", "mla"])
+def test_tokens_gathered_as_rows_have_the_same_gradient(cfg, monkeypatch):
+    monkeypatch.setattr(attention, "in_rows", lambda span: span.tp_dim == 1)
+    ours = replace(cfg, run=replace(cfg.run, name="rows"))  # traced anew, as above
+    assert_same_gradient(gradient_on((1, 2, 4), ours), one_device_gradient(cfg))
 
 
 @pytest.mark.parametrize("cfg, mesh, how", [
