@@ -38,7 +38,6 @@ from layers import (
     gather,
     rms_norm,
     rows_to_sequences,
-    scatter_rows,
     scatter_sum,
     sequences_to_rows,
     softcap,
@@ -440,32 +439,26 @@ QK_GAINS = dict(head=("q_norm_K", "k_norm_K"), all=("q_norm_HK", "k_norm_GK"))
 """model.qk_norm_width: the weights of the norms of queries and keys."""
 
 
-def in_rows(span: Span) -> bool:
-    """Whether attention gathers tokens over tp as more rows (`gather_rows`), and reorders only the
-    heads to whole sequences.
+def token_dim(span: Span) -> int:
+    """The dim of x_BLD along which attention gathers tokens over tp.
 
-    So on GPUs: there XLA would copy x_BLD between layouts in each layer, and once more all that the
-    layers keep of it.  llama_1b on eight H200s (tp 8, remat=attention) needs 27.3 GiB instead of
-    29.9.  On TPUs reordering takes 7 % more cycles (llama_1b on v5p, dp 4, tp 2).
+    On GPUs they become more rows, and only the heads are reordered to whole sequences.  Otherwise
+    XLA would copy x_BLD between layouts in each layer, and once more all that the layers keep of
+    it: llama_1b on eight H200s (tp 8, remat=attention) needs 27.3 GiB instead of 29.9.  On TPUs
+    reordering takes 7 % more cycles (llama_1b on v5p, dp 4, tp 2).
     """
-    return span.tp_dim == 1 and platform() in GPUS
-
-
-def gather_tokens(x_BLD, span: Span):
-    """The x of all tp shards."""
-    return gather(x_BLD, "tp", 0 if in_rows(span) else span.tp_dim)
+    return 0 if platform() in GPUS else span.tp_dim
 
 
 def whole_sequences(x_BL, span: Span):
-    """What was computed from the result of `gather_tokens`, as whole sequences."""
-    return rows_to_sequences(x_BL) if in_rows(span) else x_BL
+    """What was computed from gathered tokens, as whole sequences."""
+    return rows_to_sequences(x_BL) if token_dim(span) < span.tp_dim else x_BL
 
 
 def sum_heads(dims: str, y_BLHK, w_HKD, span: Span):
     """The heads' outputs times w_HKD, summed over tp; each shard keeps its part of the tokens."""
-    if in_rows(span):
-        return scatter_rows(einsum(dims, sequences_to_rows(y_BLHK), w_HKD))
-    return scatter_sum(einsum(dims, y_BLHK, w_HKD), "tp", span.tp_dim)
+    y_BLHK = sequences_to_rows(y_BLHK) if token_dim(span) < span.tp_dim else y_BLHK
+    return scatter_sum(einsum(dims, y_BLHK, w_HKD), "tp", token_dim(span))
 
 
 def gqa_table(cfg: Config) -> dict:
@@ -498,7 +491,7 @@ def gqa(x_BLD, w, cfg, span: Span, cache):
 
     x is gathered over tp; the outputs of the heads are summed over tp and scattered.
     """
-    x_BLD = gather_tokens(x_BLD, span)
+    x_BLD = gather(x_BLD, "tp", token_dim(span))
     q_BLHK = add_bias(einsum("BLD,DHK->BLHK", x_BLD, w["q_DHK"]), w.get("q_bias_HK"))
     k_BLGK = add_bias(einsum("BLD,DGK->BLGK", x_BLD, w["k_DGK"]), w.get("k_bias_GK"))
     v_BLGK = add_bias(einsum("BLD,DGK->BLGK", x_BLD, w["v_DGK"]), w.get("v_bias_GK"))
@@ -574,7 +567,7 @@ def mla_latents(x_BLD, w, cfg, span: Span):
     c_BLI = add_bias(einsum("BLD,DI->BLI", x_BLD, w["kv_down_DI"]), w.get("kv_down_bias_I"))
     c_BLI = rms_norm(c_BLI, w["kv_norm_I"], eps)
     k_BLT = add_bias(einsum("BLD,DT->BLT", x_BLD, w["k_rope_DT"]), w.get("k_rope_bias_T"))
-    latents = (gather_tokens(x, span) for x in (h_BLJ, c_BLI, k_BLT))
+    latents = (gather(x, "tp", token_dim(span)) for x in (h_BLJ, c_BLI, k_BLT))
     h_BLJ, c_BLI, k_BLT = (whole_sequences(x, span) for x in latents)
     return h_BLJ, c_BLI, rope(k_BLT[:, :, None], span, cfg)[:, :, 0]
 

@@ -165,7 +165,7 @@ def test_a_gpu_that_writes_what_waits_after_the_branch_has_the_same_gradient(mon
 
 @pytest.mark.parametrize("cfg", [RICH, pytest.param(MOE, marks=SLOW)], ids=["gqa", "mla"])
 def test_tokens_gathered_as_rows_have_the_same_gradient(cfg, monkeypatch):
-    monkeypatch.setattr(attention, "in_rows", lambda span: span.tp_dim == 1)
+    monkeypatch.setattr(attention, "token_dim", lambda span: 0)
     ours = replace(cfg, run=replace(cfg.run, name="rows"))  # traced anew, as above
     assert_same_gradient(gradient_on((1, 2, 4), ours), one_device_gradient(cfg))
 
