@@ -117,8 +117,7 @@ class MetricsLog:
 
     def warn_of_lost_rows(self, begin: int):
         """begin: the update after which the run's own rows begin."""
-        starts = [line.get("step") for line in run_on_lead(read_history, self.run) or []]
-        firsts = [start + 1 for start in starts if isinstance(start, int)]
+        firsts = [start["step"] + 1 for start in run_on_lead(read_history, self.run) or []]
         step, there = self.steps_before, self.past.losses.keys()
         # The run may have started at 0, and become a branch before it saved anything.
         first = max(begin + 1, min([*there, *firsts], default=step + 1))

@@ -1,6 +1,7 @@
 """Files such as metrics.jsonl: each row once, also across kills, resumes and failing storage."""
 
 import json
+import math
 import os
 import time
 
@@ -77,7 +78,7 @@ class RowFile:
                 self.attempt(self.append)
 
 
-def read_lines(path: epath.Path, step: int, track=None) -> list[str]:
+def read_lines(path: epath.Path, step: float = math.inf, track=None) -> list[str]:
     """The lines of a .jsonl file up to update `step`, without those that a crash left incomplete.
     track: called with each row; it drops the row by a ValueError, TypeError or LookupError."""
     lines = []

@@ -39,8 +39,9 @@ from files import (
 from lock import FileLock, Lease, take_lock
 from order import trained_before
 from restart import LAST_END, note_start_over
+from rowfile import read_lines
 from shards import check_tokenizer, tokenizer_text
-from utils import only_warn, process_ids, run_on_lead, say, warn
+from utils import only_warn, process_ids, run_on_lead, say
 
 
 def run_record(cfg: Config, fingerprint: str = "", old: dict | None = None) -> dict:
@@ -353,13 +354,9 @@ START_ID = uuid.uuid4().hex
 
 
 def read_history(path: epath.Path) -> list[dict]:
-    lines, file = [], path / "history.jsonl"
-    for line in file.read_bytes().splitlines() if file.exists() else []:
-        try:
-            lines.append(dict(json.loads(line)))
-        except (ValueError, TypeError):
-            warn(f"{file}: dropped a line that is not an object: {line[:60]!r}")
-    return lines
+    starts = []
+    read_lines(path / "history.jsonl", track=starts.append)
+    return starts
 
 
 def write_history(path: epath.Path, lines: list[dict]):

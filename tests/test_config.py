@@ -23,8 +23,8 @@ from errors import USAGE, Problem, UserError
 # A module imports only modules that stand before it here.
 MODULES = """
     signals errors architecture config chips parsers checks files cli lock restart utils shards
-    order rundir connect processes weights layers blockwise attention grouped experts pipeline
-    model gradient generate muon optim norm_metrics panels pages dataset tasks boards rowfile
+    order rowfile rundir connect processes weights layers blockwise attention grouped experts
+    pipeline model gradient generate muon optim norm_metrics panels pages dataset tasks boards
     metrics digests verify checkpoint branch runstate cost_model step_picture profiling train
 """.split()  # noqa: SIM905
 
