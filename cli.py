@@ -20,18 +20,10 @@ from typing import Annotated, Literal
 
 import tyro
 
+import errors
 from checks import check, check_record
 from config import PRESETS, SECTIONS, Config, Mesh, YesNo, settings
-from errors import (
-    INTERRUPTED,
-    STORAGE,
-    USAGE,
-    Problem,
-    UserError,
-    describe,
-    is_storage_error,
-    or_list,
-)
+from errors import USAGE, Problem, UserError, describe, is_storage_error, or_list
 from signals import leave_if_unread
 
 # ---- config files
@@ -350,11 +342,11 @@ def quit_on_error(f, *args):
         reason = getattr(e, "strerror", None) or describe(e)
         what = f"{getattr(e, 'filename', None) or 'storage'}: {reason}"
         fix = "free some space, or correct the path or its permissions, and run the command again"
-        print(UserError(STORAGE, what, fix), file=sys.stderr)
-        sys.exit(STORAGE)
+        print(UserError(errors.STORAGE, what, fix), file=sys.stderr)
+        sys.exit(errors.STORAGE)
     except KeyboardInterrupt:
         print("interrupted: run the same command again to go on", file=sys.stderr)
-        sys.exit(INTERRUPTED)
+        sys.exit(errors.INTERRUPTED)
 
 
 def start() -> Config:

@@ -20,6 +20,7 @@ import numpy as np
 from etils import epath
 from jax.sharding import NamedSharding
 
+import shards
 from config import Config
 from errors import DATA, Problem, UserError, first_ten
 from files import absolute_path
@@ -28,17 +29,6 @@ from order import Order, scramble
 from pages import Block, DamagedPage, PageReader
 from parsers import Part, read_sets
 from processes import REQUEST_DELAY
-from shards import (
-    COPY_AGAIN,
-    are_different,
-    check_is_part,
-    find_shards,
-    fingerprint,
-    manifest_digest,
-    parse_tokenizer,
-    shard_error,
-    tokenizer_text,
-)
 from utils import warn
 
 # ---- sources: from the number of a window to its tokens
@@ -80,9 +70,9 @@ class Source:
 
     def decode(self, ids: list[int]) -> str:
         try:
-            return parse_tokenizer(tokenizer_text(self.tokenizer)).decode(ids)
+            return shards.parse_tokenizer(shards.tokenizer_text(self.tokenizer)).decode(ids)
         except ValueError as e:
-            raise UserError(DATA, f"{self.tokenizer} is damaged: {e}", COPY_AGAIN) from None
+            raise UserError(DATA, f"{self.tokenizer} is damaged: {e}", shards.COPY_AGAIN) from None
 
 
 class TokenFiles(Source):
@@ -90,12 +80,12 @@ class TokenFiles(Source):
 
     def __init__(self, cfg: Config, split: str):
         path = absolute_path(getattr(cfg.data, split))
-        self.shards, manifest = token_set = find_shards(path, split)
+        self.shards, manifest = token_set = shards.find_shards(path, split)
         self.masks = [shard.mask for shard in self.shards]
-        if manifest.get("digest") not in (None, manifest_digest(manifest)):
+        if manifest.get("digest") not in (None, shards.manifest_digest(manifest)):
             what = f"{path}/manifest.json is not as it was written: copy the data set again, or if"
             warn(f"{what} you have edited it, delete its field digest")
-        self.cfg, self.fingerprint = cfg, fingerprint(token_set)
+        self.cfg, self.fingerprint = cfg, shards.fingerprint(token_set)
         self.pages = PageReader(self.shards, cfg)
         # The index in the whole set of each shard's first token, and at last n_tokens.
         self.starts = [0, *accumulate(shard.n_tokens for shard in self.shards)]
@@ -105,7 +95,7 @@ class TokenFiles(Source):
         if manifest and not any(self.masks):
             self.bytes_per_token = manifest["bytes"] / self.n_tokens
         tokenizer = path / "tokenizer.json"
-        check_is_part(tokenizer)
+        shards.check_is_part(tokenizer)
         self.tokenizer = tokenizer if tokenizer.exists() else None
         self.is_incomplete = "tokenizer" in manifest and self.tokenizer is None
 
@@ -183,7 +173,7 @@ class TokenFiles(Source):
         fix = "make the shards again with the right tokenizer"
         if piece.min() >= 0:
             fix += f", or set --model.vocab_size {int(piece.max()) + 1} or more"
-        raise shard_error(self.shards[n].path, what, fix)
+        raise shards.shard_error(self.shards[n].path, what, fix)
 
 
 SUCCESSORS = 4
@@ -282,10 +272,10 @@ def check_tokenizers(sources: dict[str, Source]):
     parts = {}
     for name, source in sources.items():
         parts |= {f"{name} {part}".strip(): x for part, x in parts_of(source).items()}
-    texts = {name: tokenizer_text(x.tokenizer) for name, x in parts.items() if x.tokenizer}
+    texts = {name: shards.tokenizer_text(x.tokenizer) for name, x in parts.items() if x.tokenizer}
     ends = {name: x.end_id for name, x in parts.items() if x.end_id >= 0}
     for stated, differ, how in (
-        (texts, are_different, "has another tokenizer than"),
+        (texts, shards.are_different, "has another tokenizer than"),
         (ends, operator.ne, "ends documents with another token than"),
     ):
         first = next(iter(stated), "")

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+import model
 from architecture import layer_kinds
 from attention import Span, full_row_span
 from config import SLICE, Config
@@ -30,16 +31,6 @@ from layers import (
     norm_table,
     scatter_sum,
     sequences_to_rows,
-)
-from model import (
-    apply_front,
-    apply_layers,
-    arrange_layers,
-    count_layers,
-    cross_entropy,
-    prepare_weights,
-    split_chunks,
-    stacked_shape,
 )
 from pipeline import branch_policy, layers_to_parts, make_schedule, run_schedule
 from utils import AXES, BATCH, STAGE, with_slices
@@ -63,7 +54,7 @@ def zero_total(w, cfg: Config) -> Total:
     """The Total before the first microbatch; w: weights from `prepare_parts`."""
 
     def kind_stats(kind, weights, dim):
-        shape, E = stacked_shape(weights), cfg.model.n_experts
+        shape, E = model.stacked_shape(weights), cfg.model.n_experts
         dims = *shape[:dim], math.prod(shape[dim:])  # parts, if there are any, and layers
         sums = dict(logit=jnp.zeros(dims)) if cfg.log.norms_every else {}
         if "moe" in kind:
@@ -83,9 +74,9 @@ def zero_total(w, cfg: Config) -> Total:
 def prepare_parts(params, cfg: Config, dtype) -> dict:
     """`prepare_weights`, with the layers in the parts of the schedule, in the form of
     `model.arrange_layers`."""
-    w = prepare_weights(params, cfg, dtype)
+    w = model.prepare_weights(params, cfg, dtype)
     w |= dict(layers=layers_to_parts(w["layers"], cfg))
-    return arrange_layers(w, cfg, layer_dim(cfg))
+    return model.arrange_layers(w, cfg, layer_dim(cfg))
 
 
 def layer_dim(cfg: Config) -> int:
@@ -165,7 +156,7 @@ def score_chunks(unembed, grads, x_BLD, target_BL, n_tokens, cfg: Config):
     that no logits are kept or computed twice."""
 
     def objective(unembed, x_BLD, target_BL):
-        nll_BL, z_BL, _ = cross_entropy(x_BLD, target_BL, unembed, cfg)
+        nll_BL, z_BL, _ = model.cross_entropy(x_BLD, target_BL, unembed, cfg)
         is_counted_BL = target_BL >= 0
         loss = jnp.where(is_counted_BL, nll_BL, 0).sum() / n_tokens
         z_loss = cfg.train.z_loss * jnp.where(is_counted_BL, z_BL**2, 0).sum() / n_tokens
@@ -176,7 +167,7 @@ def score_chunks(unembed, grads, x_BLD, target_BL, n_tokens, cfg: Config):
         (_, loss), (unembed_grads, x_grad) = gradient(unembed, *chunk)
         return add_trees(total, (loss, unembed_grads)), x_grad
 
-    chunks = split_chunks(x_BLD, target_BL, cfg)
+    chunks = model.split_chunks(x_BLD, target_BL, cfg)
     zero = lax.pcast(jnp.float32(0), with_slices(*BATCH), to="varying")
     start = zero, {name: grads[name] for name in unembed}
     (loss, grads), x_grad = lax.scan(add_chunk, start, chunks)
@@ -279,15 +270,15 @@ class ScheduledWork:
     def apply_front(self, m, front, acc):
         """`model.apply_front` on microbatch m."""
         rows, cfg = self.rows, self.cfg
-        return apply_front(front, rows.token_MBL[m], rows.span(m, cfg), cfg, rows.key, acc)
+        return model.apply_front(front, rows.token_MBL[m], rows.span(m, cfg), cfg, rows.key, acc)
 
     def apply_part(self, m, r, layers, acc, x_BLD):
         """`model.apply_layers` on microbatch m, with part r of the layers."""
         rows, cfg = self.rows, self.cfg
         chunk = r * self.schedule.pp + lax.axis_index("pp")
-        first_layer = len(layer_kinds(cfg.model.prefix)) + chunk * count_layers(layers)
+        first_layer = len(layer_kinds(cfg.model.prefix)) + chunk * model.count_layers(layers)
         kinds, span = layer_kinds(cfg.model.pattern), rows.span(m, cfg)
-        return apply_layers(layers, kinds, first_layer, x_BLD, span, cfg, rows.key, acc)
+        return model.apply_layers(layers, kinds, first_layer, x_BLD, span, cfg, rows.key, acc)
 
     def part(self, total: Total, r):
         """Part r of the layers' weights, and of their gradient so far."""

@@ -22,20 +22,11 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 import config
+import files
 from checks import check_record
 from cli import to_json
 from config import Config
 from errors import AGAIN, CHECKPOINT, STORAGE, USAGE, Problem, UserError, is_storage_error
-from files import (
-    MOVING,
-    free_name,
-    is_remote,
-    is_writable,
-    move_folder,
-    run_path,
-    saved_steps,
-    write_whole,
-)
 from lock import FileLock, Lease, take_lock
 from order import trained_before
 from restart import LAST_END, note_start_over
@@ -85,7 +76,7 @@ def open_run(cfg: Config, source, lock: FileLock | None = None):
     run is live, USAGE if the directory holds something else, STORAGE if it cannot be written,
     CHECKPOINT if --eval_only finds no run; and those of write_record.
     """
-    path = run_path(cfg)
+    path = files.run_path(cfg)
     lock = run_on_lead(prepare_run, path, cfg, source, lock)
     if isinstance(lock, FileLock):
         lock.watch()
@@ -108,13 +99,13 @@ def prepare_run(path: epath.Path, cfg: Config, source, lock) -> FileLock | Lease
     if (cfg.eval_only or cfg.rollback >= 0) and not record.exists():
         what = f"there is no run in {path} to {'evaluate' if cfg.eval_only else 'roll back'}"
         raise UserError(CHECKPOINT, what, "set --run.name and --run.dir to those of a run")
-    if cfg.eval_only and not is_writable(path):
+    if cfg.eval_only and not files.is_writable(path):
         return None
     try:
         path.mkdir(parents=True, exist_ok=True)
         check_is_run(path)
         lock = lock or take_lock(path)
-        is_half_moved = is_remote(path) and (path / MOVING).exists()
+        is_half_moved = files.is_remote(path) and (path / files.MOVING).exists()
         if is_half_moved and not cfg.fresh:
             what = f"{path} is only a part of a run: --fresh was interrupted while it moved it"
             raise UserError(CHECKPOINT, what, "give --fresh, which moves the rest")
@@ -138,7 +129,7 @@ def prepare_run(path: epath.Path, cfg: Config, source, lock) -> FileLock | Lease
             raise
         where, why = getattr(e, "filename", None) or path, getattr(e, "strerror", None) or e
         fix = "choose a --run.dir that this user can write to"
-        if is_remote(path):
+        if files.is_remote(path):
             fix = f"look at the bucket and at your rights there, then {AGAIN}"
         raise UserError(STORAGE, f"cannot write to {where}: {why}", fix) from None
 
@@ -146,15 +137,15 @@ def prepare_run(path: epath.Path, cfg: Config, source, lock) -> FileLock | Lease
 def move_run(path: epath.Path):
     """Move the run, for --fresh.  In a bucket a note says where to, so that after an interruption
     the rest goes there too."""
-    note, old = path / MOVING, free_name(path.with_name(path.name + ".old"))
-    if is_remote(path):
+    note, old = path / files.MOVING, files.free_name(path.with_name(path.name + ".old"))
+    if files.is_remote(path):
         begun = note.read_text() if note.exists() else ""
         # No other folder, because the note may be a stranger's.
         if re.fullmatch(rf"{re.escape(path.name)}\.old(\.\d+)?", begun):
             old = path.with_name(begun)
         note.write_text(old.name)
-    move_folder(path, old)
-    if is_remote(path):
+    files.move_folder(path, old)
+    if files.is_remote(path):
         note.unlink()
     say(f"the old run is now {old}")
 
@@ -167,7 +158,7 @@ def roll_back(path: epath.Path, cfg: Config, source):
     last = history[-1] if history else {}
     if (last.get("argv"), last.get("rollback")) == (sys.argv, cfg.rollback):
         return say("this command has rolled the run back already, so the run goes on")
-    saved = saved_steps(path)
+    saved = files.saved_steps(path)
     to = max((step for step in saved if step <= cfg.rollback), default=None)
     if to is None:
         what = f"{path} has no checkpoint of at most {cfg.rollback} updates"
@@ -180,14 +171,14 @@ def roll_back(path: epath.Path, cfg: Config, source):
     here, there = record_facts(new), saved_settings(path / "checkpoints" / str(to))
     differ = {n: [x, here[n]] for n, x in there.items() if x not in (None, here.get(n, x))}
     check_changes(differ, cfg, when=f"in checkpoint {to}")
-    where = free_name(path / "rolled_back" / str(to))
+    where = files.free_name(path / "rolled_back" / str(to))
     where.mkdir(parents=True, exist_ok=True)
     for name in ("metrics.jsonl", "samples.jsonl"):  # copies; the run drops late rows as it resumes
         if (path / name).exists():
-            write_whole(where / name, (path / name).read_bytes())
+            files.write_whole(where / name, (path / name).read_bytes())
     # The newest first: a rollback that is interrupted can be repeated.
     for step in reversed(saved[saved.index(to) + 1 :]):
-        move_folder(path / "checkpoints" / str(step), where / "checkpoints" / str(step))
+        files.move_folder(path / "checkpoints" / str(step), where / "checkpoints" / str(step))
     say(f"rolled back to update {to}; what came after it is in {where}")
 
 
@@ -197,14 +188,14 @@ def check_is_run(path: epath.Path):
     for name in ("lock", "config.json", "history.jsonl", "metrics.jsonl", "samples.jsonl"):
         file = path / name
         # Not file.is_file(), which is True of a pipe.
-        if not is_remote(file) and file.exists() and not os.path.isfile(file):
+        if not files.is_remote(file) and file.exists() and not os.path.isfile(file):
             what = f"{file} is not a file but a folder, pipe or device"
             fix = "move it away" + ("" if name == "lock" else ", and put the run's own file there")
             raise UserError(USAGE, what, fix)
     if not path.exists() or (path / "config.json").exists():  # object stores have no empty folders
         return
     # A run that was killed or hung while it started leaves its lock, and perhaps one of the others.
-    left_by_start = ("lock", "config.json.part", "crash", MOVING)
+    left_by_start = ("lock", "config.json.part", "crash", files.MOVING)
     others = [file.name for file in path.iterdir() if file.name not in left_by_start]
     if others:
         what = f"{path} is not a run directory: it holds {others[0]!r} and no config.json"
@@ -212,7 +203,7 @@ def check_is_run(path: epath.Path):
 
 
 def write_config(path: epath.Path, record: dict):
-    write_whole(path / "config.json", json.dumps(record, indent=1) + "\n")
+    files.write_whole(path / "config.json", json.dumps(record, indent=1) + "\n")
 
 
 def write_record(path: epath.Path, record: dict, source):
@@ -220,12 +211,12 @@ def write_record(path: epath.Path, record: dict, source):
     training starts, because only then is it certain that the run uses these settings.  Raises
     UserError DATA for another tokenizer than the run's."""
     tokenizer = path / "tokenizer.json"
-    if saved_steps(path):  # otherwise an earlier start has failed, and has left no weights
+    if files.saved_steps(path):  # otherwise an earlier start has failed, and has left no weights
         check_tokenizer(tokenizer, source.tokenizer)
     text = source.tokenizer and tokenizer_text(source.tokenizer)
     write_config(path, record)
     if text:  # so that the run can be sampled without its data
-        write_whole(tokenizer, text)
+        files.write_whole(tokenizer, text)
 
 
 def read_record(path: epath.Path) -> dict:
@@ -360,7 +351,7 @@ def read_history(path: epath.Path) -> list[dict]:
 
 
 def write_history(path: epath.Path, lines: list[dict]):
-    write_whole(path / "history.jsonl", "".join(f"{json.dumps(line)}\n" for line in lines))
+    files.write_whole(path / "history.jsonl", "".join(f"{json.dumps(line)}\n" for line in lines))
 
 
 def record_start(path: epath.Path, cfg: Config, source, step: int):
@@ -372,7 +363,7 @@ def record_start(path: epath.Path, cfg: Config, source, step: int):
     found = changes(old, record, step)
     # Not compared: a run without a checkpoint, or one without history and updates, which is new or
     # made by convert_hf.py or average.py.
-    if saved_steps(path) and (history or step):
+    if files.saved_steps(path) and (history or step):
         check_changes(found["changes the training"], cfg)
         check_past(old, cfg, step)
     if history and "end" not in history[-1]:
