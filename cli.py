@@ -247,7 +247,7 @@ def config_of_run(run: str, mesh: Mesh, *flags: str) -> Config:
     rows = max(1, mesh.sizes[0]) * max(1, mesh.pp)
     train = dict(batch_size=rows, batch_ramp="", grad_accum=1, microbatches=0)
     # The trainer's choices may not suit this mesh or platform.
-    train |= dict(remat="layer", attention="auto")
+    train |= dict(remat="layer", unroll=1, attention="auto")
     one_process = dict(coordinator="", num_processes=0, process_id=-1)
     sections = dict(mesh=asdict(mesh), train=train, run=one_process)
     changes = [f"--{s}.{name}={x}" for s, values in sections.items() for name, x in values.items()]
