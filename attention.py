@@ -256,7 +256,7 @@ def cudnn_attention(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg):
     return y_BLHK[..., :W]
 
 
-def splash_attention(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg, interpret=False):
+def splash_attention(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg):
     """JAX's flash attention for TPUs, which leaves out blocks of keys that no query sees."""
     # A second of imports that no other platform needs.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
@@ -273,7 +273,6 @@ def splash_attention(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg, interpret=False):
         masks.MultiHeadMask([mask] * H),
         block_sizes=blocks,
         attn_logits_soft_cap=cfg.model.attn_softcap or None,
-        interpret=interpret,
     )
     segments = None
     if span.document_BL is not None:

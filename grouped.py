@@ -115,23 +115,22 @@ def block_sizes(x_OD, E: int, D: int, F: int, input_bytes: int) -> tuple[int, in
     return block_rows, block_width(D, width), block_width(F, 768, cores=2)
 
 
-def matmul_on_tpu(x_OD, w_EDF, size_E, transposed: bool, interpret=False):
+def matmul_on_tpu(x_OD, w_EDF, size_E, transposed: bool):
     """`grouped_matmul`.  A block has the whole width of the inputs, if that is at most 2,048 in
     bfloat16, so that an expert's weights are read once for all its rows."""
     (E, D, F), module = w_EDF.shape, megablox()
     D, F = (F, D) if transposed else (D, F)
     blocks = block_sizes(x_OD, E, D, F, 4096)
     with typed_kernel_outputs(module, jax.typeof(x_OD).manual_axis_type):
-        options = dict(transpose_rhs=transposed, interpret=interpret)
-        return module.gmm(x_OD, w_EDF, size_E, x_OD.dtype, blocks, **options)
+        return module.gmm(x_OD, w_EDF, size_E, x_OD.dtype, blocks, transpose_rhs=transposed)
 
 
-def outer_on_tpu(x_OD, y_OF, size_E, interpret=False):
+def outer_on_tpu(x_OD, y_OF, size_E):
     """`grouped_outer`."""
     module = megablox()
     blocks = block_sizes(x_OD, size_E.size, x_OD.shape[1], y_OF.shape[1], 2048)
     with typed_kernel_outputs(module, jax.typeof(x_OD).manual_axis_type):
-        return module.tgmm(x_OD.T, y_OF, size_E, x_OD.dtype, blocks, interpret=interpret)
+        return module.tgmm(x_OD.T, y_OF, size_E, x_OD.dtype, blocks)
 
 
 def matmul_on_gpu(x_OD, w_EDF, size_E, transposed: bool):

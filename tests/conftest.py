@@ -53,6 +53,18 @@ def on_mesh(cfg: config.Config, mesh=(1, 1, 1), **sections) -> config.Config:
     return utils.start_mesh(replace(cfg, mesh=replace(cfg.mesh, **axes), **sections))
 
 
+def interpret_kernels(monkeypatch):
+    """Let a CPU run the Pallas kernels of TPUs."""
+    from jax.experimental import pallas
+
+    call = pallas.pallas_call
+
+    def interpreted(*args, **options):
+        return call(*args, **options | dict(interpret=True))
+
+    monkeypatch.setattr(pallas, "pallas_call", interpreted)
+
+
 def needs(*packages: str):
     """A decorator for a test of `make test-interop`, skipped where a package is missing."""
     missing = [name for name in packages if not find_spec(name)]

@@ -20,7 +20,7 @@ from cases import (
     one_device_gradient,
     params_of,
 )
-from conftest import ROOT, on_mesh
+from conftest import ROOT, interpret_kernels, on_mesh
 from jax.sharding import PartitionSpec as P
 
 import attention
@@ -195,7 +195,7 @@ def test_memory_of_attention_grows_with_the_row_and_not_with_its_square():
     *(pytest.param(fields, marks=pytest.mark.slow)
       for fields in ({}, dict(softcap=2.0), dict(value_width=128))),
 ], ids=str)  # fmt: skip
-def test_splash_attention_is_the_plain_one(fields):
+def test_splash_attention_is_the_plain_one(fields, monkeypatch):
     """Value and gradient, interpreted on a CPU."""
     cfg = on_mesh(PLAIN, model=dict(d_head=128, attn_softcap=fields.get("softcap", 0.0)))
     B, L, H, G, K, W = 2, 256, 4, 2, 128, fields.get("value_width", 64)
@@ -207,14 +207,15 @@ def test_splash_attention_is_the_plain_one(fields):
     window = fields.get("window", 0)
     span = attention.Span(index_BL, index_BL, document_BL, document_BL, window=window)
 
-    def results(kernel, **kwargs):
+    def results(kernel):
         def loss(q, k, v):
-            y_BLHW = kernel(q, k, v, span, cfg, **kwargs)
+            y_BLHW = kernel(q, k, v, span, cfg)
             return (y_BLHW * jnp.cos(jnp.arange(W))).sum(), y_BLHW
 
         return jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
 
-    got = results(attention.splash_attention, interpret=True)
+    interpret_kernels(monkeypatch)
+    got = results(attention.splash_attention)
     want = results(attention.decoding_attention)
     jax.tree.map(partial(np.testing.assert_allclose, atol=2e-3), got, want)
 
@@ -232,13 +233,14 @@ def query_gradient(kernel, q_BLHK, k_BLHK, cfg):
     return backward(y_BLHK)[0]
 
 
-def test_splash_attention_has_the_types_that_shard_map_checks():
+def test_splash_attention_has_the_types_that_shard_map_checks(monkeypatch):
     """Forward and backward, the kernel's outputs get the mesh axes over which they vary, which it
     does not declare itself; afterwards, or after an error, its module is as before."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
     cfg = on_mesh(PLAIN, (2, 2, 2), model=dict(d_head=128))
-    splash = partial(attention.splash_attention, interpret=True)
+    interpret_kernels(monkeypatch)
+    splash = attention.splash_attention
     x_BLHK = jnp.asarray(np.random.default_rng(0).normal(size=(2, 128, 2, 128)), jnp.float32)
 
     @jax.jit

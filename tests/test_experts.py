@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import MIXED, MOE, PLAIN, batch, params_of
-from conftest import on_mesh
+from conftest import interpret_kernels, on_mesh
 from jax import lax
 from jax._src import config as jax_config
 from jax._src.pallas import hlo_interpreter
@@ -168,10 +168,10 @@ def test_kernels_compute_the_same_as_tiles(monkeypatch, dispatch):
 
     want, used = run(), Counter()
 
-    def interpreted(kernel):
+    def counted(kernel):
         def run_kernel(*args):
             used[kernel.__name__] += 1
-            return kernel(*args, interpret=True)
+            return kernel(*args)
 
         return run_kernel
 
@@ -185,7 +185,8 @@ def test_kernels_compute_the_same_as_tiles(monkeypatch, dispatch):
             return jaxpr_as_fun(jaxpr)(*args)
 
     monkeypatch.setattr(hlo_interpreter, "pallas_call_hlo_interpret", interpret_untyped)
-    monkeypatch.setitem(grouped.KERNELS, "cpu", [interpreted(x) for x in grouped.KERNELS["tpu"]])
+    monkeypatch.setitem(grouped.KERNELS, "cpu", [counted(x) for x in grouped.KERNELS["tpu"]])
+    interpret_kernels(monkeypatch)
     got = run()
     assert used == dict(matmul_on_tpu=5, outer_on_tpu=2)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), got, want)
@@ -194,7 +195,8 @@ def test_kernels_compute_the_same_as_tiles(monkeypatch, dispatch):
 def interpreted_on_cpu(form: str, monkeypatch) -> list:
     """The kernels of TPUs, or of Hopper GPUs."""
     if form == "tpu":
-        return [partial(kernel, interpret=True) for kernel in grouped.KERNELS["tpu"]]
+        interpret_kernels(monkeypatch)
+        return grouped.KERNELS["tpu"]
     devices = [SimpleNamespace(core_count=4)]
     names = vars(jax) | dict(devices=lambda: devices)
     monkeypatch.setattr(transposed_ragged_dot_mgpu, "jax", SimpleNamespace(**names))
