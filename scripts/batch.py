@@ -160,7 +160,7 @@ def token_nlls(params, tokens_BL, targets_BL, cfg: config.Config) -> np.ndarray:
 
 def last_update(run) -> int:
     """The newest update that metrics.jsonl has; 0 without one."""
-    rows = map(json.loads, rowfile.read_lines(run / "metrics.jsonl", 10**12))
+    rows = map(json.loads, rowfile.read_lines(run / "metrics.jsonl"))
     return max((row["step"] for row in rows if row.get("kind") == "train"), default=0)
 
 
