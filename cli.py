@@ -20,10 +20,18 @@ from typing import Annotated, Literal
 
 import tyro
 
-import errors
 from checks import check, check_record
 from config import PRESETS, SECTIONS, Config, Mesh, YesNo, settings
-from errors import USAGE, Problem, UserError, describe, is_storage_error, or_list
+from errors import (
+    INTERRUPTED,
+    STORAGE,
+    USAGE,
+    Problem,
+    UserError,
+    describe,
+    is_storage_error,
+    or_list,
+)
 from signals import leave_if_unread
 
 # ---- config files
@@ -247,7 +255,7 @@ def config_of_run(run: str, mesh: Mesh, *flags: str) -> Config:
     rows = max(1, mesh.sizes[0]) * max(1, mesh.pp)
     train = dict(batch_size=rows, batch_ramp="", grad_accum=1, microbatches=0)
     # The trainer's choices may not suit this mesh or platform.
-    train |= dict(remat="layer", unroll=1, attention="auto")
+    train |= dict(remat="layer", attention="auto")
     one_process = dict(coordinator="", num_processes=0, process_id=-1)
     sections = dict(mesh=asdict(mesh), train=train, run=one_process)
     changes = [f"--{s}.{name}={x}" for s, values in sections.items() for name, x in values.items()]
@@ -342,11 +350,11 @@ def quit_on_error(f, *args):
         reason = getattr(e, "strerror", None) or describe(e)
         what = f"{getattr(e, 'filename', None) or 'storage'}: {reason}"
         fix = "free some space, or correct the path or its permissions, and run the command again"
-        print(UserError(errors.STORAGE, what, fix), file=sys.stderr)
-        sys.exit(errors.STORAGE)
+        print(UserError(STORAGE, what, fix), file=sys.stderr)
+        sys.exit(STORAGE)
     except KeyboardInterrupt:
         print("interrupted: run the same command again to go on", file=sys.stderr)
-        sys.exit(errors.INTERRUPTED)
+        sys.exit(INTERRUPTED)
 
 
 def start() -> Config:
