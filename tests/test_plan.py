@@ -457,6 +457,17 @@ def test_a_plan_takes_optimizer_state_and_traffic_from_any_optimizer(monkeypatch
     assert found["seconds"]["update"] * CHIP.hbm == pytest.approx(16 * n, rel=1e-12)
 
 
+def test_the_hours_of_a_run_are_those_of_its_updates_on_all_devices(capsys):
+    cfg = configure((4, 1, 1))
+    cfg = replace(cfg, train=replace(cfg.train, steps=10**9))
+    found = plan.make_plan(cfg, CHIP)
+    plan.print_plan(found, cfg, "four chips")
+    line = re.search("all 1,000,000,000 updates(.*)", capsys.readouterr().out)[1]
+    hours = [found[bound]["step_time"] * 1e9 / 3600 for bound in ("best", "worst")]
+    want = hours[0], 4 * hours[0], hours[1], 4 * hours[1]
+    assert re.findall(r"\d[\d,]*\.\d", line) == [f"{x:,.1f}" for x in want]
+
+
 def test_the_matrices_and_the_moment_of_muon_are_counted():
     """Five steps of x'x, its square and a product with x for each matrix, after one x'x for the
     norm; a device has a fourth of the layers' matrices."""
