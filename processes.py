@@ -364,13 +364,13 @@ LOST_IN_COLLECTIVE = r"Gloo|[Cc]onnection closed by peer"
 LOST_PEER = rf"{LOST_IN_COLLECTIVE}|coordination service|heartbeat|[Bb]arrier|UNAVAILABLE"
 
 
-def run_main(main, cfg: Config):
-    """Join the other processes and return main(cfg); exit with the codes of errors.py, or with 1
-    for a bug."""
+def run_main(main, *args):
+    """Join the other processes and return main(*args), whose last argument is the Config; exit with
+    the codes of errors.py, or with 1 for a bug."""
     sys.unraisablehook = hide_late_errors
     try:
-        join_processes(cfg)
-        return main(cfg)
+        join_processes(args[-1])
+        return main(*args)
     except UserError as e:
         exit_with(e)
     except KeyboardInterrupt:  # before Stop has replaced the signal's handler

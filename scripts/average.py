@@ -100,4 +100,4 @@ def write_record(run, out, steps: list[int]):
 
 
 if __name__ == "__main__":
-    processes.run_main(partial(main, ARGS), CFG)
+    processes.run_main(main, ARGS, CFG)

@@ -10,7 +10,6 @@ import html
 import json
 import sys
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -256,7 +255,7 @@ def to_html(args: Args, rows: list[Row], decode) -> str:
     return "".join(parts)
 
 
-def main(args: Args, cfg: config.Config, data_cfg: config.Config):
+def main(args: Args, data_cfg: config.Config, cfg: config.Config):
     """Print the rows of the update, and write --html."""
     utils.run_on_lead(check_output, "html", args.html)
     cfg = utils.start_mesh(cfg, rows=8 if args.row < 0 else 1)
@@ -279,4 +278,4 @@ def main(args: Args, cfg: config.Config, data_cfg: config.Config):
 
 
 if __name__ == "__main__":
-    processes.run_main(partial(main, ARGS, data_cfg=DATA_CFG), CFG)
+    processes.run_main(main, ARGS, DATA_CFG, CFG)

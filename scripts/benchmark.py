@@ -446,4 +446,4 @@ def main(args: Args, others: dict[str, Config], cfg: Config):
 
 
 if __name__ == "__main__":
-    processes.run_main(partial(main, ARGS, OTHERS), CFG)
+    processes.run_main(main, ARGS, OTHERS, CFG)

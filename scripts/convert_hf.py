@@ -539,4 +539,4 @@ def main(args: Import | Export, cfg: Config):
 
 
 if __name__ == "__main__":
-    processes.run_main(partial(main, ARGS), Config())
+    processes.run_main(main, ARGS, Config())

@@ -375,4 +375,4 @@ def main(args: Args, cfg: Config):
 
 
 if __name__ == "__main__":
-    processes.run_main(partial(main, ARGS), CFG)
+    processes.run_main(main, ARGS, CFG)

@@ -10,7 +10,6 @@ import json
 import math
 import sys
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import tyro
@@ -125,4 +124,4 @@ def score(args: Args, cfg: config.Config, params, data: Dataset):
 
 
 if __name__ == "__main__":
-    processes.run_main(partial(main, ARGS), CFG)
+    processes.run_main(main, ARGS, CFG)

@@ -10,7 +10,6 @@ import json
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -231,4 +230,4 @@ def main(args: Args, cfg: config.Config):
 
 
 if __name__ == "__main__":
-    processes.run_main(partial(main, ARGS), CFG)
+    processes.run_main(main, ARGS, CFG)

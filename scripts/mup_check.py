@@ -227,4 +227,4 @@ def main(args: Args, cfg: config.Config):
 
 
 if __name__ == "__main__":
-    processes.run_main(partial(main, ARGS), CFG)
+    processes.run_main(main, ARGS, CFG)
