@@ -165,16 +165,9 @@ def split_text(file: File, val_fraction: float) -> list[Piece]:
     raise UserError(DATA, what, "give more text")
 
 
-def skip_mark(f):
-    """Skip the byte order mark, where a file begins with one."""
-    if f.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
-        f.seek(0)
-
-
 def read_text(f, piece: Piece, options: Options) -> Iterator[bytes]:
-    if f.seek(piece.start) == 0:
-        skip_mark(f)
-    yield f.read(piece.stop - f.tell())
+    f.seek(piece.start)
+    yield f.read(piece.stop - piece.start)
 
 
 # ---- lines
@@ -201,8 +194,6 @@ def read_range(f, piece: Piece, options: Options) -> Iterator[bytes]:
         # Not beyond the piece: the pieces of a file of one line would each read all of it.
         while (end := f.readline(PIECE)) and end[-1:] != b"\n" and f.tell() < piece.stop:
             pass
-    else:
-        skip_mark(f)
     while f.tell() < piece.stop and (line := read_line(f)):
         yield line.rstrip(b"\r\n")
 
@@ -387,18 +378,22 @@ def read_dataset(dataset, piece: Piece, options: Options) -> Iterator[dict]:
 # ---- formats
 
 
-def parse_json(line: bytes):
-    line = line.removeprefix(codecs.BOM_UTF8)  # of a compressed file
-    if not line.strip():
-        return None
-    row = json.loads(line.decode())
-    if not isinstance(row, dict):  # of a string, parts_of would take all as the text
-        raise ValueError(f"{'null' if row is None else type(row).__name__} in place of an object")
-    return row
+def parse_text(text: bytes) -> str:
+    return text.decode("utf-8-sig")  # without a byte order mark
 
 
 def parse_line(line: bytes) -> str | None:
-    return line.decode() if line.strip() else None
+    return parse_text(line) if line.removeprefix(codecs.BOM_UTF8).strip() else None
+
+
+def parse_json(line: bytes):
+    text = parse_line(line)
+    if text is None:
+        return None
+    row = json.loads(text)
+    if not isinstance(row, dict):  # of a string, parts_of would take all as the text
+        raise ValueError(f"{'null' if row is None else type(row).__name__} in place of an object")
+    return row
 
 
 class Format(NamedTuple):
@@ -418,7 +413,7 @@ COMPRESSED = tuple(f"{x}{end}" for x in (".jsonl", ".json", ".ndjson") for end i
 # {suffix or another name: format}.  Files of other suffixes are "text", or with --document_per_line
 # "lines".
 FORMATS = {
-    "text": Format(cut_text, read_text, bytes.decode),
+    "text": Format(cut_text, read_text, parse_text),
     "lines": Format(cut_lines, read_range, parse_line),
     **dict.fromkeys((".jsonl", ".ndjson"), Format(cut_lines, read_range, parse_json)),
     **dict.fromkeys(COMPRESSED, Format(take_whole, read_compressed, parse_json)),
