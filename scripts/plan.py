@@ -24,9 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import checks
 import cli
-import config
 from chips import GIB, Chip, parse_topology
-from config import Config, Flag
+from config import SLICE, Config, Flag, Train
 from errors import USAGE, UserError
 
 
@@ -94,7 +93,7 @@ def make_plan(cfg: Config, chip: Chip) -> dict:
     update = cost_model.update_bytes(cfg) / chip.hbm
     seconds = dict(matmuls=cost.matmul_seconds, idle=idle * cost.matmul_seconds, update=update)
     received = {axis: cost.received_over(axis) for axis in cfg.mesh.shape}
-    over_slow = received.get(config.SLICE, 0)
+    over_slow = received.get(SLICE, 0)
     networks = sum(received.values()) - over_slow, over_slow
     link = {axis: n / chip.speed(axis) for axis, n in received.items()}
     compute, tokens = sum(seconds.values()), t.batch_size * t.seq_len
@@ -210,7 +209,7 @@ def candidates(cfg: Config, n_devices: int, slices: int) -> tuple[list[Config], 
     """(a config for each mesh over `slices` slices of n_devices, each number of microbatches and
     each remat policy; {reason: how many meshes do not suit the config})"""
     found, ruled_out = [], Counter()
-    policies = [x for x in get_args(get_type_hints(config.Train)["remat"]) if x != "auto"]
+    policies = [x for x in get_args(get_type_hints(Train)["remat"]) if x != "auto"]
     for dp in checks.divisors(n_devices):
         for pp in checks.divisors(n_devices // dp):
             sizes = dict(dp=checks.slice_ranks(slices, dp), pp=pp, tp=n_devices // dp // pp)

@@ -42,20 +42,12 @@ from cli import quit_on_error, too_low
 from config import END, Flag
 from errors import DATA, USAGE, Problem, UserError, or_list
 from files import absolute_path, is_remote, paths_in, write_whole
-from scripts import readers
+from scripts import readers, shard_tasks
 from scripts.corpus import File, find_files, find_input, real_path
 from scripts.outputs import check_output
 from scripts.pydocs import prose_documents
 from scripts.readers import PIECE, Document, Options, Piece
-from scripts.shard_tasks import (
-    SPLITS,
-    Task,
-    encode_texts,
-    group_by_size,
-    hash_documents,
-    load_tokenizer,
-    write_shards,
-)
+from scripts.shard_tasks import SPLITS, Task
 from scripts.vocabularies import bpe_tokenizer, byte_tokenizer, char_tokenizer, read_tokenizer
 from scripts.workers import run_tasks
 from shards import are_different, manifest_digest, n_ids, tokenizer_text
@@ -282,7 +274,7 @@ def make_plan(args: Args, out, pieces: list[Piece], options, recipe: dict, times
     val_below = choose_val_below(pieces, options, args.val_fraction)
     texts = list(sample_texts(pieces, options, 0, 1_000_000, 16))
     tokenizer = make_tokenizer(args, pieces, options, val_below)
-    encodings = encode_texts(tokenizer, texts)
+    encodings = shard_tasks.encode_texts(tokenizer, texts)
     n_bytes = sum(len(text.encode()) for text in texts)
     # Both are 0 if the sample has only rows that are skipped.
     bytes_per_token = max(1, n_bytes) / max(1, sum(map(len, encodings)))
@@ -399,7 +391,7 @@ def count_workers(args: Args, pieces: list[Piece]) -> int:
 def find_repeats(tasks: list[Task], args: Args, n_workers: int) -> list[Task]:
     """The tasks with `repeats` set."""
     bar = progress_bar(total=sum(task.size for task in tasks), desc="find repeats")
-    with bar, closing(run_tasks(hash_documents, tasks, n_workers, args.ray)) as results:
+    with bar, closing(run_tasks(shard_tasks.hash_documents, tasks, n_workers, args.ray)) as results:
         for task, _ in zip(tasks, results, strict=True):
             bar.update(task.size)
     keys = [np.frombuffer(task.path(".keys").read_bytes(), "S16") for task in tasks]
@@ -431,7 +423,7 @@ def run_all(tasks: list[Task], args: Args, n_workers: int) -> list[dict]:
     folder = epath.Path(args.out) / "progress"
     names = {path.name for path in folder.iterdir()}
     missing = [task for task in tasks if task.path(".json").name not in names]
-    results = run_tasks(write_shards, missing, n_workers, args.ray)
+    results = run_tasks(shard_tasks.write_shards, missing, n_workers, args.ray)
     total = sum(task.size for task in tasks)
     done = total - sum(task.size for task in missing)
     bar = progress_bar(total=total, initial=done, desc="tokenize")
@@ -460,7 +452,7 @@ def run_all(tasks: list[Task], args: Args, n_workers: int) -> list[dict]:
 def write_manifests(out: epath.Path, tasks: list[Task], facts: list[dict], recipe: dict):
     """Write the list of skipped rows, and the manifests.  Raises UserError DATA if a split is
     empty, because its documents can no longer be read."""
-    tokenizer = load_tokenizer(str(out))
+    tokenizer = shard_tasks.load_tokenizer(str(out))
     vocab_size, end_id = n_ids(tokenizer), tokenizer.token_to_id(recipe["end_token"])
     n_skipped = sum(x["n_skipped"] for x in facts)
     if n_skipped:
@@ -573,7 +565,7 @@ def main(args: Args):
     pieces = cut_corpus(files, options, args.val_fraction)
     plan = make_plan(args, out, pieces, options, recipe, times)
     common = str(out), options, args.shard_tokens, recipe["end_token"], plan["threshold"]
-    lists = group_by_size(pieces, plan["size"])
+    lists = shard_tasks.group_by_size(pieces, plan["size"])
     tasks = [Task(n, join_pieces(found), *common) for n, found in enumerate(lists)]
     n_workers = count_workers(args, pieces)
     if args.dedup:
