@@ -210,6 +210,13 @@ def parse(words: list[str]) -> Config:
     return check(tyro.cli(CommandLine, args=flags + rest, **options).settings)
 
 
+def read_args(kind, about: str, **options):
+    """A script's command line as the dataclass `kind`, or one of several; with return_unknown_args
+    also the words that it lacks.  about: the docstring of the script, the top of its --help."""
+    about = about.partition("Dimension key")[0]
+    return tyro.cli(kind, use_underscores=True, description=about, **options)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunArgs:
     """The flags of every script that computes with a run's weights."""

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import tyro
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import cli
@@ -35,7 +33,7 @@ class Args:
 
 
 def parse() -> tuple[Args, config.Config]:
-    args = tyro.cli(Args, use_underscores=True, description=__doc__)
+    args = cli.read_args(Args, __doc__)
     steps, is_list = args.steps.split(","), re.fullmatch(r"\d{1,9}(,\d{1,9})+", args.steps)
     if not is_list or len({*map(int, steps)}) < len(steps):
         what = f"steps={args.steps!r} must be two or more different numbers of updates"

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import tyro
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import cli
@@ -41,7 +39,7 @@ class Args:
 
 def parse() -> tuple[Args, config.Config, config.Config]:
     """(args, cfg to compute losses with, the run's own for its data)."""
-    args = tyro.cli(Args, use_underscores=True, description=__doc__)
+    args = cli.read_args(Args, __doc__)
     file = f"{args.run.rstrip('/')}/config.json"
     cfg = cli.config_of_run(args.run, args.mesh)
     data_cfg = cli.parse(["--config", file, "--data.epochs_max=0"])

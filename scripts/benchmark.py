@@ -25,8 +25,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-import tyro
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import cli
@@ -65,8 +63,7 @@ def parse_meshes(names: tuple[str, ...], flags: list[str]) -> dict[str, Config]:
 
 
 def parse() -> tuple[Args, Config, dict[str, Config]]:
-    about = __doc__.partition("Dimension key")[0]
-    args, rest = tyro.cli(Args, return_unknown_args=True, use_underscores=True, description=about)
+    args, rest = cli.read_args(Args, __doc__, return_unknown_args=True)
     cli.check_at_least(args, repeats=1, steps=0)
     cfg = cli.parse(rest)
     others = parse_meshes(args.meshes, rest)

@@ -26,12 +26,8 @@ class Args:
     """The picture to write."""
 
 
-def parse() -> Args:
-    return tyro.cli(Args, use_underscores=True, description=__doc__)
-
-
 if __name__ == "__main__":  # before jax is imported, see train.py
-    ARGS = cli.quit_on_error(parse)
+    ARGS = cli.quit_on_error(cli.read_args, Args, __doc__)
 
 import numpy as np
 

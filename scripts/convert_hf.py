@@ -26,8 +26,6 @@ from itertools import product
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-import tyro
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import checks
@@ -67,7 +65,7 @@ class Export:
 
 
 def parse() -> Import | Export:
-    args = tyro.cli(Import | Export, use_underscores=True, description=__doc__)
+    args = cli.read_args(Import | Export, __doc__)
     if isinstance(args, Export):
         cli.check_at_least(args, shard_size=1)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # an accelerator has nothing to do here

@@ -12,8 +12,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -35,8 +33,7 @@ SMALL += " --model.d_model=1536"
 
 
 def parse() -> tuple[Args, Config]:
-    about = __doc__.partition("Dimension key")[0]
-    args, rest = tyro.cli(Args, return_unknown_args=True, use_underscores=True, description=about)
+    args, rest = cli.read_args(Args, __doc__, return_unknown_args=True)
     cli.check_at_least(args, seconds=0.1)
     cfg = cli.parse(rest if "--config" in " ".join(rest) else [*SMALL.split(), *rest])
     cli.simulate_devices(cfg.mesh, cfg.run.num_processes)

@@ -12,8 +12,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import cli
@@ -37,7 +35,7 @@ class Args(cli.RunArgs):
 
 
 def parse() -> tuple[Args, config.Config]:
-    args = tyro.cli(Args, use_underscores=True, description=__doc__)
+    args = cli.read_args(Args, __doc__)
     cli.check_at_least(args, batch_size=1)
     flags = ["--data.val", args.data] if args.data else []
     flags += ["--eval.tasks", *args.eval.tasks]  # in place of the run's own tasks

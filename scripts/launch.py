@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import errors
-from cli import quit_on_error, too_low
+from cli import quit_on_error, read_args, too_low
 from config import Flag
 from errors import DISTRIBUTED, INTERRUPTED, TEMPORARY, USAGE, Problem, UserError
 from signals import STOPS, handle_stops, ignore_stops, leave_terminal
@@ -552,8 +552,7 @@ def parse(words: list[str]) -> Tpu | Slurm | Ssh:
     """The checked command line, with two more fields: `command`, the words after --, and `extra`,
     the flags that --help does not list.  Raises UserError USAGE."""
     end = words.index("--") if "--" in words else len(words)
-    options = dict(use_underscores=True, description=__doc__, return_unknown_args=True)
-    args, extra = tyro.cli(Tpu | Slurm | Ssh, args=words[:end], **options)
+    args, extra = read_args(Tpu | Slurm | Ssh, __doc__, args=words[:end], return_unknown_args=True)
     args.command, args.extra, found = words[end + 1 :], extra, args.problems()
     if not args.command:
         found.append(Problem("no command", "end with -- python train.py --config NAME"))

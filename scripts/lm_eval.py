@@ -14,8 +14,6 @@ from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
-import tyro
-
 HERE = Path(__file__).resolve().parent
 # Without this folder, whose lm_eval.py and evaluate.py would hide the packages of those names.
 sys.path[:] = [str(HERE.parent), *(path for path in sys.path if Path(path).resolve() != HERE)]
@@ -46,7 +44,7 @@ class Args(cli.RunArgs):
 
 
 def parse() -> tuple[Args, config.Config]:
-    args = tyro.cli(Args, use_underscores=True, description=__doc__)
+    args = cli.read_args(Args, __doc__)
     if find_spec("lm_eval") is None:
         what = "the harness is not installed: Python has no package lm_eval"
         raise errors.UserError(errors.USAGE, what, "pip install lm-eval==0.4.13")

@@ -15,8 +15,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import tyro
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import cli
@@ -52,7 +50,7 @@ class Args:
 
 
 def parse() -> tuple[Args, config.Config]:
-    args = tyro.cli(Args, use_underscores=True, description=__doc__)
+    args = cli.read_args(Args, __doc__)
     cli.check_at_least(args, steps=1, depth=1, vocab_size=1, coordinate_rate=1e-30)
     for name, low in dict(coordinate_widths=D_HEAD, widths=D_HEAD, rates=1e-30, seeds=0).items():
         values, n = getattr(args, name), 2 if name == "coordinate_widths" else 1  # for a slope

@@ -18,8 +18,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import get_args, get_type_hints
 
-import tyro
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import checks
@@ -49,7 +47,7 @@ class Args:
 
 
 def parse() -> tuple[Args, Config]:
-    args, rest = tyro.cli(Args, use_underscores=True, description=__doc__, return_unknown_args=True)
+    args, rest = cli.read_args(Args, __doc__, return_unknown_args=True)
     parse_topology(args.topology)  # raises
     cli.check_at_least(args, slices=1)
     if args.search and args.compile:

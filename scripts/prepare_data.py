@@ -33,12 +33,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
-import tyro
 from etils import epath
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from cli import quit_on_error, too_low
+from cli import quit_on_error, read_args, too_low
 from config import END, Flag
 from errors import DATA, USAGE, Problem, UserError, or_list
 from files import absolute_path, is_remote, paths_in, write_whole
@@ -538,7 +537,7 @@ def problems(args: Args) -> Iterator[Problem]:
 
 def parse() -> Args:
     """The command line.  Raises UserError USAGE for all flags that cannot work."""
-    args = tyro.cli(Args, use_underscores=True, description=__doc__)
+    args = read_args(Args, __doc__)
     if found := list(problems(args)):
         raise UserError(USAGE, problems=found)
     return args

@@ -9,13 +9,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
 from etils import epath
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from checks import check_row
-from cli import REMOTE_SECONDS, call_within, quit_on_error
+from cli import REMOTE_SECONDS, call_within, quit_on_error, read_args
 from errors import DATA, USAGE, UserError
 from files import absolute_path
 
@@ -64,7 +63,7 @@ def read_metrics(run: epath.Path) -> tuple[list[dict], list[dict]]:
 
 def main():
     """Print where the run is, how long and how fast it trained, its last evaluation and sample."""
-    run = absolute_path(tyro.cli(Args, use_underscores=True, description=__doc__).run)
+    run = absolute_path(read_args(Args, __doc__).run)
     (train, evals), samples = read_metrics(run), read_rows(run / "samples.jsonl", "step", "text")
     last, skipped = train[-1], sum(None in (row["loss"], row["grad_norm"]) for row in train)
     if n_spikes := sum(row.get("spike", 0) > 0 for row in train):

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import tyro
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import cli
@@ -45,7 +43,7 @@ class Args(cli.RunArgs):
 
 
 def parse() -> tuple[Args, config.Config]:
-    args = tyro.cli(Args, use_underscores=True, description=__doc__)
+    args = cli.read_args(Args, __doc__)
     problems = cli.too_low(args, tokens=1, temperature=0, top_k=0, top_p=1e-9, seed=0, seq_len=0)
     if args.top_p > 1:
         what = f"top_p={args.top_p} must be at most 1"

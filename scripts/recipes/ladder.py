@@ -11,7 +11,6 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
-import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -32,7 +31,7 @@ class Args:
 
 
 def parse() -> Args:
-    args = tyro.cli(Args, use_underscores=True, description=__doc__)
+    args = cli.read_args(Args, __doc__)
     if len(args.runs) < 3:
         what = f"--runs has {len(args.runs)} of the 3 runs or more that a fit and a prediction need"
         raise UserError(USAGE, what, "name runs of models of different sizes")
