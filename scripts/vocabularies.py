@@ -1,6 +1,5 @@
 """The tokenizers of prepare_data.py: made from bytes, characters or byte pairs, or read."""
 
-import shlex
 from collections.abc import Iterable
 from itertools import chain
 
@@ -69,7 +68,7 @@ def read_tokenizer(path: str, end: str) -> Tokenizer:
     if special and not end and lacks_end:
         what = f"--tokenizer {path} has no {END}; its special tokens are {first_ten(special)}"
         fix = "name the one that ends a document with --end_token; "
-        raise UserError(USAGE, what, fix + f"--end_token {shlex.quote(END)} adds that one")
+        raise UserError(USAGE, what, fix + f"--end_token '{END}' adds that one")
     end = end or END
     if end == END:
         tokenizer.add_special_tokens([END])

@@ -3,15 +3,12 @@
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
-import config
-import errors
-import files
-import shards
 from errors import DISTRIBUTED, USAGE, UserError
 
 
@@ -54,6 +51,11 @@ def run_in_folder(function: Callable, folder: str, task):
     return function(task)
 
 
+PICKLED = ("config", "errors", "files", "shards", "scripts.corpus", "scripts.readers")
+PICKLED += ("scripts.shard_tasks", "scripts.workers")
+"""The modules that Ray's workers get from here: the cluster needs no copy of them."""
+
+
 def run_on_ray(function: Callable, tasks: list, address: str) -> Iterator:
     """function(task) of each task, in the order of the tasks, on a cluster."""
     try:
@@ -61,12 +63,11 @@ def run_on_ray(function: Callable, tasks: list, address: str) -> Iterator:
     except ImportError:
         fix = "pip install ray, as docs/data.md says"
         raise UserError(USAGE, f"--ray {address} needs the package ray", fix) from None
-    from scripts import corpus, readers, shard_tasks, workers
 
     try:
         ray.init(address, log_to_driver=False, logging_level="ERROR", include_dashboard=False)
-        for module in (config, corpus, errors, files, readers, shards, shard_tasks, workers):
-            ray.cloudpickle.register_pickle_by_value(module)  # the cluster needs no copy of them
+        for name in PICKLED:
+            ray.cloudpickle.register_pickle_by_value(sys.modules[name])
         remote = ray.remote(run_in_folder)
         for result in [remote.remote(function, os.getcwd(), task) for task in tasks]:
             yield ray.get(result)
