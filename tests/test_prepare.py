@@ -168,6 +168,15 @@ def test_a_blank_line_behind_a_byte_order_mark_is_no_bad_row(tmp_path, kind):
     assert blank == readers.Skipped(1, "") and row.parts == [("a", True)]
 
 
+def test_byte_order_marks_of_files_that_cat_has_joined_are_left_out(tmp_path):
+    path, options = tmp_path / "a.txt", readers.Options(document_per_line=True)
+    path.write_bytes(2 * (codecs.BOM_UTF8 + b"a\n"))
+    (file,) = corpus.find_input(str(path), "")
+    (piece,) = readers.cut_file(file, options)
+    rows = readers.read_documents(piece, options)
+    assert [row.parts for row in rows] == 2 * [[("a", True)]]
+
+
 @pytest.mark.slow
 def test_a_large_file_is_read_in_pieces_of_whole_lines(tmp_path):
     path, out = tmp_path / "large.txt", tmp_path / "out"
