@@ -344,6 +344,17 @@ def test_a_run_without_its_checkpoints_does_not_start_over(base, reference):
     assert error.code == CHECKPOINT and "has trained, but" in str(error)
 
 
+@pytest.mark.parametrize("record", [dict(data_fingerprint=""), dict(parent=dict(step=[10, 20]))])
+def test_an_import_or_average_without_its_weights_does_not_start_anew(base, reference, record):
+    cfg, run = copy_run(reference, base, "-".join(["lost", *record]))
+    shutil.rmtree(run / "checkpoints")
+    (run / "metrics.jsonl").unlink()
+    made = json.loads((run / "config.json").read_text()) | record
+    (run / "config.json").write_text(json.dumps(made))
+    error = refusal(cfg)
+    assert error.code == CHECKPOINT and "the weights that it was made with" in str(error)
+
+
 def test_a_folder_that_is_not_a_run_is_refused(base):
     cfg, run = new_run(base, "not_a_run")
     run.mkdir()
