@@ -52,32 +52,25 @@ import rundir
 import runstate
 import utils
 from checkpoint import Checkpoints
-from scripts.outputs import check_output
+from scripts.outputs import check_new
 
 
 def main(args: Args, cfg: config.Config):
     """Average the weights of the checkpoints, and write them as checkpoint 0 of the new run."""
     cfg = utils.start_mesh(cfg, rows=1)
     run, out = files.absolute_path(args.run), files.absolute_path(args.out)
-    utils.run_on_lead(check_new, out)
+    utils.run_on_lead(check_new, out, "out")
     mean, steps = None, [int(word) for word in args.steps.split(",")]
     for n, step in enumerate(steps):
         params = runstate.load_params(run, cfg, step)
         mean = params if mean is None else update_mean(mean, params, n + 1.0)
     abstract = runstate.checkpoint_items(runstate.abstract_state(cfg))
     items = runstate.add_items(dict(params=mean), 0, abstract, cfg)
-    utils.run_on_lead(write_record, run, out, steps)
     store = Checkpoints(out, settings=runstate.model_settings(cfg))
     store.save(0, items, last=True)
     store.close()
+    utils.run_on_lead(write_record, run, out, steps)
     utils.say(f"{out}: the mean of the weights after {args.steps} updates of {run}")
-
-
-def check_new(out):
-    """Raise UserError if the folder `out` exists, or cannot be made."""
-    if out.exists():
-        raise UserError(USAGE, f"{out} exists", "choose another --out, or remove it")
-    check_output("out", out, is_folder=True)
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -91,7 +84,6 @@ def write_record(run, out, steps: list[int]):
     record = rundir.read_record(run)
     record["run"] |= dict(name=out.name, dir=str(out.parent), start_from="", start_with="weights")
     record |= dict(run_id=uuid.uuid4().hex[:12], parent=dict(path=str(run), step=steps))
-    out.mkdir(parents=True)
     if (run / "tokenizer.json").exists():
         files.write_whole(out / "tokenizer.json", (run / "tokenizer.json").read_bytes())
     rundir.write_config(out, record)

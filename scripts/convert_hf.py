@@ -92,7 +92,7 @@ import verify
 from scripts import big_arrays, hf_config, hf_families
 from scripts.big_arrays import SavedWeights
 from scripts.hf_families import TensorMap
-from scripts.outputs import check_output
+from scripts.outputs import check_new
 from shards import n_ids, parse_tokenizer, tokenizer_text
 
 # ---- Hugging Face directories
@@ -298,27 +298,6 @@ def read_tokenizer(path: Path, vocab_size: int) -> str:
         what = f"left out {len(lost)} token(s) of {path}, for which the model has no row"
         utils.warn(f"{what}: {first_ten(lost)}")
     return text
-
-
-def check_new(path, flag: str):
-    """Raise UserError USAGE if something to keep is there, STORAGE if the folder cannot be made."""
-    found = kept_files if flag == "run" else Path.iterdir
-    is_there = path.exists() or os.path.islink(path)  # a link to nothing does not exist
-    if is_there and (not path.is_dir() or any(found(path))):
-        what = f"{path} exists, and nothing is overwritten"
-        raise UserError(USAGE, what, f"choose another --{flag}, or move what is there away")
-    check_output(flag, path, is_folder=True)
-
-
-def kept_files(path):
-    """Yield what is in a folder, except the incomplete checkpoint of an import that has failed:
-    orbax's threads write on for a while after an error, even after the folder was removed.  The
-    checkpoint of an import that is still running looks the same."""
-    for entry in path.iterdir():
-        is_searched = entry.name == "checkpoints" and entry.is_dir() and not os.path.islink(entry)
-        found = entry.iterdir() if is_searched else [entry]
-        if not all(x.name.endswith(".orbax-checkpoint-tmp") for x in found):
-            yield entry
 
 
 def run_config(hf: dict, run) -> Config:

@@ -20,6 +20,7 @@ from runs import copy_run, final_weights, losses, new_run, open_log, refusal, ro
 
 import attention
 import branch
+import checkpoint
 import cli
 import config
 import norm_metrics
@@ -29,6 +30,7 @@ import runstate
 import train
 from architecture import layer_places
 from errors import CHECKPOINT, USAGE, UserError
+from scripts import average
 
 # ---- scripts/recipes
 
@@ -128,9 +130,24 @@ def test_a_mean_of_checkpoints_is_a_run_like_any_other(reference, tmp_path):
     assert not (tmp_path / "other").exists()
 
 
+def test_an_average_that_was_cut_short_is_made_again(reference, tmp_path, monkeypatch):
+    cfg = cli.config_of_run(str(reference), config.Mesh())
+    args = average.Args(str(reference), "10,20", str(tmp_path / "mean"))
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(checkpoint.Checkpoints, "write", lambda *_: 1 // 0)
+        average.main(args, cfg)
+    assert not (tmp_path / "mean" / "config.json").exists()
+    (tmp_path / "mean" / "checkpoints" / "0.orbax-checkpoint-tmp" / "params").mkdir(parents=True)
+    average.main(args, cfg)
+    assert [x.name for x in (tmp_path / "mean" / "checkpoints").iterdir()] == ["0"]
+    with pytest.raises(UserError, match="mean exists, and nothing is overwritten"):
+        average.main(args, cfg)
+
+
 @pytest.mark.slow
 def test_an_average_that_exists_ends_every_process_alike(reference, tmp_path):
     words = ["scripts/average.py", "--run", reference, "--steps", "10,20", "--out", tmp_path]
+    (tmp_path / "config.json").touch()
 
     def start(n: int):
         env = dict(SLURM_JOB_ID=str(os.getpid()), SLURM_STEP_NODELIST="127.0.0.1")
