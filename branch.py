@@ -41,7 +41,7 @@ class Parent:
         try:
             self.meta = self.store.read_meta(self.step, {})
         except Damaged as e:
-            self.store.reject_step(self.step, str(e))
+            self.store.reject_step(self.step, f"failed verification ({e})")
         if self.start_with == "state" and self.step > cfg.train.steps:
             what = f"train.steps={cfg.train.steps}, but {cfg.run.start_from} has made {self.step}"
             raise UserError(USAGE, what, f"set --train.steps above {self.step}")

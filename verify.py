@@ -141,9 +141,10 @@ class SavedCheckpoints:
     def reject(self, name: str, why: str):
         """Raise UserError CHECKPOINT, because what is only read is not changed.  A run's own
         Checkpoints moves the checkpoint to damaged/."""
-        what = f"checkpoint {self.path / name} is damaged"
-        fix = "resume its run: it continues from the checkpoint before this one"
-        raise UserError(CHECKPOINT, what, fix)
+        path = self.path / name
+        why = why if path.exists() else "was removed while it was read, perhaps by its run"
+        fix = "use another one; if it is the newest, its run goes on from the one before"
+        raise UserError(CHECKPOINT, f"checkpoint {path} {why}", fix)
 
     def restore(self, abstract: dict, step: int = -1):
         """Return {item: tree of arrays} of the newest checkpoint that passes verification, or None

@@ -231,7 +231,7 @@ def test_a_branch_that_cannot_be_is_refused(reference, base, tmp_path):
             file.write_bytes(data)
     before = contents(damaged)
     error = refusal(branch_of(damaged, base, "bad-damaged")[0])
-    assert error.code == CHECKPOINT and "checkpoints/20 is damaged" in str(error)
+    assert error.code == CHECKPOINT and "checkpoints/20 failed verification" in str(error)
     assert contents(damaged) == before
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text("{}")

@@ -277,11 +277,20 @@ def test_a_run_without_a_usable_checkpoint_does_not_start_over(copy):
     assert (run / "damaged" / "10").exists() and (run / "damaged" / "20").exists()
 
 
+def test_a_reader_says_that_a_checkpoint_was_removed(copy):
+    cfg, run, _ = copy
+    store = verify.SavedCheckpoints(run)
+    shutil.rmtree(run / "checkpoints" / "20")  # as by its run, which trains
+    with pytest.raises(UserError, match="20 was removed while it was read") as error:
+        store.restore(runstate.checkpoint_items(runstate.abstract_state(cfg)))
+    assert "damaged" not in str(error.value)
+
+
 def test_a_reader_moves_no_damaged_checkpoint(copy):
     cfg, run, _ = copy
     flip_bit(checkpoint_files(run, 20)[-1], 5000)
     abstract = runstate.checkpoint_items(runstate.abstract_state(cfg))
-    with pytest.raises(UserError, match="checkpoint .*20 is damaged"):
+    with pytest.raises(UserError, match="20 failed verification .*arrays are not as saved"):
         verify.SavedCheckpoints(run).restore(abstract)
     assert (run / "checkpoints" / "20").exists()
     with pytest.raises(UserError, match="has no checkpoint 15, only 10 or 20"):
