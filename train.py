@@ -160,6 +160,7 @@ def train_step(state: State, tokens_AMBL, targets_AMBL, cfg: Config):
     if cfg.log.norms_every:
         trees = dict(gradient=grads, update=updates, weight=new.params)
         norms = {name: norms_by_layer(tree, cfg) for name, tree in trees.items()}
+        norms["update"] = jnp.where(is_good, norms["update"], 0)
         norms["logit"] = score_rms_by_layer(stats, cfg)
         metrics["norms"] = lax.with_sharding_constraint(norms, P())
     return lax.with_sharding_constraint(new, runstate.state_specs(cfg)), metrics

@@ -529,7 +529,8 @@ def poison(monkeypatch, cfg, steps, part="gradient"):
 def test_an_update_that_is_not_finite_changes_nothing_but_the_step(
     base, monkeypatch, capsys, part, lr
 ):
-    cfg, run = new_run(base, f"skip{part}", mesh=SINGLE, train=dict(steps=8), optim=dict(lr=lr))
+    sections = dict(mesh=SINGLE, train=dict(steps=8), optim=dict(lr=lr), log=dict(norms_every=1))
+    cfg, run = new_run(base, f"skip{part}", **sections)
     poison(monkeypatch, cfg, [3], part)
     state = train.main(cfg)
     table = rows(run)
@@ -537,6 +538,9 @@ def test_an_update_that_is_not_finite_changes_nothing_but_the_step(
     # The schedule does not count the skipped update.
     assert table[5]["lr"] == table[4]["lr"] > table[3]["lr"]
     assert int(state.step) == 8 and int(state.opt[-1].count) == 7
+    norms = rows(run, "norms")
+    assert norms[4]["weight"] == norms[3]["weight"] and not any(norms[4]["update"])
+    assert None not in norms[4]["update"]
     assert capsys.readouterr().err.count("warning: update 4 skipped") == 1
 
     resolved = on_mesh(cfg, (1, 1, 1))
