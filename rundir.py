@@ -120,6 +120,7 @@ def prepare_run(path: epath.Path, cfg: Config, source, lock) -> FileLock | Lease
         if cfg.rollback >= 0:
             roll_back(path, cfg, source)
         if not record.exists():
+            say(f"new run: {path}")
             write_record(path, run_record(cfg, source.fingerprint), source)
         return lock
     except Exception as e:  # not all that a bucket raises is an OSError

@@ -36,6 +36,14 @@ def test_an_unwritable_run_directory_is_a_storage_error(cfg, tmp_path):
         assert error.value.code == STORAGE and "cannot write to" in str(error.value)
 
 
+def test_the_start_of_a_new_run_says_where_it_is(cfg, tmp_path, capsys):
+    """A config.json that was moved names its old place, and a run from there is a new one."""
+    source, path = SimpleNamespace(fingerprint="", tokenizer=None), epath.Path(tmp_path / "new")
+    for said in (f"new run: {path}\n", ""):
+        rundir.prepare_run(path, cfg, source, None).release()
+        assert capsys.readouterr().out == said
+
+
 def test_an_error_of_a_bucket_that_is_no_oserror_gives_the_lock_back(cfg, tmp_path, monkeypatch):
     from gcsfs.retry import HttpError
 
