@@ -9,6 +9,7 @@ from etils import epath
 
 from architecture import moe_layers
 from config import Config
+from files import write_whole
 from norm_metrics import layer_names
 from utils import finite_or_none
 
@@ -195,4 +196,4 @@ PANELS = dict(moe=ExpertsPanel, norms=NormsPanel)
 def write_png(path: epath.Path, figure):
     png = io.BytesIO()
     figure.savefig(png, format="png", dpi=120)
-    path.write_bytes(png.getvalue())
+    write_whole(path, png.getvalue())

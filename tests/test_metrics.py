@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import shutil
 import struct
@@ -21,6 +22,7 @@ import pytest
 from cases import ALL_EXPERTS
 from conftest import on_mesh
 from etils import epath
+from matplotlib.figure import Figure
 from runs import open_log
 
 import boards
@@ -368,6 +370,15 @@ def test_the_panel_of_the_experts_is_in_every_report(run):
     for name in ("balance", "dead", "dropped", "entropy"):
         assert [r[f"moe/{name}/layer1"] for r in sent] == [r[name][0] for r in rows.values()]
     assert (run.path / "experts.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_is_replaced_whole(tmp_path):
+    """Somebody may look at it, or the disk be full."""
+    path, link = epath.Path(tmp_path / "loss.png"), tmp_path / "link.png"
+    path.write_bytes(b"the last one")
+    os.link(path, link)
+    panels.write_png(path, Figure())
+    assert path.read_bytes()[1:4] == b"PNG" and link.read_bytes() == b"the last one"
 
 
 def test_experts_have_whole_numbers_on_the_axis_of_their_picture(tmp_path, monkeypatch):
