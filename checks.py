@@ -43,8 +43,8 @@ def resolve(
     their values on n_devices devices, and check the result.
 
     slices: the number of TPU slices or GPU nodes, over which mesh.dp is split unless it has the
-    form SLICESxRANKS.  rows: for scripts that do not train, with a cfg of cli.config_of_run; the
-    batch becomes about this many sequences, a multiple of dp * pp.
+    form SLICESxRANKS.  rows: for scripts that do not train; the batch becomes about this many
+    sequences, a multiple of dp * pp, and settings that only training needs are reset.
 
     Raises UserError USAGE.
     """
@@ -62,7 +62,10 @@ def resolve(
     cfg = replace(cfg, mesh=replace(cfg.mesh, dp=given, pp=pp, tp=tp))
     if rows is not None:
         batch_size = max(1, rows // (dp * pp)) * dp * pp
-        cfg = replace(cfg, train=replace(cfg.train, batch_size=batch_size))
+        batch = dict(batch_size=batch_size, batch_ramp="", grad_accum=1, microbatches=0)
+        batch |= dict(remat="layer", unroll=1)
+        mesh = replace(cfg.mesh, schedule="gpipe", virtual_stages=1)
+        cfg = replace(cfg, train=replace(cfg.train, **batch), mesh=mesh)
     cfg = check(cfg)
     t, chosen = cfg.train, cpu_choices(cfg) if on_cpu else accelerator_choices(cfg)
     chosen = {name: x for name, x in chosen.items() if getattr(t, name) == AUTOMATIC[name]}

@@ -558,6 +558,9 @@ def test_automatic_microbatches_and_axes():
     small = replace(cfg, train=replace(cfg.train, batch_size=24))
     assert checks.resolve(small, 8).train.microbatches == 6
     assert checks.resolve(cfg, 8, rows=3).train.batch_size == 8
+    accumulated = replace(cfg, train=replace(cfg.train, grad_accum=8, unroll=8))
+    t = checks.resolve(accumulated, 8, rows=3).train
+    assert (t.batch_size, t.grad_accum, t.unroll) == (8, 1, 1)
     for dp, want in ((8, "2x4"), (-1, "2x4"), ("2x4", "2x4"), ("1x8", "1x8")):
         sliced = replace(config.tiny(), mesh=config.Mesh(dp, 1, 1))
         assert checks.resolve(sliced, 8, rows=8, slices=2).mesh.dp == want
