@@ -76,16 +76,18 @@ class Parent:
             shape = self.meta["leaves"][name][0] if name.endswith("/position_LD") else x.shape
             return jax.ShapeDtypeStruct(shape, x.dtype, sharding=x.sharding)
 
-        @partial(jax.jit, static_argnums=0)
-        def grow(is_weight: bool, x):
-            table = dict(position_LD=model.param_table(cfg)["position_LD"])
-            new = init_weights(table, cfg.run.seed)["position_LD"]
-            return (new if is_weight else jnp.zeros_like(new)).at[: len(x)].set(x)
+        @partial(jax.jit, static_argnums=(0, 2))
+        def grow(is_weight: bool, x, shape):
+            new = jnp.zeros(shape, x.dtype)
+            if is_weight:
+                table = dict(position_LD=model.param_table(cfg)["position_LD"])
+                new = init_weights(table, cfg.run.seed)["position_LD"]
+            return new.at[: len(x)].set(x)
 
         def fit(path, x, want):
             if x.shape == want.shape:
                 return x
-            return jax.device_put(grow(path[0].key != "rest", x), want.sharding)
+            return jax.device_put(grow(path[0].key != "rest", x, want.shape), want.sharding)
 
         wanted = jax.tree_util.tree_map_with_path(with_parents_rows, abstract)
         found = self.store.restore(wanted, self.step)

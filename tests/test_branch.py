@@ -5,14 +5,17 @@ import shutil
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
+import optax
 import pytest
 from cases import GPT2
 from etils import epath
 from runs import contents, final_weights, finish, losses, new_run, refusal, rows, start, start_two
 
 import branch
+import optim
 import train
 from errors import CHECKPOINT, USAGE, UserError
 from model import HEAD_STD
@@ -168,9 +171,13 @@ def test_a_name_may_have_any_character():
 
 
 @pytest.mark.slow
-def test_positions_may_grow(base, tmp_path):
+def test_positions_may_grow(base, monkeypatch):
+    """With moments in the shape of their weight, and in other shapes, as Adafactor's."""
+    factored = optax.scale_by_factored_rms(min_dim_size_to_factor=8)
+    both = optax.chain(optax.scale_by_adam(), factored)
+    monkeypatch.setitem(optim.OPTIMIZERS, "both", partial(optim.with_direction, both))
     model = replace(GPT2.model, n_layers=4, vocab_size=512)
-    cfg, run = new_run(replace(base, model=model), "few-positions")
+    cfg, run = new_run(replace(base, model=model), "few-positions", optim=dict(name="both"))
     train.main(cfg := replace(cfg, train=replace(cfg.train, steps=1)))
     for how in ("weights", "state"):
         longer, branch = branch_of(
