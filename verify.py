@@ -142,7 +142,8 @@ class SavedCheckpoints:
         """Raise UserError CHECKPOINT, because what is only read is not changed.  A run's own
         Checkpoints moves the checkpoint to damaged/."""
         path = self.path / name
-        why = why if path.exists() else "was removed while it was read, perhaps by its run"
+        if not (path.exists() or os.path.islink(path)):  # a link to nothing does not exist
+            why = "was removed while it was read, perhaps by its run"
         fix = "use another one; if it is the newest, its run goes on from the one before"
         raise UserError(CHECKPOINT, f"checkpoint {path} {why}", fix)
 

@@ -295,6 +295,9 @@ def test_a_reader_moves_no_damaged_checkpoint(copy):
     assert (run / "checkpoints" / "20").exists()
     with pytest.raises(UserError, match="has no checkpoint 15, only 10 or 20"):
         verify.SavedCheckpoints(run).restore(abstract, step=15)
+    os.symlink("nowhere", run / "checkpoints" / "30")
+    with pytest.raises(UserError, match="30 is damaged: 30 is not a regular file"):
+        verify.SavedCheckpoints(run)
 
 
 @pytest.mark.parametrize("error", [
