@@ -120,7 +120,7 @@ def forget_parent(run: epath.Path):
     Raises UserError CHECKPOINT for an imported run or an average, whose weights are lost then."""
     record = read_record(run)
     is_average = "start_with" not in record.get("parent", dict(start_with=""))
-    if is_average or not record.get("data_fingerprint"):  # an import has no data
+    if is_average or record.get("data_fingerprint") == "":  # an import has no data
         what = f"{run} has no checkpoint, and so not the weights that it was made with"
         fix = "import or average them again under another name, or start over with --fresh, which"
         raise UserError(CHECKPOINT, what, f"{fix} draws new weights")

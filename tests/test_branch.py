@@ -144,6 +144,11 @@ def test_a_branch_that_left_no_checkpoint_is_forgotten(reference, base, monkeypa
     assert list(rows(run)) == [1]
 
 
+def test_a_config_without_a_fingerprint_is_no_import(tmp_path):
+    (tmp_path / "config.json").write_text("{}")  # as one written by hand
+    branch.forget_parent(epath.Path(tmp_path))
+
+
 def test_what_a_branch_started_with_cannot_change(base, tmp_path):
     name = dict(start_from=f"{tmp_path}/parent@10", start_with="weights")
     cfg = replace(base, run=replace(base.run, **name))
