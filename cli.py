@@ -212,7 +212,7 @@ def parse(words: list[str]) -> Config:
 
 def read_args(kind, about: str, **options):
     """A script's command line as the dataclass `kind`, or one of several; with return_unknown_args
-    also the words that it lacks.  about: the docstring of the script, the top of its --help."""
+    also the words of other flags.  about: the docstring of the script, the top of its --help."""
     about = about.partition("Dimension key")[0]
     return tyro.cli(kind, use_underscores=True, description=about, **options)
 
