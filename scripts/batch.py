@@ -110,7 +110,7 @@ def open_data(args: Args, cfg: config.Config, run) -> Dataset:
     fix = "start this script in the folder in which train.py was started, or put the data, or a "
     fix += "link to them, back there"
     trained_on = rundir.read_record(run).get("data_fingerprint")
-    if trained_on is None:
+    if not trained_on:
         raise errors.UserError(errors.DATA, f"{run} has made no update", "train it with train.py")
     try:
         data = Dataset(cfg, "train")

@@ -251,7 +251,7 @@ def test_rows_and_starts_that_lack_a_field_do_not_count(reference, tmp_path):
 def test_a_run_without_updates_of_its_own_is_an_error(reference, tmp_path):
     """As an import."""
     record = json.loads((reference / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(record | dict(data_fingerprint=None)))
+    (tmp_path / "config.json").write_text(json.dumps(record | dict(data_fingerprint="")))
     code, (what, _) = refused(tmp_path, "--step", 1)
     assert code == DATA and "has made no update" in what
 

@@ -399,7 +399,7 @@ def test_an_evaluation_without_data_of_its_own_asks_for_data(trained, tmp_path):
     """As that of an import, whose config.json has the default data.val."""
     shutil.copytree(trained, run_copy := tmp_path / "imported")
     record = json.loads((run_copy / "config.json").read_text())
-    record["data_fingerprint"] = None
+    record["data_fingerprint"] = ""
     (run_copy / "config.json").write_text(json.dumps(record))
     done = run("scripts/evaluate.py", "--run", run_copy)
     assert done.returncode == DATA and "give a data set as --data" in done.stderr
