@@ -84,8 +84,9 @@ class Checkpoints(SavedCheckpoints):
         """{item: how many arrays of it were saved last}."""
         self.warned_of = None
         """The step that was being written when a save was last skipped."""
-        if not is_remote(run) and re.search(r"\[[^/]+\]", os.fspath(run)):
-            what = f"no checkpoint can be written to {run}: a folder has [ ] in its name"
+        unquoted = r"\[[^/]+\]" + "|[%?#|]" * is_remote(run)  # patterns, and parts of addresses
+        if found := re.search(unquoted, os.fspath(run)):
+            what = f"no checkpoint can be written to {run}: a folder has {found[0]} in its name"
             raise UserError(errors.USAGE, what, "rename that folder, or choose another")
         super().__init__(run, settings, accept)
 

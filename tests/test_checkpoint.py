@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -428,6 +429,12 @@ def test_a_path_that_orbax_takes_for_a_pattern_is_refused(tmp_path):
             store = checkpoint.Checkpoints(epath.Path(tmp_path / name))
             assert store.save(0, dict(params=dict(a=jnp.zeros(3))), last=True)
             continue
-        with pytest.raises(UserError, match="has \\[ \\] in its name") as error:
+        with pytest.raises(UserError, match=r"has \[1\] in its name") as error:
             checkpoint.Checkpoints(epath.Path(tmp_path / name))
         assert error.value.code == USAGE
+
+
+@pytest.mark.parametrize("name", ["50%", "what?", "a#1", "a|b", "x [1]"])
+def test_an_address_that_orbax_does_not_quote_is_refused(name):
+    with pytest.raises(UserError, match=f"gs://bucket/{re.escape(name)}/run: a folder has"):
+        checkpoint.Checkpoints(epath.Path("gs://bucket") / name / "run")
