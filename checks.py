@@ -528,7 +528,7 @@ def text_problems(cfg: Config):
     except ValueError as e:
         yield Problem(f"data.skip: {e}", "give updates as in --data.skip 1200:1250,1311")
     for name, path in paths:
-        is_other = "://" in path and not re.match(r"gs://[^/@]+(/|$)", path)
+        is_other = re.search("://|^gs:", path) and not re.match("gs://[^/@]+(/|$)", path)
         if not path or "\0" in path or is_other:
             what = f"{name}={path!r} must be a local path or gs://bucket/path, "
             what += "without NUL bytes or credentials"

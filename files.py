@@ -79,7 +79,7 @@ def is_writable(path: epath.Path) -> bool:
 
 def absolute_path(path: str) -> epath.Path:
     """Raises UserError USAGE for an address that is not of a bucket, gs://, or has credentials."""
-    if is_remote(path) and not re.match("gs://[^/@]+(/|$)", os.fspath(path)):
+    if re.search("://|^gs:", os.fspath(path)) and not re.match("gs://[^/@]+(/|$)", os.fspath(path)):
         fix = "give gs://bucket/path without credentials, or a path on this machine"
         raise UserError(USAGE, f"{path} is not the address of a bucket", fix)
     return epath.Path(path if is_remote(path) else os.path.abspath(path))

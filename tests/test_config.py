@@ -82,6 +82,7 @@ MOE = ["--model.pattern", "moe", "--model.n_experts", "4", "--model.d_expert", "
     (["--data.train", "gs://user:key@bucket/x"], ["data.train="]),
     (["--run.dir", "s3://bucket"], ["run.dir='s3://bucket' must be a local path or gs://"]),
     (["--model.n_layers", "1" * 400, "--model.pattern", "dense,dense"],
+    (["--run.dir", "gs:/b/x", "--data.val", "a=gs:b"], ["run.dir='gs:/b/x'", "data.val='gs:b'"]),
      ["must be at most 10000"]),
     (["--mesh.dp", "-1", "--mesh.pp", "-1"], ["2 axes are -1"]),
     (["--run.process_id", "1"], ["must go together"]),

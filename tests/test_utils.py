@@ -168,7 +168,8 @@ def test_a_folder_named_like_a_pattern_is_searched_as_it_is(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "path", ["http://x/y", "s3://bucket/x", "file:///x", "gs://", "gs:///x", "gs://me:canary@b/x"]
+    "path",
+    ["http://x/y", "s3://b/x", "file:///x", "gs://", "gs:///x", "gs:/b/x", "gs://me:canary@b/x"],
 )
 def test_an_address_that_is_not_of_a_bucket_is_refused(path):
     with pytest.raises(UserError, match="is not the address of a bucket") as e:
