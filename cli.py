@@ -103,7 +103,7 @@ def value_flags(name: str, value) -> list[str]:
 def file_flags(path: str) -> list[str]:
     """A config file as words of a command line, so that both go through the same checks.
 
-    Raises UserError USAGE.
+    Raises UserError USAGE and STORAGE.
     """
     try:
         record = json.loads(read_file(path), object_pairs_hook=dict_without_duplicates)
@@ -132,6 +132,9 @@ def file_flags(path: str) -> list[str]:
     except (OSError, ValueError, RecursionError) as e:
         what = f"--config {path!r} cannot be read: {str(e)[:200]}"
         fix = "give the config.json of a run, or JSON of the same form"
+        if isinstance(e, OSError) and "://" in path:  # it may be over when the command is repeated
+            fix = "look at the bucket and at your rights there, and run the command again"
+            raise UserError(STORAGE, what, fix) from None
         raise UserError(USAGE, what, fix) from None
 
 
@@ -256,7 +259,7 @@ def check_at_least(args, **least: float):
 def config_of_run(run: str, mesh: Mesh, *flags: str) -> Config:
     """The config of a run directory on the given mesh, for scripts that do not train.
 
-    Also calls simulate_devices.  Raises UserError USAGE.
+    Also calls simulate_devices.  Raises UserError USAGE and STORAGE.
     """
     # A batch that passes the checks on this mesh; checks.resolve replaces it.
     rows = max(1, mesh.sizes[0]) * max(1, mesh.pp)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from dataclasses import fields, replace
+from unittest import mock
 
 import pytest
 from conftest import ROOT, run
@@ -18,7 +19,7 @@ from conftest import ROOT, run
 import checks
 import cli
 import config
-from errors import USAGE, Problem, UserError
+from errors import STORAGE, USAGE, Problem, UserError
 
 # A module imports only modules that stand before it here.
 MODULES = """
@@ -81,8 +82,8 @@ MOE = ["--model.pattern", "moe", "--model.n_experts", "4", "--model.d_expert", "
     (["--run.name", "../x"], ["run.name='../x'"]),
     (["--data.train", "gs://user:key@bucket/x"], ["data.train="]),
     (["--run.dir", "s3://bucket"], ["run.dir='s3://bucket' must be a local path or gs://"]),
-    (["--model.n_layers", "1" * 400, "--model.pattern", "dense,dense"],
     (["--run.dir", "gs:/b/x", "--data.val", "a=gs:b"], ["run.dir='gs:/b/x'", "data.val='gs:b'"]),
+    (["--model.n_layers", "1" * 400, "--model.pattern", "dense,dense"],
      ["must be at most 10000"]),
     (["--mesh.dp", "-1", "--mesh.pp", "-1"], ["2 axes are -1"]),
     (["--run.process_id", "1"], ["must go together"]),
@@ -273,13 +274,21 @@ def test_what_is_no_config_file_is_refused_without_reading_it(path, tmp_path, mo
     assert error.value.code == USAGE
 
 
+@pytest.mark.parametrize("error", [OSError("Forbidden: b/bucket/o"), TimeoutError("no answer")])
+def test_a_config_file_that_a_bucket_does_not_give_may_be_there_later(error, monkeypatch):
+    monkeypatch.setattr(cli, "read_file", mock.Mock(side_effect=error))
+    with pytest.raises(UserError, match=f"config.json' cannot be read: {error}") as refusal:
+        cli.parse(["--config", "gs://bucket/runs/a/config.json"])
+    assert refusal.value.code == STORAGE
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("time_limit")
 def test_a_config_file_in_a_bucket_that_does_not_answer_is_refused_in_time():
     env = os.environ | {"STORAGE_EMULATOR_HOST": "http://127.0.0.1:9"}  # nothing listens there
     begin = time.monotonic()
     done = run("train.py", "--config", "gs://no-such-bucket/config.json", env=env)
-    assert done.returncode == USAGE and time.monotonic() - begin < 15
+    assert done.returncode == STORAGE and time.monotonic() - begin < 15
     assert done.stderr.count("\n") == 2 and "no answer within 10 s" in done.stderr
 
 
