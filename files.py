@@ -109,8 +109,9 @@ def read_limited(path) -> str:
     file = epath.Path(path)
     if (size := file.stat().length) > 2**28:
         raise ValueError(f"it has {size} bytes, more than {2**28}")
-    if not (is_remote(path) or Path(path).is_file()):  # epath's is_file is True of a pipe
-        raise ValueError("it is not a file")
+    # Epath's is_file is True of a pipe.  A folder in a bucket has no bytes.
+    if not (size if is_remote(path) else Path(path).is_file()):
+        raise ValueError("it is not a file, or is empty")
     return file.read_text(encoding="utf-8")
 
 

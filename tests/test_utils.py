@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, replace
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -177,6 +178,13 @@ def test_an_address_that_is_not_of_a_bucket_is_refused(path):
     assert e.value.code == USAGE
     bucket = epath.Path("gs://bucket/x")
     assert files.absolute_path(bucket) == bucket
+
+
+def test_a_folder_of_a_bucket_is_no_file(monkeypatch):
+    folder = mock.Mock(**{"stat.return_value.length": 0, "read_text.return_value": ""})  # as gcsfs
+    monkeypatch.setattr(files.epath, "Path", lambda path: folder)
+    with pytest.raises(ValueError, match="it is not a file"):
+        files.read_limited("gs://bucket/runs/a")
 
 
 def test_without_devices_the_fix_is_said_whatever_jax_raises(monkeypatch):
