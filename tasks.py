@@ -8,6 +8,7 @@ Dimension key: A accumulation steps, M microbatches, B sequences, L sequence len
 
 import hashlib
 import json
+from contextlib import suppress
 from itertools import product, takewhile
 
 import fsspec
@@ -126,7 +127,9 @@ class Tasks:
         problems, digest = [], hashlib.sha256()
         for name, pattern in read_tasks(cfg.eval.tasks).items():
             fs, path = fsspec.url_to_fs(absolute_path(pattern))
-            files = [*filter(fs.isfile, sorted(fs.glob(path)))]
+            files = []
+            with suppress(FileNotFoundError):  # of a bucket that does not exist
+                files += filter(fs.isfile, sorted(fs.glob(path)))
             if not files:
                 what = f"eval.tasks: {name}={pattern} names no file"
                 problems.append(Problem(what, f"correct the path; {self.FIX} of files"))

@@ -8,11 +8,13 @@ import signal
 import textwrap
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 from cases import PLAIN, as_float64, params_of, plain_logits
 from conftest import MESHES, on_mesh, run
+from fsspec.implementations.local import LocalFileSystem
 from runs import copy_run, finish, losses, new_run, rows, start, start_two, wait_for_step
 from tokenizers.processors import TemplateProcessing
 
@@ -193,11 +195,15 @@ def test_a_mistake_in_a_file_is_named_with_its_line(words, tmp_path):
     assert second.startswith(f"{tmp_path}/b.jsonl, line 2: ")
 
 
-def test_tasks_without_files_names_or_a_tokenizer_are_refused(tmp_path):
+def test_tasks_without_files_names_or_a_tokenizer_are_refused(tmp_path, monkeypatch):
     cfg = with_tasks(on_mesh(PLAIN), f"x={tmp_path}/*.jsonl")
     with pytest.raises(UserError, match=r"x=.*\.jsonl names no file") as error:
         Tasks(cfg, byte_tokenizer())
     assert error.value.code == errors.DATA and "correct the path" in error.value.problems[0].fix
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalFileSystem, "glob", mock.Mock(side_effect=FileNotFoundError("b/none/o")))
+        with pytest.raises(UserError, match="names no file"):  # as of a bucket that does not exist
+            Tasks(cfg, byte_tokenizer())
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "full.jsonl").write_text('{"context": "a", "continuation": "b"}')
     with pytest.raises(UserError, match=r"/empty\.jsonl has no questions"):
