@@ -30,7 +30,7 @@ from pyarrow import ipc, parquet
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import config
-from errors import DATA, DISTRIBUTED, INTERRUPTED, USAGE, UserError
+from errors import DATA, DISTRIBUTED, INTERRUPTED, STORAGE, USAGE, UserError
 from scripts import corpus, prepare_data, pydocs, readers, vocabularies
 
 SCRIPT = "scripts/prepare_data.py"
@@ -804,7 +804,11 @@ def test_a_bucket_that_does_not_exist_has_no_files(tmp_path):
     with emulate_bucket({**os.environ}) as bucket:
         request = ["--input", "gs://nowhere/x", "--out", tmp_path / "out"]
         done = run(SCRIPT, *request, env=bucket.env)
+        request = ["--input", __file__, "--out", "gs://nowhere/x"]
+        unwritten = run(SCRIPT, *request, env=bucket.env)
     assert done.returncode == DATA and "no files in gs://nowhere/x" in done.stderr
+    assert unwritten.returncode == STORAGE
+    assert "--out gs://nowhere/x cannot be written" in unwritten.stderr
 
 
 @pytest.mark.parametrize("shard_tokens", [300, 100_000_000])
