@@ -68,6 +68,8 @@ def parse() -> Import | Export:
     args = cli.read_args(Import | Export, __doc__)
     if isinstance(args, Export):
         cli.check_at_least(args, shard_size=1)
+    if files.is_remote(args.hf):
+        raise UserError(USAGE, f"--hf {args.hf} is remote", "give a local directory, and copy it")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # an accelerator has nothing to do here
     return args
 
@@ -383,8 +385,6 @@ def export_hf(run_dir, hf_dir, step=-1, dtype="float32", shard_size=5_000_000_00
     """Write a run's weights as a Hugging Face directory.  Raises UserError USAGE, DATA, STORAGE
     and CHECKPOINT."""
     run, folder = files.absolute_path(os.fspath(run_dir)), Path(hf_dir)
-    if files.is_remote(hf_dir):
-        raise UserError(USAGE, f"--hf {hf_dir} is remote", "give a local directory, and copy it")
     check_new(folder, "hf")
     cfg = cli.config_of_run(os.fspath(run), config.Mesh(1, 1, 1))
     path = run / "tokenizer.json"

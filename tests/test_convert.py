@@ -667,6 +667,12 @@ def test_only_an_incomplete_checkpoint_may_be_where_an_import_goes(tmp_path):
     assert [x.name for x in checkpoints.iterdir()] == ["0"]
 
 
+@pytest.mark.parametrize("direction", ["import", "export"])
+def test_a_model_in_a_bucket_is_refused(direction, tmp_path):
+    done = run("scripts/convert_hf.py", direction, "--hf", "gs://bucket/x", "--run", tmp_path / "x")
+    assert done.returncode == errors.USAGE and "--hf gs://bucket/x is remote" in done.stderr
+
+
 def test_a_link_to_nothing_is_refused_like_what_exists(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "nothing")
     with pytest.raises(UserError, match="exists, and nothing is overwritten"):
