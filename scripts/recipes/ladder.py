@@ -18,6 +18,7 @@ import cli
 from config import Mesh
 from errors import DATA, USAGE, UserError
 from files import absolute_path
+from panels import write_png
 from parsers import read_sets
 from scripts.report import read_metrics
 
@@ -71,7 +72,7 @@ def main(args: Args):
     axes.set(xlabel="N, parameters in the layers", ylabel="validation loss, nats per character")
     axes.yaxis.set_minor_formatter("{x:.1f}")
     axes.legend()
-    figure.savefig(args.out, dpi=150)
+    write_png(absolute_path(args.out), figure)
 
 
 if __name__ == "__main__":
