@@ -204,7 +204,9 @@ def data(cfg: Config, found: dict):
                 source = sources[label] = Dataset(cfg, split, name).source
             for part in parts_of(source).values():
                 # The last window of each shard, of at most 64 shards; reading verifies them.
-                ends = part.starts[1:] if isinstance(part, TokenFiles) else [part.n_tokens]
+                ends = [part.n_tokens]
+                if isinstance(part, TokenFiles):
+                    ends, part.pages.disk = part.starts[1:], None  # a copy may outlive the shard
                 numbers = np.unique(np.maximum(np.array(ends) - 2, 0) // cfg.train.seq_len)
                 part.windows(numbers[:: 1 + len(numbers) // 64])
             yield Row(OK, f"{label}: {source}")

@@ -15,7 +15,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from buckets import emulate_bucket
+from buckets import emulate_bucket, object_path
 from conftest import ROOT
 from runs import finish, free_port
 from test_train import OBEY_PERMISSIONS
@@ -347,6 +347,10 @@ def test_a_bucket_is_written_and_left_as_it_was(bucket, corpus):
         bucket.set_faults()
     assert code == USAGE and rows(out, FAIL).keys() == {"storage"} and "Traceback" not in err
     assert "Forbidden" in rows(out, FAIL)["storage"][0] and bucket.contents("") == before
+    shard = next((corpus / "val").glob("*.npy")).name
+    bucket.call("DELETE", object_path(f"val/{shard}"))  # its pages are still in data.cache
+    code, out, err = finish(start(*flags, env=bucket.env))
+    assert code == USAGE and f"'{shard}' is missing" in rows(out, FAIL)["data"][0]
 
 
 @pytest.mark.slow
