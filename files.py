@@ -191,9 +191,18 @@ def local_folder(path: epath.Path) -> epath.Path:
     there and which is removed when this process exits."""
     if not is_remote(path):
         return path
-    folder = tempfile.mkdtemp(prefix="trifold-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return epath.Path(folder)
+    LOCAL.append(tempfile.mkdtemp(prefix="trifold-"))
+    return epath.Path(LOCAL[-1])
+
+
+LOCAL = []
+"""The temporary folders of local_folder."""
+
+
+@atexit.register
+def remove_local_folders():
+    for folder in LOCAL:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def upload_folder(local: epath.Path, path: epath.Path):

@@ -28,7 +28,7 @@ from cli import call_within
 from config import Config
 from connect import join_processes, name_ids
 from errors import AGAIN, Problem, UserError, describe, is_storage_error, write_error
-from files import run_path, write_whole
+from files import remove_local_folders, run_path, write_whole
 from restart import has_parent
 from rundir import record_end
 from signals import handle_stops, ignore_stops, leave_if_unread, leave_terminal
@@ -427,4 +427,5 @@ def exit_with(error: UserError | None):
     sys.stdout.flush()
     sys.stderr.flush()
     leave_last(5)
+    remove_local_folders()
     os._exit(1 if error is None else error.code)

@@ -408,3 +408,18 @@ def test_a_process_0_that_stands_still_ends_the_others(base):
     both[0].kill()
     finish(both[0])
     assert code == HUNG and "process 0 does not answer" in err, err
+
+
+LEFT = """
+from etils import epath
+import errors, files, processes
+
+(files.local_folder(epath.Path("gs://bucket/run")) / "metrics.jsonl").write_text("{}")
+processes.exit_with(errors.UserError(errors.STORAGE, "a", "b"))
+"""
+
+
+def test_an_error_leaves_no_temporary_files(tmp_path):
+    env = os.environ | dict(TMPDIR=str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", LEFT], cwd=ROOT, env=env)
+    assert done.returncode == errors.STORAGE and not [*tmp_path.iterdir()]
