@@ -186,6 +186,10 @@ def move_folder(path: epath.Path, where: epath.Path):
         fs.mv(names, [new + name.removeprefix(old) for name in names])
 
 
+LOCAL = []
+"""The temporary folders of local_folder."""
+
+
 def local_folder(path: epath.Path) -> epath.Path:
     """The folder itself, or for one in a bucket a temporary folder, which `upload_folder` copies
     there and which is removed when this process exits."""
@@ -193,10 +197,6 @@ def local_folder(path: epath.Path) -> epath.Path:
         return path
     LOCAL.append(tempfile.mkdtemp(prefix="trifold-"))
     return epath.Path(LOCAL[-1])
-
-
-LOCAL = []
-"""The temporary folders of local_folder."""
 
 
 @atexit.register
