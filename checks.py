@@ -12,7 +12,7 @@ from dataclasses import replace
 from architecture import Model, all_kinds, layer_kinds, n_blocks
 from config import SECTIONS, Config, settings
 from errors import USAGE, Problem, UserError, or_list
-from parsers import read_ramp, read_sets, read_skip, read_stages, read_tasks
+from parsers import is_wrong_address, read_ramp, read_sets, read_skip, read_stages, read_tasks
 
 
 def check(cfg: Config) -> Config:
@@ -528,8 +528,7 @@ def text_problems(cfg: Config):
     except ValueError as e:
         yield Problem(f"data.skip: {e}", "give updates as in --data.skip 1200:1250,1311")
     for name, path in paths:
-        is_other = re.search("://|^gs:", path) and not re.match("gs://[^/@]+(/|$)", path)
-        if not path or "\0" in path or is_other:
+        if not path or "\0" in path or is_wrong_address(path):
             what = f"{name}={path!r} must be a local path or gs://bucket/path, "
             what += "without NUL bytes or credentials"
             yield Problem(what, f"give --{name} a local path or gs://bucket/path")

@@ -22,6 +22,7 @@ from etils import epath
 
 from config import Config
 from errors import STORAGE, USAGE, UserError
+from parsers import is_wrong_address
 
 # Without this, gcsfs answers from its first listing of a folder, file sizes included, and does not
 # see what other processes write there.
@@ -79,7 +80,7 @@ def is_writable(path: epath.Path) -> bool:
 
 def absolute_path(path: str) -> epath.Path:
     """Raises UserError USAGE for an address that is not of a bucket, gs://, or has credentials."""
-    if re.search("://|^gs:", os.fspath(path)) and not re.match("gs://[^/@]+(/|$)", os.fspath(path)):
+    if is_wrong_address(os.fspath(path)):
         fix = "give gs://bucket/path without credentials, or a path on this machine"
         raise UserError(USAGE, f"{path} is not the address of a bucket", fix)
     return epath.Path(path if is_remote(path) else os.path.abspath(path))
@@ -110,7 +111,8 @@ def read_limited(path) -> str:
     if (size := file.stat().length) > 2**28:
         raise ValueError(f"it has {size} bytes, more than {2**28}")
     # Epath's is_file is True of a pipe.  A folder in a bucket has no bytes.
-    if not (size if is_remote(path) else Path(path).is_file()):
+    is_file = size > 0 if is_remote(path) else Path(path).is_file()
+    if not is_file:
         raise ValueError("it is not a file, or is empty")
     return file.read_text(encoding="utf-8")
 
@@ -186,8 +188,8 @@ def move_folder(path: epath.Path, where: epath.Path):
         fs.mv(names, [new + name.removeprefix(old) for name in names])
 
 
-LOCAL = []
-"""The temporary folders of local_folder."""
+LOCAL_FOLDERS = []
+"""The temporary folders that local_folder has made."""
 
 
 def local_folder(path: epath.Path) -> epath.Path:
@@ -195,13 +197,13 @@ def local_folder(path: epath.Path) -> epath.Path:
     there and which is removed when this process exits."""
     if not is_remote(path):
         return path
-    LOCAL.append(tempfile.mkdtemp(prefix="trifold-"))
-    return epath.Path(LOCAL[-1])
+    LOCAL_FOLDERS.append(tempfile.mkdtemp(prefix="trifold-"))
+    return epath.Path(LOCAL_FOLDERS[-1])
 
 
 @atexit.register
 def remove_local_folders():
-    for folder in LOCAL:
+    for folder in LOCAL_FOLDERS:
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -1,5 +1,5 @@
-"""Parsers of data.train, data.val, data.stages, data.skip, train.batch_ramp and eval.tasks.  They
-raise ValueError."""
+"""Parsers of data.train, data.val, data.stages, data.skip, train.batch_ramp and eval.tasks, which
+raise ValueError, and the test of a path's form."""
 
 import re
 from fractions import Fraction
@@ -8,6 +8,13 @@ from typing import NamedTuple
 NUMBER = r"(?:\d{1,9}(?:\.\d{0,9})?|\.\d{1,9})"
 MISTAKEN_NUMBER = r"[+-]?\d*\.?\d*(e[+-]?\d+)?%?|\d+/\d+|nan|inf"
 """What a user may have meant as a weight after the last colon; it may be empty."""
+
+
+def is_wrong_address(path: str) -> bool:
+    """Whether a path looks like an address, but is not gs://bucket or gs://bucket/path without
+    credentials."""
+    looks_like_one = re.search("://|^gs:", path) is not None
+    return looks_like_one and not re.match("gs://[^/@]+(/|$)", path)
 
 
 class Part(NamedTuple):
