@@ -119,9 +119,10 @@ def forget_parent(run: epath.Path):
     """Remove the parent from a run's config.json: that of a start which has left no checkpoint.
     Raises UserError CHECKPOINT for an imported run or an average, whose weights are lost then."""
     record = read_record(run)
-    is_average = "start_with" not in record.get("parent", dict(start_with=""))
+    parent = record.get("parent")
+    is_average = parent and "start_with" not in parent  # which the parent of a branch has
     if is_average or record.get("data_fingerprint") == "":  # an import has no data
-        what = f"{run} has no checkpoint, and so not the weights that it was made with"
+        what = f"{run} has no checkpoint: the weights that it was made with are lost"
         fix = "import or average them again under another name, or start over with --fresh, which"
         raise UserError(CHECKPOINT, what, f"{fix} draws new weights")
     if record.pop("parent", None):

@@ -84,8 +84,10 @@ class Checkpoints(SavedCheckpoints):
         """{item: how many arrays of it were saved last}."""
         self.warned_of = None
         """The step that was being written when a save was last skipped."""
-        unquoted = r"\[[^/]+\]" + "|[%?#|]" * is_remote(run)  # patterns, and parts of addresses
-        if found := re.search(unquoted, os.fspath(run)):
+        # Orbax takes [ ] for a pattern, and % ? # | in a bucket's path for parts of an address: it
+        # would write the arrays to another place.
+        unusable = r"\[[^/]+\]|[%?#|]" if is_remote(run) else r"\[[^/]+\]"
+        if found := re.search(unusable, os.fspath(run)):
             what = f"no checkpoint can be written to {run}: a folder has {found[0]} in its name"
             raise UserError(errors.USAGE, what, "rename that folder, or choose another")
         super().__init__(run, settings, accept)

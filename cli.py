@@ -132,7 +132,7 @@ def file_flags(path: str) -> list[str]:
     except (OSError, ValueError, RecursionError) as e:
         what = f"--config {path!r} cannot be read: {str(e)[:200]}"
         fix = "give the config.json of a run, or JSON of the same form"
-        if isinstance(e, OSError) and "://" in path:  # it may be over when the command is repeated
+        if isinstance(e, OSError) and "://" in path:  # the bucket may answer later
             fix = "look at the bucket and at your rights there, and run the command again"
             raise UserError(STORAGE, what, fix) from None
         raise UserError(USAGE, what, fix) from None

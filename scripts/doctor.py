@@ -206,7 +206,8 @@ def data(cfg: Config, found: dict):
                 # The last window of each shard, of at most 64 shards; reading verifies them.
                 ends = [part.n_tokens]
                 if isinstance(part, TokenFiles):
-                    ends, part.pages.disk = part.starts[1:], None  # a copy may outlive the shard
+                    ends = part.starts[1:]
+                    part.pages.disk = None  # data.cache may have pages of a shard that is gone
                 numbers = np.unique(np.maximum(np.array(ends) - 2, 0) // cfg.train.seq_len)
                 part.windows(numbers[:: 1 + len(numbers) // 64])
             yield Row(OK, f"{label}: {source}")

@@ -190,9 +190,9 @@ def print_plan(plan: dict, cfg: Config, target: str):
         most = f"at most {pace['mfu']:.1%} MFU and {pace['tokens_per_day']:.3g} tokens a day"
         rows += [(label, f"at least {1e3 * pace['step_time']:,.0f} ms a step, {most}")]
     if not cfg.train.batch_ramp:  # the plan is that of the largest batch
-        least, most = (plan[x]["step_time"] * cfg.train.steps / 3600 for x in ("best", "worst"))
-        text = f"at least {least:,.1f} hours, {least * n_devices:,.1f} device hours; with nothing "
-        text += f"hidden {most:,.1f} and {most * n_devices:,.1f}"
+        best, worst = (plan[x]["step_time"] * cfg.train.steps / 3600 for x in ("best", "worst"))
+        text = f"at least {best:,.1f} hours, {best * n_devices:,.1f} device hours; with nothing "
+        text += f"hidden {worst:,.1f} and {worst * n_devices:,.1f}"
         rows += [(f"all {cfg.train.steps:,} updates", text)]
     speeds = ", ".join(f"{n} rows {x:,.0f}" for n, x in plan["decoding"].items())
     rows += [("decoding, at most", f"tokens a second: {speeds.replace('1 rows', '1 row')}")]

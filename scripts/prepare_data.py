@@ -372,7 +372,7 @@ def check_or_reset(out: epath.Path, recipe: dict, times: str):
         if differ:
             what = f"{path.parent} was made with other {', '.join(differ)}"
             raise UserError(DATA, what, f"choose another --out, or delete {out}")
-    # A bucket that does not exist can be asked for this, but not listed.
+    # To list a bucket that does not exist is an error.
     if not found and out.exists() and (files := files_made(out)):
         what = f"{files[0]} is there, but no manifest.json and no interrupted command's progress"
         raise UserError(DATA, what, "choose another --out, or move what is there away")
