@@ -188,8 +188,8 @@ def scale(counter: Counter, times: float) -> Counter:
     return Counter({name: times * x for name, x in counter.items()})
 
 
-CUDNN_ATTENTION = "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"
-KERNELS = {"pallas_call", "mpmd_map", *CUDNN_ATTENTION}
+ATTENTION_BACKWARD = "dot_product_attention_bwd_wrapper"  # cuDNN's
+KERNELS = {"pallas_call", "mpmd_map", "dot_product_attention_fwd_wrapper", ATTENTION_BACKWARD}
 
 # In a ring of n devices, each device receives (n - 1) / n of the whole array in every round.
 ROUNDS = dict(all_gather=1, all_gather_invariant=1, reduce_scatter=1, all_to_all=1)
@@ -379,6 +379,28 @@ def last_reads(ops: list[Op]) -> dict[int, int]:
     return found
 
 
+def delay_weight_gradients(flat: FlatJaxpr, weight_shapes: set) -> FlatJaxpr:
+    """The operations in the order in which XLA runs them on GPUs with tp.
+
+    Nothing in a layer waits for the gradients of its weights, so XLA hides traffic over tp behind
+    them: it computes those of the feed-forward only after the backward pass of attention, and until
+    then keeps what they need.  docs/compiled.md has what XLA needs in fifteen cases.
+    """
+    needed = {x for x in flat.results if x is not None and flat.avals[x].shape not in weight_shapes}
+    waits = [False] * len(flat.ops)
+    for n, op in reversed([*enumerate(flat.ops)]):
+        # Kernels and loops do not wait: they are the gradients of experts.
+        waits[n] = needed.isdisjoint(op.outputs) and op.name not in HAVE_BODIES
+        if not waits[n]:
+            needed |= {*op.inputs}
+    ops, begin = [], 0
+    for n, op in enumerate(flat.ops):
+        if op.name == ATTENTION_BACKWARD:
+            ops += [flat.ops[i] for i in sorted(range(begin, n + 1), key=waits.__getitem__)]
+            begin = n + 1
+    return flat._replace(ops=ops + flat.ops[begin:])
+
+
 class Memory:
     """The arrays that a jaxpr's operations store, collected from one operation after the other.
 
@@ -438,24 +460,28 @@ class Memory:
         self.writable |= set(op.outputs)
 
 
-def body_memory(op: Op, weight_shapes: set, free: set) -> Counter:
+def body_memory(op: Op, weight_shapes: set, delays: bool, free: set) -> Counter:
     """The most memory by class in use inside an operation, without its inputs and outputs; `free`
     are the inputs not needed later."""
     carry = carry_operands(op) if op.name == "scan" else ()
     branch_inputs = enumerate(op.inputs[1:]) if op.name == "cond" else ()
     overwritable = carry or [i for i, x in branch_inputs if x in free]
-    args = weight_shapes, range(len(carry), len(op.outputs)), overwritable
+    args = weight_shapes, delays, range(len(carry), len(op.outputs)), overwritable
     peaks = [peak_memory(body, *args) for body, _ in bodies(op)]
     return max(peaks, key=Counter.total, default=Counter())
 
 
-def peak_memory(jaxpr: Jaxpr, weight_shapes: set, preallocated=(), overwritable=()) -> Counter:
+def peak_memory(
+    jaxpr: Jaxpr, weight_shapes: set, delays=False, preallocated=(), overwritable=()
+) -> Counter:
     """Bytes by class in use at the operation of `jaxpr` where their sum is largest.
 
     The arguments are not counted, nor are the results at the indices `preallocated`: the caller has
-    memory for them.  Arguments at the indices `overwritable` may be written over.
+    memory for them.  Arguments at the indices `overwritable` may be written over.  delays: whether
+    XLA orders the operations as `delay_weight_gradients` does.
     """
     flat = flatten(jaxpr)
+    flat = delay_weight_gradients(flat, weight_shapes) if delays else flat
     writable = {flat.arguments[i] for i in overwritable}
     memory = Memory(flat, weight_shapes, writable, {flat.results[i] for i in preallocated})
     in_use = [Counter() for _ in range(len(flat.ops) + 1)]  # at each operation, and at the end
@@ -464,7 +490,7 @@ def peak_memory(jaxpr: Jaxpr, weight_shapes: set, preallocated=(), overwritable=
         free = {x for x in op.inputs if x in memory.writable and memory.last_read[x] == at}
         if memory.is_stored(op):
             memory.read(op.inputs, at)
-            in_use[at] = body_memory(op, weight_shapes, free)
+            in_use[at] = body_memory(op, weight_shapes, delays, free)
             memory.store(op, at, free)
         else:
             memory.pass_on(op, free)
@@ -534,7 +560,8 @@ def memory_by_class(jaxpr: Jaxpr, cfg: Config, chip: Chip) -> dict:
     weight_shapes = {shard_shape(p.shape, p.spec, shape) for p in table for shape in meshes}
     weight_shapes |= prepared_shapes(cfg, chip)
     inside = next(op for op in flatten(jaxpr).ops if op.name == "shard_map")
-    found = peak_memory(inside.eqn.params["jaxpr"], weight_shapes)
+    delays = chip.gpu is not None and cfg.mesh.tp > 1
+    found = peak_memory(inside.eqn.params["jaxpr"], weight_shapes, delays)
     found.update(state_bytes(cfg))  # Counter.update adds
     return {k: found[k] for k in ("weights", "moments", "gradients", "activations", "workspace")}
 
@@ -548,11 +575,11 @@ def choose_remat(step_jaxpr: Callable, cfg: Config, chip: Chip) -> str:
     """The automatic train.remat on accelerators: dots for a dense model in one stage on GPUs, if
     the plan of that takes at most four fifths of the memory, else layer.
 
-    Plans were up to 15 % too low.  On an H100 an update of llama_1b took 0.87 times as long with
-    dots as with layer.  On TPUs, by XLA's count of cycles outside of kernels (plan.py --compile),
-    dots takes 0.87 times as long for llama_1b (v5p, dp 4, tp 2), but 1.10 times in two stages,
-    where what is kept is copied into a buffer of all microbatches; 1.09 for qwen3_0.6b, 1.18 for
-    jaxformer_1b (v5p, dp 8) and 1.03 for gpt2_124m (v6e, dp 8).  step_jaxpr: see `trace_step`.
+    These plans were up to 3 % too low.  On an H100 an update of llama_1b took 0.87 times as long
+    with dots as with layer.  On TPUs, by XLA's count of cycles outside of kernels, dots takes 0.87
+    times as long for llama_1b (v5p, dp 4, tp 2), but 1.10 times in two stages, where what is kept
+    is copied into a buffer of all microbatches; 1.09 for qwen3_0.6b, 1.18 for jaxformer_1b (v5p, dp
+    8) and 1.03 for gpt2_124m (v6e, dp 8).  step_jaxpr: see `trace_step`.
     """
     if chip.platform == "tpu" or cfg.mesh.pp > 1 or cfg.model.n_experts:
         return "layer"

@@ -411,6 +411,50 @@ def test_arrays_that_a_loop_stacks_for_its_gradient_are_activations():
     assert many["workspace"] == few["workspace"]
 
 
+def test_on_gpus_with_tp_the_gradients_of_a_feed_forward_wait_for_attention(monkeypatch):
+    def layer(w_KF, x_BLHK):
+        attend = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+        return x_BLHK + jnp.tanh(attend(x_BLHK, x_BLHK, x_BLHK) @ w_KF) @ w_KF.T
+
+    def loss(weights, x_BLHK):
+        for w_KF in weights:
+            x_BLHK = layer(w_KF, x_BLHK)
+        return x_BLHK.astype("float32").sum()
+
+    x_BLHK = jax.ShapeDtypeStruct((2, 64, 4, 64), "bfloat16")
+    w_KF = jax.ShapeDtypeStruct((64, 256), "bfloat16")
+    with cost_model.assume_gpu(CHIPS["h200"]):
+        grad = jax.grad(loss, argnums=(0, 1))
+        jaxpr = jax.make_jaxpr(grad)([w_KF, w_KF], x_BLHK).jaxpr
+    flat = cost_model.flatten(jaxpr)
+    ops = cost_model.delay_weight_gradients(flat, {w_KF.shape}).ops
+    assert sorted(map(id, ops)) == sorted(map(id, flat.ops)) and ops != flat.ops
+    known = {None, *flat.arguments}
+    for op in ops:  # each comes after those whose results it reads
+        assert known >= {*op.inputs}
+        known |= {*op.outputs}
+
+    def products_of_weights(ops) -> list[str]:
+        """The products that are gradients of weights, and the kernels between them."""
+        names = {cost_model.ATTENTION_BACKWARD: "attention"}
+        shapes = [flat.avals[op.outputs[0]].shape for op in ops]
+        is_w = [op.name == "dot_general" and len(s) == 2 for op, s in zip(ops, shapes, strict=True)]
+        found = ["w" if w else names.get(op.name) for op, w in zip(ops, is_w, strict=True)]
+        return [x for x in found if x]
+
+    assert products_of_weights(flat.ops) == ["w", "w", "attention"] * 2
+    assert products_of_weights(ops) == ["attention", "w", "w"] * 2
+
+    asked = []
+    monkeypatch.setattr(
+        cost_model, "peak_memory", lambda _, shapes, delays: asked.append(delays) or Counter()
+    )
+    for tp, chip in ((1, CHIPS["h200"]), (2, CHIPS["h200"]), (2, CHIP)):
+        cfg = configure((1, 1, tp))
+        cost_model.memory_by_class(trace(cfg, chip), cfg, chip)
+    assert asked == [False, True, False]
+
+
 def test_memory_follows_the_config():
     policies = "none", "dots", "layer"
     kept = [memory(configure((1, 2, 1), remat=remat))["activations"] for remat in policies]
@@ -519,7 +563,8 @@ def test_assume_gpu_makes_jax_take_cudnns_kernels_and_leaves_its_module_as_it_wa
     with cost_model.assume_gpu(CHIPS["h200"]):
         jaxpr = jax.make_jaxpr(jax.grad(attention))(q_BLHK).jaxpr
     names = [op.name for op in cost_model.flatten(jaxpr).ops]
-    assert [name for name in names if name in cost_model.KERNELS] == [*cost_model.CUDNN_ATTENTION]
+    kernels = ["dot_product_attention_fwd_wrapper", cost_model.ATTENTION_BACKWARD]
+    assert [name for name in names if name in cost_model.KERNELS] == kernels
     with cost_model.assume_gpu(CHIP):
         assert [getattr(fused_attention_stablehlo, name) for name in CUDNN_CHECKS] == asked
     assert [getattr(fused_attention_stablehlo, name) for name in CUDNN_CHECKS] == asked
