@@ -256,8 +256,8 @@ class ScheduledWork:
     def __init__(self, w, rows: Rows, total: Total, cfg: Config):
         """See `add_gradient`."""
         self.w, self.rows, self.cfg = w, rows, cfg
-        front = ("embed_VD", "position_LD", "prefix")
-        self.front = {name: x for name, x in w.items() if name in front}
+        scored = ("unembed_DV", *norm_table(cfg))  # see score_and_gradient
+        self.front = {name: x for name, x in w.items() if name not in ("layers", *scored)}
         self.schedule = make_schedule(cfg, len(rows.token_MBL))
         # An example, for shapes and types.  Its microbatch and part have the stage's number,
         # because SavedArrays needs numbers that vary over pp.
@@ -328,7 +328,10 @@ class ScheduledWork:
         """The total after the backward pass of `begin`, which is computed again for it."""
         grads = {name: total.grads[name] for name in self.front}
         (_, stats, _), backward = jax.vjp(partial(self.apply_front, m), self.front, grads)
-        _, grads = backward((grad_BLD, balance_cotangent(stats, self.cfg), grads))
+        new, grads = backward((grad_BLD, balance_cotangent(stats, self.cfg), grads))
+        # Of these, `lookup` and `accumulate_gradient` have added the gradient already.
+        others = self.front.keys() - {"embed_VD", "position_LD", "prefix"}
+        grads |= {name: add_trees(grads[name], new[name]) for name in others}
         return total._replace(grads=total.grads | grads)
 
 

@@ -37,6 +37,7 @@ import layers
 import model
 import pipeline
 import train
+from weights import norm_gain
 
 # ---- on any mesh
 
@@ -126,6 +127,25 @@ TWICE = replace(
     log=replace(PLAIN.log, norms_every=1),
 )
 """A block has a kind twice."""
+
+
+def test_a_new_weight_outside_of_the_layers_gets_its_gradient(monkeypatch):
+    """A factor on each element of the embedding: s dL/ds is then the sum of E dL/dE."""
+    ends_table, apply_embedding = model.ends_table, model.apply_embedding
+
+    def with_factor(params, *args):
+        x_BLD, acc = apply_embedding(params, *args)
+        return x_BLD * params["factor_D"], acc
+
+    factor = dict(factor_D=norm_gain(PLAIN.model.d_model, adds_one=False))
+    monkeypatch.setattr(model, "ends_table", lambda cfg: ends_table(cfg) | factor)
+    monkeypatch.setattr(model, "apply_embedding", with_factor)
+    cfg = on_mesh(PLAIN, (2, 2, 2), train=dict(grad_accum=2))
+    params = params_of(cfg)
+    grads = train.loss_and_grads(params, *batch(cfg), jax.random.key(7), cfg)[1]
+    want_D = (params["embed_VD"] * grads["embed_VD"]).sum(0)
+    assert np.abs(want_D).min() > 0
+    np.testing.assert_allclose(params["factor_D"] * grads["factor_D"], want_D, rtol=1e-3)
 
 
 def test_stages_that_do_not_divide_the_sequence_share_its_scores():
