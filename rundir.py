@@ -285,7 +285,8 @@ def changes(old: dict, new: dict, step: int) -> dict[str, dict[str, list]]:
     steps changes nothing that was trained.
     """
     found = {group: {} for group in ("same numbers", "within rounding", "changes the training")}
-    there, here = record_facts(old), record_facts(new)
+    usual = json.loads(to_json(config.Config())) if old else {}  # of settings newer than the run
+    there, here = record_facts(usual) | record_facts(old), record_facts(new)
     for name, value in here.items():
         before = there.get(name)
         if None in (before, value) or before == value:  # None: one of the records lacks it

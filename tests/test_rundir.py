@@ -233,6 +233,16 @@ def test_a_change_is_printed_in_its_group_and_must_be_accepted_if_it_changes_the
     assert json.loads((run / "config.json").read_text())["run"]["accept"] == []
 
 
+def test_a_run_from_before_a_setting_was_trained_with_its_default():
+    old, new = (json.loads(cli.to_json(config.Config())) for _ in range(2))
+    del old["train"]["z_loss"], old["data"]["stages"], old["log"]["every"]
+    assert not any(rundir.changes(old, new, step=1).values())
+    new["train"]["z_loss"] = 1e-4
+    found = rundir.changes(old, new, step=1)
+    assert found["changes the training"] == {"train.z_loss": [0.0, 1e-4]}
+    assert not any(rundir.changes({}, new, step=0).values())  # a new run
+
+
 def test_an_empty_setting_is_shown_as_such():
     with pytest.raises(UserError, match="data.skip was '' at this run's last start and is 1:2"):
         rundir.check_changes({"data.skip": ["", "1:2"]}, config.tiny())
