@@ -286,7 +286,7 @@ def cross_entropy(x_BLD, target_BL, params, cfg):
 
 def norm_if_there(x_BLD, w, name: str, cfg: Config):
     """`norm` where the layer has one of that name, elsewhere x."""
-    return norm(x_BLD, w, name, cfg) if f"{name}_D" in w else x_BLD
+    return norm(x_BLD, w, name, cfg) if name in NORM_NAMES[cfg.model.norm_place] else x_BLD
 
 
 def decoder_layer(kind, x_BLD, w, cfg, key, span: Span, cache):
@@ -462,11 +462,12 @@ def scan_layers(layer: Callable, x, kinds: list[str], inputs: dict, first_layer,
 
 
 def stacked_shape(w) -> tuple[int, ...]:
-    """The leading dims of a kind's weights: of parts, if there are any, and then of layers, also
-    where these are a list."""
+    """The leading dims of a kind's weights, before those that the names end with: of parts, if
+    there are any, and then of layers, also where these are a list."""
     if isinstance(w, list):
         return *stacked_shape(w[0]), len(w)
-    return next(x.shape[:-1] for name, x in w.items() if name.endswith("_norm_D"))
+    named = ((name.rpartition("_")[2], x) for name, x in w.items())
+    return next(x.shape[: x.ndim - len(dims)] for dims, x in named if dims.isupper())
 
 
 def count_layers(params) -> int:

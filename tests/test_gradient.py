@@ -36,6 +36,7 @@ import gradient
 import layers
 import model
 import pipeline
+import runstate
 import train
 from weights import norm_gain
 
@@ -146,6 +147,24 @@ def test_a_new_weight_outside_of_the_layers_gets_its_gradient(monkeypatch):
     want_D = (params["embed_VD"] * grads["embed_VD"]).sum(0)
     assert np.abs(want_D).min() > 0
     np.testing.assert_allclose(params["factor_D"] * grads["factor_D"], want_D, rtol=1e-3)
+
+
+def test_norms_of_layers_need_no_weights(monkeypatch):
+    """Initially their gains are 1."""
+    cfg, norm, norm_table = on_mesh(PLAIN, (2, 2, 2)), model.norm, model.norm_table
+
+    def gradient_of_queries(name):  # for which jax has no program yet
+        params = runstate.init_state(replace(cfg, run=replace(cfg.run, name=name))).params
+        grads = train.loss_and_grads(params, *batch(cfg), jax.random.key(7), cfg)[1]
+        return grads["layers"]["dense"]["q_DHK"]
+
+    def norm_without_gain(x_BLD, w, name, cfg):
+        return norm(x_BLD, {f"{name}_D": jnp.ones(x_BLD.shape[-1])}, name, cfg)
+
+    want = gradient_of_queries("gains")
+    monkeypatch.setattr(model, "norm", norm_without_gain)
+    monkeypatch.setattr(model, "norm_table", lambda cfg, name="": {} if name else norm_table(cfg))
+    np.testing.assert_allclose(gradient_of_queries("none"), want, atol=1e-5 * abs(want).max())
 
 
 def test_stages_that_do_not_divide_the_sequence_share_its_scores():
