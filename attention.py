@@ -167,7 +167,7 @@ def rope(x_BLHK, span: Span, cfg, width=None):
     Meta's own, neighbours are.)"""
     m, K = cfg.model, x_BLHK.shape[-1]
     width = width or K
-    if m.positions == "learned":
+    if m.positions != "rope":
         return x_BLHK
     if span.window and m.rope_local_theta:
         m = replace(m, rope_theta=m.rope_local_theta, rope_scaling="none")

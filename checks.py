@@ -360,19 +360,19 @@ def unused_fields(m: Model) -> dict[str, str]:
     gqa = "n_kv_heads qk_norm qk_norm_width attn_sinks"
     yarn = "yarn_mscale yarn_mscale_all_dim yarn_truncate"
     local = has_layer(m, "local")
-    scaling = "none" if m.positions == "learned" else m.rope_scaling
+    scaling = m.rope_scaling if m.positions == "rope" else "none"
     experts = "n_experts n_active n_shared d_expert norm_scores score_scale router router_bias"
     experts += " router_logit_bias expert_bias n_groups n_active_groups"
     table = [  # fields, whether they are unused, why
         (gqa, m.attention == "mla", "model.attention=mla"),
         ("qk_norm_width", not m.qk_norm, "model.qk_norm=False"),
         ("q_rank kv_rank d_rope d_value", m.attention == "gqa", "model.attention=gqa"),
-        (f"{thetas} rope_scaling", m.positions == "learned", "model.positions=learned"),
+        (f"{thetas} rope_scaling", m.positions != "rope", f"model.positions={m.positions}"),
         ("attn_out_bias", not m.attn_bias or m.attention == "mla", "no projection has biases"),
         ("rope_factor", scaling == "none", "RoPE is not scaled"),
         (ramp, scaling in ("none", "linear"), "rope_scaling is neither llama3 nor yarn"),
         (yarn, scaling != "yarn", "rope_scaling is not yarn"),
-        ("max_positions", m.positions == "rope", "model.positions=rope"),
+        ("max_positions", m.positions != "learned", f"model.positions={m.positions}"),
         ("window rope_local_theta", not local, "no layer is dense_local or moe_local"),
         ("d_ff mlp_bias", not has_layer(m, "dense"), "no layer is dense"),
         (experts, not has_layer(m, "moe"), "no layer is moe"),

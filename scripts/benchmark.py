@@ -123,7 +123,7 @@ def plain_norm(x_BLD, w, name, m):
 
 
 def plain_rope(x_BLHK, m):
-    if m.positions == "learned":
+    if m.positions != "rope":
         return x_BLHK
     L, K = x_BLHK.shape[1], x_BLHK.shape[-1]
     angle_LK = jnp.arange(L)[:, None] * m.rope_theta ** (-jnp.arange(0, K, 2) / K)

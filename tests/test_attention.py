@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 import attention
 import blockwise
+import checks
 import errors
 import model
 import train
@@ -52,6 +53,16 @@ def test_rope_of_a_tpu_is_that_of_other_platforms(monkeypatch):
         last_BLHK = attention.rope(x_BLHK[..., 20 - width :], span, cfg)
         np.testing.assert_allclose(want[0][..., 20 - width :], last_BLHK, atol=1e-6)
         np.testing.assert_array_equal(want[0][..., : 20 - width], x_BLHK[..., : 20 - width])
+
+
+def test_only_rope_rotates():
+    """A new choice of model.positions does not, nor does it use the settings of RoPE."""
+    cfg = on_mesh(PLAIN, model=dict(positions="none"))
+    x_BLHK = random_attention(2, 24, 3, 3, 20, 20)[0]
+    index_BL = jnp.arange(24)[None]
+    assert attention.rope(x_BLHK, attention.Span(index_BL, index_BL), cfg) is x_BLHK
+    names = "rope_theta", "rope_scaling", "rope_original", "rope_factor", "max_positions"
+    assert {*names} <= checks.unused_fields(cfg.model).keys()
 
 
 @pytest.mark.parametrize("fields, scale", [
