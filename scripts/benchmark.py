@@ -100,16 +100,13 @@ from scripts.outputs import check_output
 
 # ---- the plain model: what training on one device takes, and no more.  m is cfg.model.
 
-# Settings that the peers do not have, with the only value that they support.
-PLAIN = {
-    "model.attention": "gqa", "model.prefix": "", "model.n_experts": 0, "model.window": 0,
-    "model.attn_softcap": 0, "model.logit_softcap": 0, "model.rope_scaling": "none",
-    "model.attn_width": 0, "model.attn_sinks": False, "model.qk_norm_width": "head",
-    "model.norm_place": "before", "model.norm_offset": False, "model.scale_embedding": False,
-    "model.mup_base_width": 0, "model.mup_base_depth": 0, "model.mup_base_head": 0,
-    "train.dropout": 0, "train.z_loss": 0, "data.document_mask": False,
-    "train.spike_sigma": 0, "optim.ema": 0, "log.norms_every": 0,
-}  # fmt: skip
+KNOWN = """
+    vocab_size d_model n_layers pattern tie_embeddings n_heads n_kv_heads d_head qk_norm attn_bias
+    attn_out_bias positions max_positions rope_theta norm norm_bias norm_eps d_ff activation
+    mlp_bias end_id stages skip seq_len batch_size batch_ramp steps dtype
+    """.split()  # noqa: SIM905
+"""The settings of model, data and train that change the training, and that the peers have too or
+do not need."""
 # The policies of jax.checkpoint for train.remat; with "none" everything is kept.
 PLAIN_REMAT = dict(layer=None, dots=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
 
@@ -269,10 +266,19 @@ def make_torch(name: str, window_BL, cfg: Config) -> Contestant:
     return Contestant(name, 1, training.begin, training.step, seconds, memory, loss)
 
 
+def is_lacking(name: str) -> bool:
+    """Whether the peers do not have the setting of that name."""
+    section, _, field = name.partition(".")
+    if section in ("model", "data", "train"):
+        return rundir.group_of(name) == "changes the training" and field not in KNOWN
+    return name in ("optim.ema", "log.norms_every")
+
+
 def make_peers(names, window_BL, cfg: Config) -> tuple[list[Contestant], dict[str, str]]:
     """The peers of these names, and the reason for each that is left out."""
-    given = config.settings(cfg)
-    missing = [f"{name}={given[name]}" for name, x in PLAIN.items() if given[name] != x]
+    usual, given = config.settings(Config()), config.settings(cfg)
+    changed = [name for name, x in given.items() if x != usual.get(name)]
+    missing = [f"{name}={given[name]}" for name in changed if is_lacking(name)]
     missing += [f"train.remat={x}" for x in [cfg.train.remat] if x not in ("none", *PLAIN_REMAT)]
     missing += ["several processes"] if jax.process_count() > 1 else []
     if missing:

@@ -3,7 +3,7 @@ report."""
 
 import json
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import optax
@@ -113,15 +113,28 @@ SPIKES = replace(TINY, train=replace(TINY.train, spike_sigma=5.0))
 NORMS = replace(TINY, log=replace(TINY.log, norms_every=1))
 
 
+@dataclass(frozen=True)
+class NewModel(type(TINY.model)):
+    residual_scale: float = 1.0
+
+
+NEW = replace(TINY, model=NewModel(**vars(TINY.model), residual_scale=0.5))
+
+
 @pytest.mark.parametrize("preset,word", [
     (MOE, "model.n_experts=4"), (MUP, "model.mup_base_width=8"), (REMAT, "train.remat=attention"),
     (EMA, "optim.ema=0.9"), (SPIKES, "train.spike_sigma=5.0"), (NORMS, "log.norms_every=1"),
+    (NEW, "model.residual_scale=0.5"),
 ])  # fmt: skip
 def test_a_peer_that_lacks_a_setting_of_the_config_is_left_out_with_the_reason(preset, word):
     cfg, names = on_mesh(preset), ["plain", "transformers", "nanogpt"]
     peers, left_out = benchmark.make_peers(names, windows(cfg), cfg)
     assert not peers and [*left_out] == names
     assert all(word in reason for reason in left_out.values())
+
+
+def test_peers_lack_a_new_setting_that_changes_the_training():
+    assert benchmark.is_lacking("train.new") and not benchmark.is_lacking("log.new")
 
 
 def test_rates_and_shares_follow_from_medians(monkeypatch):
