@@ -25,7 +25,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from architecture import all_kinds, kinds_by_group, layer_kinds
+from architecture import Model, all_kinds, kinds_by_group, layer_kinds
 from attention import Span, attention_of, full_row_span
 from config import Config
 from experts import moe, moe_table
@@ -154,6 +154,11 @@ def param_count(cfg: Config, active: bool = False) -> int:
     return sum(param_sizes(cfg, active).values())
 
 
+def only_looked_up(m: Model) -> set[str]:
+    """The weights of which a token reads a row, and which are in no matmul."""
+    return {"position_LD"} if m.tie_embeddings else {"position_LD", "embed_VD"}
+
+
 def mean_keys(cfg: Config) -> float:
     """How many keys a query sees, the mean over a sequence and over the layers."""
     m, L = cfg.model, cfg.train.seq_len
@@ -169,8 +174,7 @@ def flops_per_token(cfg: Config) -> float:
     embedding lookup; attention counts only the keys that a query sees.
     """
     m, table = cfg.model, leaf_table(param_table(cfg))
-    lookups = {"position_LD"} if m.tie_embeddings else {"position_LD", "embed_VD"}
-    sizes = param_sizes(cfg, active=True).items()
+    lookups, sizes = only_looked_up(m), param_sizes(cfg, active=True).items()
     matmul_weights = sum(n for name, n in sizes if table[name].is_matrix and name not in lookups)
     head_widths = m.d_head + m.d_rope + (m.d_value or m.d_head)
     return 6 * (matmul_weights + m.n_heads * head_widths * m.n_layers * mean_keys(cfg))

@@ -133,8 +133,8 @@ def decoding_speed(cfg: Config, chip: Chip, rows: int) -> float:
     time: an upper bound.  Stages read theirs one after another, tp ranks in parallel.  Each row is
     taken to choose experts of its own; experts that no row chooses are not read."""
     whole, active = (model.param_sizes(cfg, active=x) for x in (False, True))
-    lookups = {"position_LD"} if cfg.model.tie_embeddings else {"position_LD", "embed_VD"}
-    read = sum(min(n, rows * active[name]) for name, n in whole.items() if name not in lookups)
+    names = whole.keys() - model.only_looked_up(cfg.model)
+    read = sum(min(whole[name], rows * active[name]) for name in names)
     return rows * chip.hbm * cfg.mesh.tp / (read * np.dtype(cfg.train.dtype).itemsize)
 
 
