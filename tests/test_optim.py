@@ -10,6 +10,7 @@ from cases import GPT2, MOE, PLAIN, batch
 from conftest import on_mesh
 from runs import new_run, refusal
 
+import checks
 import cli
 import model
 import optim
@@ -124,6 +125,10 @@ def test_a_new_optimizer_is_one_entry_of_the_table(new, n_moments, monkeypatch):
     want = [float(optim.learning_rate(n, cfg)) for n in (0, 1, 2, 3, 3, 4)]
     for found in rates.values():
         np.testing.assert_allclose(found, want, rtol=1e-6)
+
+
+def test_every_optimizer_says_which_settings_it_does_not_use():
+    assert checks.UNUSED_BY.keys() == optim.OPTIMIZERS.keys()
 
 
 def test_moments_are_sharded_like_their_weights():
