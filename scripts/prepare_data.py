@@ -155,7 +155,7 @@ CONVERT = {
 def say_what_is_text(files: list[File], kinds: list[str]):
     """Say which files are read as text that may be meant as tables, or may be there by mistake."""
     for suffix, note in CONVERT.items():
-        if any(file.name.endswith(suffix) for file in files):
+        if suffix not in readers.FORMATS and any(file.name.endswith(suffix) for file in files):
             say(f"files ending in {suffix} are read as text; {note}")
     tables = [kind for kind in kinds if kind in readers.TABLES]
     n_texts = sum(kind in ("text", "lines") for kind in kinds)

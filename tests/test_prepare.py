@@ -132,6 +132,12 @@ def test_a_file_of_values_is_text_and_the_command_says_so(tmp_path, suffix):
     assert f"ending in {suffix} are read as text; convert tables" in run(SCRIPT, *flags).stdout
 
 
+def test_a_file_of_a_new_format_is_no_text(monkeypatch, capsys):
+    monkeypatch.setitem(readers.FORMATS, ".tsv", readers.FORMATS[".jsonl"])
+    prepare_data.say_what_is_text([corpus.File("rows.tsv", "rows.tsv", 9)], [".tsv"])
+    assert not capsys.readouterr().out
+
+
 def test_text_files_among_tables_are_told(tmp_path):
     """A folder that `hf download --repo-type dataset` has made."""
     folder, flags = tmp_path / "in", ["--tokenizer", "byte", "--out", tmp_path / "out"]
