@@ -390,3 +390,5 @@ def test_a_script_of_ones_own_trains(extended, tmp_path):
     run_python(extended, "mine.py", *words, "--model.n_layers", 2, "--run.dir", tmp_path)
     rates = [row["lr"] for row in read_rows(tmp_path / "tiny", "train")]
     assert rates == pytest.approx([0.01, 0.001 + 0.009 * 0.5**0.5])
+    (row,) = read_rows(tmp_path / "tiny", "size")
+    assert row["step"] == 2 and row["embed"] > 1
