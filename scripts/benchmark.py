@@ -102,8 +102,8 @@ from scripts.outputs import check_output
 
 KNOWN = """
     vocab_size d_model n_layers pattern tie_embeddings n_heads n_kv_heads d_head qk_norm attn_bias
-    attn_out_bias positions max_positions rope_theta norm norm_bias norm_eps d_ff activation
-    mlp_bias end_id stages skip seq_len batch_size batch_ramp steps dtype
+    attn_out_bias max_positions rope_theta norm_bias norm_eps d_ff activation mlp_bias
+    end_id stages skip seq_len batch_size batch_ramp steps dtype
     """.split()  # noqa: SIM905
 """The settings of model, data and train that change the training, and that the peers have too or
 do not need."""
@@ -277,7 +277,8 @@ def is_lacking(name: str) -> bool:
 def make_peers(names, window_BL, cfg: Config) -> tuple[list[Contestant], dict[str, str]]:
     """The peers of these names, and the reason for each that is left out."""
     usual, given = config.settings(Config()), config.settings(cfg)
-    changed = [name for name, x in given.items() if x != usual.get(name)]
+    known = "layer", "learned"  # choices of model.norm and model.positions
+    changed = [name for name, x in given.items() if x not in (usual.get(name), *known)]
     missing = [f"{name}={given[name]}" for name in changed if is_lacking(name)]
     missing += [f"train.remat={x}" for x in [cfg.train.remat] if x not in ("none", *PLAIN_REMAT)]
     missing += ["several processes"] if jax.process_count() > 1 else []

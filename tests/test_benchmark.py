@@ -119,12 +119,14 @@ class NewModel(type(TINY.model)):
 
 
 NEW = replace(TINY, model=NewModel(**vars(TINY.model), residual_scale=0.5))
+NORM = replace(TINY, model=replace(TINY.model, norm="dyt"))
+POSITIONS = replace(TINY, model=replace(TINY.model, positions="alibi"))
 
 
 @pytest.mark.parametrize("preset,word", [
     (MOE, "model.n_experts=4"), (MUP, "model.mup_base_width=8"), (REMAT, "train.remat=attention"),
     (EMA, "optim.ema=0.9"), (SPIKES, "train.spike_sigma=5.0"), (NORMS, "log.norms_every=1"),
-    (NEW, "model.residual_scale=0.5"),
+    (NEW, "model.residual_scale=0.5"), (NORM, "model.norm=dyt"), (POSITIONS, "positions=alibi"),
 ])  # fmt: skip
 def test_a_peer_that_lacks_a_setting_of_the_config_is_left_out_with_the_reason(preset, word):
     cfg, names = on_mesh(preset), ["plain", "transformers", "nanogpt"]
