@@ -125,8 +125,11 @@ def one_device_params(model_cfg):
 
 @cache
 def one_device_gradient(cfg):
-    """`gradient_on` one device."""
-    return gradient_on((1, 1, 1), cfg)
+    """`gradient_on` one device.  Every weight has one, but the biases that choose experts."""
+    found = gradient_on((1, 1, 1), cfg)
+    without = [name for name, x in utils.leaf_table(found[1]).items() if not x.any()]
+    assert all(name.endswith("/router_bias_E") for name in without), without
+    return found
 
 
 def gradient_on(mesh, cfg, **train_fields):
