@@ -100,13 +100,13 @@ from scripts.outputs import check_output
 
 # ---- the plain model: what training on one device takes, and no more.  m is cfg.model.
 
-KNOWN = """
-    vocab_size d_model n_layers pattern tie_embeddings n_heads n_kv_heads d_head qk_norm attn_bias
-    attn_out_bias max_positions rope_theta norm_bias norm_eps d_ff activation mlp_bias
-    end_id stages skip seq_len batch_size batch_ramp steps dtype
-    """.split()  # noqa: SIM905
+KNOWN = """vocab_size d_model n_layers pattern tie_embeddings n_heads n_kv_heads d_head qk_norm
+attn_bias attn_out_bias max_positions rope_theta norm_bias norm_eps d_ff activation mlp_bias
+end_id stages skip seq_len batch_size batch_ramp steps dtype"""
 """The settings of model, data and train that change the training, and that the peers have too or
 do not need."""
+KNOWN_CHOICES = {"model.norm": "layer", "model.positions": "learned"}
+"""Of these settings the peers have the default and this choice."""
 # The policies of jax.checkpoint for train.remat; with "none" everything is kept.
 PLAIN_REMAT = dict(layer=None, dots=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
 
@@ -270,16 +270,18 @@ def is_lacking(name: str) -> bool:
     """Whether the peers do not have the setting of that name."""
     section, _, field = name.partition(".")
     if section in ("model", "data", "train"):
-        return rundir.group_of(name) == "changes the training" and field not in KNOWN
+        return rundir.group_of(name) == "changes the training" and field not in KNOWN.split()
     return name in ("optim.ema", "log.norms_every")
 
 
 def make_peers(names, window_BL, cfg: Config) -> tuple[list[Contestant], dict[str, str]]:
     """The peers of these names, and the reason for each that is left out."""
     usual, given = config.settings(Config()), config.settings(cfg)
-    known = "layer", "learned"  # choices of model.norm and model.positions
-    changed = [name for name, x in given.items() if x not in (usual.get(name), *known)]
-    missing = [f"{name}={given[name]}" for name in changed if is_lacking(name)]
+    missing = [
+        f"{name}={x}"
+        for name, x in given.items()
+        if is_lacking(name) and x not in (usual.get(name), KNOWN_CHOICES.get(name))
+    ]
     missing += [f"train.remat={x}" for x in [cfg.train.remat] if x not in ("none", *PLAIN_REMAT)]
     missing += ["several processes"] if jax.process_count() > 1 else []
     if missing:
