@@ -19,7 +19,7 @@ import numpy as np
 from etils import epath
 
 from errors import DATA, UserError, describe, or_list
-from files import is_folder, is_remote, leaves_folder, read_limited
+from files import file_size, is_folder, is_remote, leaves_folder, read_limited
 
 
 def missing_error(path: epath.Path) -> UserError:
@@ -169,7 +169,7 @@ def npy_shard(path: epath.Path) -> Shard:
         with PARSING:
             shape, _, dtype = read_header(f, max_header_size=10_000)
         offset = f.tell()
-        size = path.stat().length
+        size = file_size(path)
     except FileNotFoundError:
         raise missing_error(path) from None
     except NPY_ERRORS as e:
@@ -193,7 +193,7 @@ header would have to begin with token 55,432 or 55,713, which GPT-2's vocabulary
 
 def bin_shard(path: epath.Path) -> Shard:
     """nanoGPT's format: uint16 tokens without a header."""
-    size = path.stat().length
+    size = file_size(path)
     with path.open("rb") as f:
         first = int.from_bytes(f.read(4), "little")
     if first in LLMC_MAGIC:
@@ -320,7 +320,7 @@ def with_mask(shard: Shard) -> Shard:
     if not path.exists():
         return shard
     check_is_part(path)
-    if (size := path.stat().length) != shard.n_tokens:
+    if (size := file_size(path)) != shard.n_tokens:
         holds = f"{shard.path.name!r} {shard.n_tokens} tokens"
         what = f"mask {os.fspath(path)!r} has {size} bytes, but {holds}"
         raise UserError(DATA, what, "make the mask again, with a byte for each token")

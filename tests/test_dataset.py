@@ -202,6 +202,18 @@ def test_jaxformer_bare_npy_shards(cfg, corpus, tmp_path):
     assert "formats, such as shard_0.npy and more.bin" in problem_of(cfg, tmp_path)
 
 
+def test_files_whose_owner_has_no_account_are_read(cfg, corpus, tmp_path, monkeypatch):
+    """As in a container that is started with the number of a user."""
+    monkeypatch.setattr("pwd.getpwuid", mock.Mock(side_effect=KeyError("uid not found")))
+    tokens = all_tokens(corpus / "train")[:20_000].astype(np.uint16)
+    tokens.tofile(tmp_path / "train.bin")
+    np.save(tmp_path / "shard.npy", tokens)
+    np.ones(20_000, np.uint8).tofile(tmp_path / "shard.mask")
+    for path in (tmp_path / "train.bin", tmp_path / "shard.npy"):
+        np.testing.assert_array_equal(open_set(cfg, path).source.read(0, 20_000), tokens)
+    assert open_set(cfg, corpus / "train").source.decode([65]) == "A"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["nanoGPT", "JAXformer"])
 def test_folders_of_others_are_trained_on(cfg, corpus, tmp_path, layout):
