@@ -31,6 +31,7 @@ from errors import (
     describe,
     is_storage_error,
     or_list,
+    write_error,
 )
 from signals import leave_if_unread
 
@@ -351,7 +352,7 @@ def quit_on_error(f, *args):
         finally:
             sys.stdout.flush()  # here, because when Python ends it would print the error itself
     except UserError as e:
-        print(e, file=sys.stderr)
+        write_error(f"{e}\n")
         sys.exit(e.code)
     except Exception as e:  # what gcsfs raises is no OSError
         leave_if_unread(e)
@@ -360,10 +361,10 @@ def quit_on_error(f, *args):
         reason = getattr(e, "strerror", None) or describe(e)
         what = f"{getattr(e, 'filename', None) or 'storage'}: {reason}"
         fix = "free some space, or correct the path or its permissions, and run the command again"
-        print(UserError(STORAGE, what, fix), file=sys.stderr)
+        write_error(f"{UserError(STORAGE, what, fix)}\n")
         sys.exit(STORAGE)
     except KeyboardInterrupt:
-        print("interrupted: run the same command again to go on", file=sys.stderr)
+        write_error("interrupted: run the same command again to go on\n")
         sys.exit(INTERRUPTED)
 
 

@@ -31,7 +31,7 @@ from errors import AGAIN, Problem, UserError, describe, is_storage_error, write_
 from files import remove_local_folders, run_path, write_whole
 from restart import has_parent
 from rundir import record_end
-from signals import handle_stops, ignore_stops, leave_if_unread, leave_terminal
+from signals import flush_output, handle_stops, ignore_stops, leave_if_unread, leave_terminal
 from utils import exchange, is_lead, process_id, process_ids, shared_store, warn
 
 # ---- agreeing
@@ -370,7 +370,9 @@ def run_main(main, *args):
     sys.unraisablehook = hide_late_errors
     try:
         join_processes(args[-1])
-        return main(*args)
+        result = main(*args)
+        sys.stdout.flush()
+        return result
     except UserError as e:
         exit_with(e)
     except KeyboardInterrupt:  # before Stop has replaced the signal's handler
@@ -378,7 +380,7 @@ def run_main(main, *args):
     except Exception as e:  # every error ends the process here: a normal exit could hang
         leave_if_unread(e)
         if (error := explain(e)) is None:
-            traceback.print_exc()
+            write_error(traceback.format_exc())
         exit_with(error)
     finally:
         ignore_stops()  # nothing is left to save, and a signal must not change the exit code
@@ -423,9 +425,8 @@ def exit_with(error: UserError | None):
     if HANGS.is_set():  # the hang has caused the error, and the Watchdog ends the process
         threading.Event().wait()
     if error is not None:
-        print(error, file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
+        write_error(f"{error}\n")
+    flush_output()
     leave_last(5)
     remove_local_folders()
     os._exit(1 if error is None else error.code)

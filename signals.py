@@ -3,10 +3,12 @@
 Nothing slow is imported here, because train.py needs it before all else.
 """
 
+import atexit
 import os
 import select
 import signal
 import stat
+import sys
 from contextlib import suppress
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -31,6 +33,17 @@ def ignore_stops():
 def discard(stream: int):
     """Discard what is written to a file descriptor from here on."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+
+
+@atexit.register
+def flush_output():
+    """Write what stdout and stderr still hold.  Where that fails, as on a full disk, discard it:
+    Python would try again as it ends, and change the exit code to 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            discard(stream.fileno())
 
 
 def leave_terminal():

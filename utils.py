@@ -74,11 +74,13 @@ def say(*words, file=None):
     if is_lead():
         try:
             print(*words, file=file, flush=True)
-        except OSError as e:  # EIO: the terminal was closed, and SIGHUP is on its way
-            if e.errno not in (errno.EPIPE, errno.EIO) or on_lost_reader is None:
+        except OSError as e:
+            if on_lost_reader is None:
                 raise
-            discard((file or sys.stdout).fileno())
-            on_lost_reader()
+            # EIO: the terminal was closed, and SIGHUP is on its way.  A disk may only be full now.
+            if e.errno in (errno.EPIPE, errno.EIO):
+                discard((file or sys.stdout).fileno())
+                on_lost_reader()
 
 
 def warn(text: str):

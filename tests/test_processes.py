@@ -22,7 +22,9 @@ import config
 import connect
 import errors
 import processes
+import signals
 import train
+import utils
 from errors import DATA, DISTRIBUTED, HUNG, INTERRUPTED, USAGE, UserError
 
 # ---- one process
@@ -118,6 +120,32 @@ def test_a_process_of_a_process_has_the_streams_that_were_closed():
     code = f"import cli, subprocess, sys; cli.quit_on_error(lambda: {work})"
     command = ["sh", "-c", '"$@" <&- >&- 2>&-', "sh", sys.executable, "-c", code]
     assert subprocess.run(command, cwd=ROOT).returncode == 0
+
+
+@pytest.mark.parametrize("work, code", [
+    ("cli.quit_on_error(print, 'x')", errors.STORAGE),
+    ("cli.quit_on_error(stop, config.tiny())", errors.DATA),
+    ("print('x'), processes.run_main(stop, config.tiny())", errors.DATA),
+    ("processes.run_main(print, config.tiny())", errors.STORAGE),
+], ids=["result", "error", "error of a run", "result of a run"])  # fmt: skip
+def test_a_full_disk_under_the_output_does_not_change_the_exit_code(work, code):
+    """As in `train.py >log 2>&1`; neither the result nor the error can be written."""
+    lines = "import cli, config, errors, processes\n"
+    lines += f"def stop(cfg):\n    raise errors.UserError(errors.DATA, 'a', 'b')\n{work}"
+    env = {name: x for name, x in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with open("/dev/full", "w") as full:
+        streams = dict(stdout=full, stderr=full)
+        done = subprocess.run([sys.executable, "-c", lines], cwd=ROOT, env=env, **streams)
+    assert done.returncode == code
+
+
+def test_a_full_disk_under_the_output_does_not_end_training(monkeypatch):
+    with open("/dev/full", "w") as full:
+        with pytest.raises(OSError):
+            utils.say("x", file=full)
+        monkeypatch.setattr(utils, "on_lost_reader", lambda: pytest.fail("it would stop"))
+        utils.say("x", file=full)
+        signals.discard(full.fileno())  # what is still in its buffer
 
 
 @pytest.mark.parametrize("error", [
