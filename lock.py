@@ -37,7 +37,7 @@ class FileLock:
 
     def __init__(self, path: epath.Path):
         self.path, self.released = path, threading.Event()
-        self.file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        self.file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         self.stat = os.fstat(self.file)
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -83,6 +83,16 @@ def test_a_lock_without_permission_is_named(base, reference):
     assert what == f"error: cannot write to {run / 'lock'}: Permission denied", done.stderr
 
 
+def test_a_lock_has_the_rights_that_umask_leaves(tmp_path):
+    """Where a group shares a run, each member has to write to the lock of another."""
+    before = os.umask(0o002)
+    try:
+        lock.FileLock(epath.Path(tmp_path / "lock")).release()
+    finally:
+        os.umask(before)
+    assert (tmp_path / "lock").stat().st_mode & 0o777 == 0o664
+
+
 def test_a_lock_that_cannot_be_written_stays_free(tmp_path, monkeypatch):
     path, full = epath.Path(tmp_path / "lock"), OSError(errno.ENOSPC, "No space left on device")
     with monkeypatch.context() as m, pytest.raises(OSError, match="No space"):
