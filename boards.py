@@ -42,7 +42,8 @@ def open_boards(run: epath.Path, cfg: Config, step: int) -> list:
         if step <= cfg.rollback:  # else this is a restart, which has not gone back again
             boards[0].send(dict(kind="rollback", step=step, to=step))
     if cfg.log.tensorboard:
-        boards.append(TensorBoard(run, step))
+        with only_warn("tensorboard is off"):
+            boards.append(TensorBoard(run, step))
     return boards
 
 

@@ -496,6 +496,13 @@ def test_tensorboard_has_the_numbers_of_the_rows_also_after_a_resume(tmp_path):
     assert ("train/loss", 1) not in found and found["norms/weight/layer_1", 1] == 1
 
 
+def test_tensorboard_that_cannot_start_ends_no_run(tmp_path, capsys):
+    (tmp_path / "tensorboard").write_text("")
+    cfg = on_mesh(config.tiny(), (1, 1, 1), log=dict(wandb="off", tensorboard=True))
+    assert boards.open_boards(epath.Path(tmp_path), cfg, 0) == []
+    assert "warning: tensorboard is off (FileExistsError" in capsys.readouterr().err
+
+
 def test_tensorboard_has_the_tokens_of_each_source_also_in_a_bucket(tmp_path, monkeypatch):
     monkeypatch.setattr(boards, "local_folder", lambda path: tmp_path / "local")
     monkeypatch.setattr(boards, "upload_folder", partial(shutil.copytree, dirs_exist_ok=True))
