@@ -3,6 +3,7 @@
 jax is not imported here, so that a second run is refused before its imports, which take seconds.
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -15,7 +16,7 @@ import fsspec
 from etils import epath
 
 from config import Config
-from errors import AGAIN, BUSY, UserError, describe, write_error
+from errors import AGAIN, BUSY, STORAGE, UserError, describe, write_error
 from files import is_remote, run_path
 
 
@@ -33,7 +34,7 @@ def new_owner() -> str:
 
 class FileLock:
     """An flock on a local file, which the kernel drops when the process ends.  The file names the
-    owner.  Raises UserError BUSY."""
+    owner.  Raises UserError BUSY, and STORAGE on a disk without locks."""
 
     def __init__(self, path: epath.Path):
         self.path, self.released = path, threading.Event()
@@ -47,6 +48,10 @@ class FileLock:
             os.close(self.file)
             if isinstance(e, BlockingIOError):
                 raise busy_error(path, path.read_text()) from None
+            if e.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+                what = f"the disk of {path} has no locks: {e.strerror}"
+                fix = "choose a --run.dir on another, or mount Lustre with flock or localflock"
+                raise UserError(STORAGE, what, fix) from None
             raise
 
     def watch(self):

@@ -70,6 +70,7 @@ from chips import GIB, PEAK_TFLOPS, chip_of
 from connect import name_ids
 from dataset import Dataset, TokenFiles, check_tokenizers, parts_of
 from errors import USAGE, UserError, describe
+from lock import FileLock
 from parsers import read_sets
 from scripts.outputs import check_output, nearest_folder
 from tasks import open_tasks
@@ -177,6 +178,8 @@ def storage(cfg: Config, found: dict):
     folder = run_folder(cfg)
     probe = folder / f"doctor-{os.urandom(16).hex()}"
     steps = dict(write=partial(probe.write_bytes, os.urandom(2**20)), read=probe.read_bytes)
+    if not files.is_remote(folder):  # a run locks its directory
+        steps |= dict(lock=lambda: FileLock(probe).release())
     steps |= dict(list=lambda: [*folder.iterdir()], delete=probe.unlink)
     try:
         ms = {name: 1000 * timeit(step, number=1) for name, step in steps.items()}

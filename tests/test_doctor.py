@@ -77,6 +77,7 @@ def test_without_a_config_it_looks_at_the_machine_and_tells_no_secret(tmp_path):
     code, out, err = finish(doctor)
     assert code == 0 and time.monotonic() - began < 20, err  # 10, but others may use the cores
     assert "key: yes" in rows(out, OK)["wandb"][0]
+    assert re.search("read [0-9.]+ ms, lock [0-9.]+ ms", rows(out, OK)["storage"][0])
     expected = {"devices", "mesh", "versions", "limits", "room", "storage", "wandb", "data"}
     assert rows(out, OK).keys() == expected | {"matmul", "clocks", "same", "links"}
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]  # and no folder of runs

@@ -101,6 +101,15 @@ def test_a_lock_that_cannot_be_written_stays_free(tmp_path, monkeypatch):
     lock.FileLock(path).release()
 
 
+def test_a_disk_without_locks_is_called_that(tmp_path, monkeypatch):
+    """As Lustre without its mount option flock, where this user can write."""
+    error = OSError(errno.ENOSYS, "Function not implemented")
+    monkeypatch.setattr(lock.fcntl, "flock", Mock(side_effect=error))
+    with pytest.raises(UserError, match="has no locks: Function not implemented") as found:
+        lock.FileLock(epath.Path(tmp_path / "lock"))
+    assert found.value.code == STORAGE and "localflock" in found.value.problems[0].fix
+
+
 def test_a_run_that_has_not_written_its_name_yet_is_refused_in_words(tmp_path):
     path = epath.Path(tmp_path / "lock")
     held = lock.FileLock(path)
