@@ -48,6 +48,11 @@ def is_folder(path: epath.Path) -> bool:
     return fs.info(name)["type"] == "directory"
 
 
+def exists(path: epath.Path) -> bool:
+    """Raises where the answer is not known, such as PermissionError; epath's exists says no."""
+    return path.exists() if is_remote(path) else Path(path).exists()
+
+
 def run_path(cfg: Config) -> epath.Path:
     """The run directory."""
     return absolute_path(cfg.run.dir) / cfg.run.name
@@ -56,7 +61,7 @@ def run_path(cfg: Config) -> epath.Path:
 def saved_steps(run: epath.Path) -> list[int]:
     """The numbers of a run's complete checkpoints, in order."""
     folder = run / "checkpoints"
-    paths = [*folder.iterdir()] if folder.exists() else []
+    paths = [*folder.iterdir()] if exists(folder) else []
     paths = [path for path in paths if re.fullmatch("0|[1-9][0-9]*", path.name)]
     if is_remote(folder):  # there orbax writes this file last; locally it renames the folder
         paths = [path for path in paths if (path / "commit_success.txt").exists()]

@@ -96,7 +96,7 @@ def prepare_run(path: epath.Path, cfg: Config, source, lock) -> FileLock | Lease
     """The part of open_run that only process 0 does.  Returns the lock, or None with --eval_only
     for a directory that cannot be written."""
     record = path / "config.json"
-    if (cfg.eval_only or cfg.rollback >= 0) and not record.exists():
+    if (cfg.eval_only or cfg.rollback >= 0) and not files.exists(record):
         what = f"there is no run in {path} to {'evaluate' if cfg.eval_only else 'roll back'}"
         raise UserError(CHECKPOINT, what, "set --run.name and --run.dir to those of a run")
     if cfg.eval_only and not files.is_writable(path):
@@ -109,7 +109,7 @@ def prepare_run(path: epath.Path, cfg: Config, source, lock) -> FileLock | Lease
         if is_half_moved and not cfg.fresh:
             what = f"{path} is only a part of a run: --fresh was interrupted while it moved it"
             raise UserError(CHECKPOINT, what, "give --fresh, which moves the rest")
-        if is_half_moved or (cfg.fresh and record.exists()):
+        if is_half_moved or (cfg.fresh and files.exists(record)):
             move_run(path)
             if isinstance(lock, FileLock):  # the locked file was moved too; a lease is not moved
                 lock.release()
@@ -119,7 +119,7 @@ def prepare_run(path: epath.Path, cfg: Config, source, lock) -> FileLock | Lease
             note_start_over()
         if cfg.rollback >= 0:
             roll_back(path, cfg, source)
-        if not record.exists():
+        if not files.exists(record):
             say(f"new run: {path}")
             write_record(path, run_record(cfg, source.fingerprint), source)
         return lock
@@ -225,7 +225,7 @@ def read_record(path: epath.Path) -> dict:
     read."""
     record = path / "config.json"
     try:
-        found = json.loads(record.read_text()) if record.exists() else {}
+        found = json.loads(record.read_text()) if files.exists(record) else {}
         check_record(found)
         return found
     except (ValueError, AttributeError) as e:

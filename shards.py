@@ -19,7 +19,7 @@ import numpy as np
 from etils import epath
 
 from errors import DATA, UserError, describe, or_list
-from files import file_size, is_folder, is_remote, leaves_folder, read_limited
+from files import exists, file_size, is_folder, is_remote, leaves_folder, read_limited
 
 
 def missing_error(path: epath.Path) -> UserError:
@@ -333,7 +333,7 @@ def find_shards(path: epath.Path, split: str) -> TokenSet:
     The path is one file, or a folder with a manifest.json, with {split}.bin (nanoGPT), or with bare
     shards of one format (JAXformer's are .npy), which are taken in the order of their names.
     """
-    if not path.exists():
+    if not exists(path):
         fix = f"make it with scripts/prepare_data.py, or set --data.{split}"
         if "=" in os.fspath(path):
             fix += "; in NAME=PATH a NAME has letters, digits, _ and - only"

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from checks import check_row
 from cli import REMOTE_SECONDS, call_within, quit_on_error, read_args
 from errors import DATA, USAGE, UserError
-from files import absolute_path
+from files import absolute_path, exists
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def read_rows(path: epath.Path, *fields: str) -> list[dict]:
 def read_metrics(run: epath.Path) -> tuple[list[dict], list[dict]]:
     """The rows of a run's updates, of which there is at least one, and those of its evaluations.
     Raises UserError USAGE and DATA; TimeoutError if storage does not answer in REMOTE_SECONDS."""
-    if not call_within(REMOTE_SECONDS, (run / "config.json").exists):
+    if not call_within(REMOTE_SECONDS, lambda: exists(run / "config.json")):
         what = f"there is no run in {run}: it has no config.json"
         raise UserError(USAGE, what, "name the directory of a run")
     rows = read_rows(run / "metrics.jsonl", "step", "kind")

@@ -22,10 +22,13 @@ from test_train import OBEY_PERMISSIONS
 import cli
 import config
 import errors
+import files
 import lock
 import rundir
+import shards
 import train
 from errors import CHECKPOINT, STORAGE, USAGE, UserError
+from scripts import report
 
 
 def test_an_unwritable_run_directory_is_a_storage_error(cfg, tmp_path):
@@ -99,6 +102,26 @@ def test_a_lock_that_cannot_be_written_stays_free(tmp_path, monkeypatch):
         m.setattr(lock.os, "write", Mock(side_effect=full))
         lock.FileLock(path)
     lock.FileLock(path).release()
+
+
+@pytest.mark.parametrize("look", [
+    lambda run, cfg: rundir.prepare_run(run, replace(cfg, eval_only=True), None, None),
+    lambda run, cfg: rundir.read_record(run),
+    lambda run, cfg: report.read_metrics(run),
+    lambda run, cfg: files.saved_steps(run),
+    lambda run, cfg: shards.find_shards(run, "train"),
+], ids=["eval_only", "record", "report", "checkpoints", "data"])  # fmt: skip
+def test_what_this_user_may_not_look_at_is_not_called_missing(cfg, tmp_path, monkeypatch, look):
+    run, stat = epath.Path(tmp_path / "private"), os.stat
+
+    def refuse(path, **options):
+        if str(path).startswith(str(run)):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr("os.stat", refuse)
+    with pytest.raises(PermissionError):
+        look(run, cfg)
 
 
 def test_a_disk_without_locks_is_called_that(tmp_path, monkeypatch):
