@@ -387,7 +387,7 @@ def main(cfg: Config, held=None) -> State | None:
         held.release()
     with processes.Watchdog(stop, cfg):
         processes.compare_settings(cfg)
-        cfg = utils.start_mesh(cfg, plan_remat=plan_remat)
+        cfg = run_on_each(partial(utils.start_mesh, plan_remat=plan_remat), cfg)
         optim.optimizer(cfg)  # raises for a name that no table has, before anything is written
         optim.warn_of_warmup(cfg)
         warn_of_constant_gate(cfg)

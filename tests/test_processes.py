@@ -425,6 +425,15 @@ def test_the_process_that_others_wait_for_is_named(base):
     assert len([*(run / "crash").iterdir()]) == 2
 
 
+def test_a_process_that_cannot_make_the_mesh_ends_the_others(base, monkeypatch):
+    """Otherwise they would wait 100 s for it, and say only that it is lost."""
+    monkeypatch.setattr(utils, "exchange", lambda value: [value, [USAGE, "its cache is a link"]])
+    monkeypatch.setattr(train, "open_data", lambda cfg: pytest.fail("it goes on"))
+    with pytest.raises(UserError, match="process 1 stopped: its cache is a link") as error:
+        train.main(base)
+    assert error.value.code == USAGE
+
+
 @pytest.mark.slow
 def test_a_process_0_that_stands_still_ends_the_others(base):
     """JAX's store, which process 0 has, does not answer then."""
