@@ -9,7 +9,7 @@ from typing import NamedTuple
 import fsspec
 
 from errors import DATA, UserError
-from files import is_remote
+from files import exists, is_remote
 
 
 class File(NamedTuple):
@@ -30,6 +30,10 @@ def real_path(path: str) -> str:
     return path.rstrip("/") if is_remote(path) else os.path.realpath(path)
 
 
+def fail(error: OSError):
+    raise error
+
+
 def find_files(root: Path, suffix: str, excluded: set[str] = frozenset()) -> list[File]:
     """The files in a folder and in those inside it, sorted by name.
 
@@ -37,7 +41,7 @@ def find_files(root: Path, suffix: str, excluded: set[str] = frozenset()) -> lis
     name.
     """
     found = []
-    for folder, folders, names in os.walk(root):
+    for folder, folders, names in os.walk(root, onerror=fail):
         folders[:] = [name for name in folders if name[0] != "." and name not in excluded]
         names = [name for name in names if name.endswith(suffix) and name[0] != "."]
         paths = [Path(folder, name) for name in names]
@@ -51,7 +55,10 @@ def find_local(pattern: str, suffix: str) -> list[File]:
 
     A link that is named itself is followed, and so is one to a file that a pattern matches.
     """
-    is_name, found = os.path.exists(pattern), []
+    is_name, found = exists(Path(pattern)), []
+    folders = [] if is_name else glob.glob(os.path.dirname(pattern), recursive=True)
+    for folder in filter(os.path.isdir, folders):
+        os.scandir(folder).close()  # raises PermissionError, where glob leaves out what is in it
     paths = [pattern] if is_name else sorted(glob.glob(pattern, recursive=True))
     for path in map(Path, paths):
         if path.is_file() and path.name.endswith(suffix):

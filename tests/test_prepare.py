@@ -15,6 +15,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -721,6 +722,24 @@ def test_arrows_file_format_is_read_too(tmp_path):
         writer.write_table(table, max_chunksize=17)
     prepare("--input", tmp_path / "a.arrow", "--tokenizer", "byte", "--out", tmp_path / "out")
     assert sorted(all_documents(tmp_path / "out")) == sorted(text_rows())
+
+
+@pytest.mark.parametrize("name", ["", "*", "*/*.txt", "**/*.txt", "private/a.txt"])
+def test_a_folder_that_this_user_may_not_read_is_not_left_out(tmp_path, monkeypatch, name):
+    for folder in ("open", "private"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.txt").write_text(folder)
+    scandir = os.scandir
+
+    def refuse(f, path, **options):
+        if str(path).startswith(f"{tmp_path}/private") and (f is scandir or "/a" in str(path)):
+            raise PermissionError(13, "Permission denied", str(path))
+        return f(path, **options)
+
+    for name_of_f in ("scandir", "stat", "lstat"):
+        monkeypatch.setattr(os, name_of_f, partial(refuse, getattr(os, name_of_f)))
+    with pytest.raises(PermissionError):
+        corpus.find_input(f"{tmp_path}/{name}", "")
 
 
 def test_several_inputs_patterns_and_folders_are_one_corpus(tmp_path):
