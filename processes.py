@@ -312,12 +312,12 @@ class Watchdog:
             faulthandler.dump_traceback(f, all_threads=True)
             f.seek(0)
             stacks = f.read().decode(errors="replace")
-        write_error(stacks)
         name = f"{time.strftime('%Y%m%dT%H%M%S')}-process{process_id()}.txt"
         where = self.run / "crash" / name
         what = f"no update, save or evaluation batch for {waited:.0f} s{self.who_is_late()}"
         fix = f"look at the stacks, in {where}, then {AGAIN}"
-        write_error(f"{Problem(what, fix)}\n")
+        with suppress(TimeoutError):  # what reads the output may be what stands still
+            call_within(5, lambda: write_error(f"{stacks}{Problem(what, fix)}\n"))
         try:
             where.parent.mkdir(parents=True, exist_ok=True)
             write_whole(where, stacks)

@@ -8,8 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
+from unittest import mock
 
 import jax
 import numpy as np
@@ -432,6 +434,21 @@ def test_a_process_that_cannot_make_the_mesh_ends_the_others(base, monkeypatch):
     with pytest.raises(UserError, match="process 1 stopped: its cache is a link") as error:
         train.main(base)
     assert error.value.code == USAGE
+
+
+def test_a_hang_leaves_its_stacks_though_nothing_reads_the_output(base, monkeypatch, time_limit):
+    """As after Ctrl-S at a terminal, which stops what writes there."""
+    cfg, run = new_run(base, "unread")
+    run.mkdir()
+    monkeypatch.setattr(processes, "write_error", lambda text: threading.Event().wait())
+    monkeypatch.setattr(processes, "call_within", lambda seconds, f: cli.call_within(0.1, f))
+    monkeypatch.setattr(processes, "HANGS", threading.Event())
+    monkeypatch.setattr(threading, "Timer", mock.Mock())
+    monkeypatch.setattr(os, "_exit", mock.Mock(side_effect=SystemExit))
+    with pytest.raises(SystemExit):
+        processes.Watchdog(mock.Mock(), cfg).give_up(300.0)
+    (stacks,) = (run / "crash").iterdir()
+    assert "in give_up" in stacks.read_text()
 
 
 @pytest.mark.slow
