@@ -214,10 +214,10 @@ def parse(words: list[str]) -> Config:
     return check(tyro.cli(CommandLine, args=flags + rest, **options).settings)
 
 
-def read_args(kind, about: str, **options):
+def read_args(kind, about: str | None, **options):
     """A script's command line as the dataclass `kind`, or one of several; with return_unknown_args
     also the words of other flags.  about: the docstring of the script, the top of its --help."""
-    about = about.partition("Dimension key")[0]
+    about = (about or "").partition("Dimension key")[0]
     return tyro.cli(kind, use_underscores=True, description=about, **options)
 
 

@@ -107,6 +107,12 @@ def test_a_program_finds_its_modules_from_any_folder_and_with_a_safe_path(progra
     assert subprocess.run(command, cwd=tmp_path, capture_output=True).returncode == 0
 
 
+def test_a_script_starts_without_docstrings():
+    """As under `python -OO`; its help lacks them."""
+    command = [sys.executable, "-OO", ROOT / "scripts/report.py", "--help"]
+    assert subprocess.run(command, capture_output=True).returncode == 0
+
+
 def test_what_goes_to_a_closed_stream_goes_to_no_file(tmp_path):
     work = "open(sys.argv[1], 'w'), print('out'), sys.stderr.write('err'), os.write(2, b'2')"
     code = f"import cli, os, sys; cli.quit_on_error(lambda: ({work}))"
