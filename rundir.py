@@ -129,7 +129,7 @@ def prepare_run(path: epath.Path, cfg: Config, source, lock) -> FileLock | Lease
         if not is_storage_error(e):
             raise
         where, why = getattr(e, "filename", None) or path, getattr(e, "strerror", None) or e
-        fix = "choose a --run.dir that this user can write to"
+        fix = "choose a --run.dir with free space that this user can write to"
         if files.is_remote(path):
             fix = f"look at the bucket and at your rights there, then {AGAIN}"
         raise UserError(STORAGE, f"cannot write to {where}: {why}", fix) from None
