@@ -15,7 +15,6 @@ import time
 import traceback
 from collections import deque
 from contextlib import suppress
-from pathlib import Path
 from types import CoroutineType
 
 import jax
@@ -30,7 +29,7 @@ from connect import join_processes, name_ids
 from errors import AGAIN, Problem, UserError, describe, is_storage_error, write_error
 from files import remove_local_folders, run_path, write_whole
 from restart import has_parent
-from rundir import record_end
+from rundir import code_digest, record_end
 from signals import flush_output, handle_stops, ignore_stops, leave_if_unread, leave_terminal
 from utils import exchange, is_lead, process_id, process_ids, shared_store, warn
 
@@ -62,10 +61,8 @@ def compare_settings(cfg: Config):
     settings = config.settings(cfg) | dict(eval_only=cfg.eval_only, rollback=cfg.rollback)
     shared = {name: str(value) for name, value in settings.items() if name not in OWN_FLAGS}
     refuse_differences(shared, "start all processes of a run with the same flags")
-    files = [*Path(__file__).parent.glob("*.py"), *Path(__file__).parent.glob("scripts/*.py")]
-    ours = b"".join(path.read_bytes() for path in sorted(files))
     versions = dict(python=platform.python_version(), jax=jax.__version__)
-    versions |= dict(jaxlib=jaxlib.__version__, trifold=hashlib.sha256(ours).hexdigest()[:12])
+    versions |= dict(jaxlib=jaxlib.__version__, trifold=code_digest())
     for name, values in differences(versions).items():
         warn(f"the processes run different versions: {name} is {values}")
 

@@ -3,6 +3,7 @@
 Checkpoints are in checkpoint.py and verify.py, and the rows of metrics.jsonl in rowfile.py.
 """
 
+import hashlib
 import json
 import os
 import platform
@@ -14,6 +15,7 @@ import uuid
 from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import metadata
+from pathlib import Path
 
 import jax
 import jaxlib
@@ -52,19 +54,28 @@ def run_record(cfg: Config, fingerprint: str = "", old: dict | None = None) -> d
 
 
 @cache
+def code_digest() -> str:
+    """A hash of the modules and scripts."""
+    paths = [*Path(__file__).parent.glob("*.py"), *Path(__file__).parent.glob("scripts/*.py")]
+    code = b"".join(path.read_bytes() for path in sorted(paths))
+    return hashlib.sha256(code).hexdigest()[:12]
+
+
+@cache
 def git_commit() -> str:
-    """The commit of this code, which may end with -dirty; empty where it is not a checkout.  A
-    start asks twice, and a commit in between is not of the code that runs."""
+    """The commit of this code.  Where files differ from it -dirty and a hash of the code follow;
+    where this is not a checkout it is that hash alone.  A start asks twice, and a commit in between
+    is not of the code that runs."""
     # From git 2.38 on safe.directory allows a checkout that another user owns, as in a container;
     # its code runs here in any case.
     command = ["git", "-c", "safe.directory=*", "describe", "--always", "--dirty", "--abbrev=40"]
     command += ["--exclude=*"]
-    folder = os.path.dirname(os.path.abspath(__file__))
-    try:
+    folder, commit = os.path.dirname(os.path.abspath(__file__)), ""
+    with suppress(OSError, subprocess.TimeoutExpired):
         git = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=10)
-        return git.stdout.strip()
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
+        commit = git.stdout.strip()
+    is_clean = commit and not commit.endswith("-dirty")
+    return commit if is_clean else f"{commit}-{code_digest()}".removeprefix("-")
 
 
 @contextmanager

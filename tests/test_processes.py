@@ -24,6 +24,7 @@ import config
 import connect
 import errors
 import processes
+import rundir
 import signals
 import train
 import utils
@@ -354,11 +355,13 @@ def test_the_compared_version_is_that_of_the_scripts_too(monkeypatch, tmp_path):
     """scripts/doctor.py compares it as train.py does."""
     seen, script = [], tmp_path / "scripts" / "doctor.py"
     script.parent.mkdir()
-    monkeypatch.setattr(processes, "__file__", str(tmp_path / "processes.py"))
+    monkeypatch.setattr(rundir, "__file__", str(tmp_path / "rundir.py"))
     monkeypatch.setattr(processes, "differences", lambda facts: seen.append(facts) or {})
     for text in "old", "new":
         script.write_text(text)
+        rundir.code_digest.cache_clear()
         processes.compare_settings(config.tiny())
+    rundir.code_digest.cache_clear()
     assert seen[1]["trifold"] != seen[3]["trifold"]
 
 

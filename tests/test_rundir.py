@@ -74,6 +74,22 @@ def test_a_commit_while_a_run_starts_is_no_change(cfg, monkeypatch):
     assert rundir.run_record(cfg)["git_commit"] == ours
 
 
+@pytest.mark.parametrize("answer", ["abc-dirty\n", ""])
+def test_edited_code_is_another_version_than_before_the_edit(answer, cfg, monkeypatch):
+    """In a checkout with edits, and where there is no checkout."""
+    git = Mock(return_value=SimpleNamespace(stdout=answer))
+    monkeypatch.setattr(rundir.subprocess, "run", git)
+    records = []
+    for code in ("1" * 12, "2" * 12):
+        monkeypatch.setattr(rundir, "code_digest", lambda code=code: code)
+        rundir.git_commit.cache_clear()
+        records.append(rundir.run_record(cfg))
+    rundir.git_commit.cache_clear()
+    (change,) = rundir.changes(*records, step=1)["within rounding"].items()
+    before = "abc-dirty-111111111111" if answer else "111111111111"
+    assert change == ("version of trifold", [before, before.replace("1", "2")])
+
+
 @pytest.mark.slow
 def test_a_lock_without_permission_is_named(base, reference):
     cfg, run = copy_run(reference, base, "sealed_lock")
