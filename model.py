@@ -207,10 +207,18 @@ def gather_layer(w, kind: str, cfg: Config) -> dict:
 # ---- embedding, logits, cross entropy
 
 
-@jax.custom_vjp
 def lookup(acc_VD, table_VD, row_BL):
-    """(acc_VD, table_VD[row_BL]).  The backward pass adds each row's gradient to a running sum, for
-    which acc_VD stands as in `accumulate_gradient`; without a backward pass it is None.
+    """(acc_VD, table_VD[row_BL]).  acc_VD: as in `summed_lookup`; if None, table_VD gets the
+    gradient."""
+    if acc_VD is None:
+        return None, table_VD[row_BL]
+    return summed_lookup(acc_VD, table_VD, row_BL)
+
+
+@jax.custom_vjp
+def summed_lookup(acc_VD, table_VD, row_BL):
+    """`lookup`, whose backward pass adds each row's gradient to a running sum, for which acc_VD
+    stands as in `accumulate_gradient`.
 
     The sum is float32: in bfloat16 it would stop growing at 256 times the size of a term, which a
     frequent token's gradient soon reaches.
@@ -223,7 +231,7 @@ def lookup_backward(row_BL, sum_and_grad):
     return sum_VD.at[row_BL].add(grad_BLD.astype(sum_VD.dtype)), None, None
 
 
-lookup.defvjp(lambda acc, table, row: (lookup(acc, table, row), row), lookup_backward)
+summed_lookup.defvjp(lambda *args: (summed_lookup(*args), args[-1]), lookup_backward)
 
 
 def embed(acc_VD, embed_VD, token_BL, tp_dim: int):

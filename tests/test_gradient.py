@@ -38,6 +38,7 @@ import model
 import pipeline
 import runstate
 import train
+import utils
 from weights import norm_gain
 
 # ---- on any mesh
@@ -65,6 +66,20 @@ NAMES |= {MOE_ALLTOALL: "mla+moe+alltoall", GPT2: "gpt2"}
 def test_every_mesh_has_the_gradient_of_one_device(cfg, mesh):
     gather = replace(cfg, mesh=config.Mesh())
     assert_same_gradient(gradient_on(mesh, cfg), one_device_gradient(gather))
+
+
+def test_an_evaluation_has_the_gradient_of_training():
+    """It has no running sums, in which training adds up the gradient of rows that are looked up."""
+    want, cfg = one_device_gradient(GPT2)[1], on_mesh(GPT2, (2, 2, 2))
+    specs = utils.shardings(model.param_specs(cfg))
+    params, tokens_and_targets = jax.device_put(one_device_params(cfg.model), specs), batch(cfg)
+
+    def loss(params):
+        total, n, *_ = train.eval_step(params, *tokens_and_targets, cfg)
+        return total / n
+
+    errors = relative_errors(jax.device_get(jax.jit(jax.grad(loss))(params)), want)
+    assert max(jax.tree.leaves(errors)) <= 1e-5, errors
 
 
 @pytest.mark.parametrize("family, mesh", [
