@@ -13,6 +13,7 @@ import re
 import sys
 import threading
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from inspect import getdoc
@@ -310,15 +311,19 @@ def read_number(name: str) -> int:
 def simulate_devices(mesh: Mesh, n_processes: int = 1):
     """Give the CPU as many devices as the mesh needs, and enough threads to run them.
 
-    Call it before jax is imported.  Where there is an accelerator, jax uses that and these settings
-    do nothing.  XLA runs the simulated devices on one thread pool with a thread per core.  With
-    fewer threads than twice the devices, programs with collectives deadlock; NPROC sets the number
-    of threads.  The timeout turns any hang that is left into an error.
+    Call it before jax looks for devices.  Where there is an accelerator, jax uses that and these
+    settings do nothing.  XLA runs the simulated devices on one thread pool with a thread per core.
+    With fewer threads than twice the devices, programs with collectives deadlock; NPROC sets the
+    number of threads.  The timeout turns any hang that is left into an error.
     """
     xla_flags = os.environ.get("XLA_FLAGS", "")
     wanted = math.prod(size for size in mesh.sizes if size > 0) // max(1, n_processes)
     if wanted > 1 and "xla_force_host_platform_device_count" not in xla_flags:
         os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(wanted))
+        if "jax" in sys.modules:  # as in a notebook; it reads the variable only when it is imported
+            with suppress(RuntimeError):  # it has its devices already, see utils.make_mesh
+                n = read_number("JAX_NUM_CPU_DEVICES")
+                sys.modules["jax"].config.update("jax_num_cpu_devices", n)
     forced = re.findall(r"xla_force_host_platform_device_count=(\d+)", xla_flags)
     n_devices = max(read_number("JAX_NUM_CPU_DEVICES") or 1, *map(int, forced or [1]))
     if n_devices == 1:

@@ -248,7 +248,10 @@ def make_mesh(cfg: Config) -> jax.sharding.Mesh:
     found = f"{len(devices)} {devices[0].device_kind} device(s) are visible"
     fix = f"choose axes whose product is {len(devices)} (one axis may be -1), or "
     if n > len(devices):
-        fix += "simulate the mesh on this host's CPU with JAX_PLATFORMS=cpu"
+        is_simulated = devices[0].platform == "cpu"
+        again = "start Python again, without JAX_NUM_CPU_DEVICES and with this mesh first"
+        other = "simulate the mesh on this host's CPU with JAX_PLATFORMS=cpu"
+        fix += again if is_simulated else other
         raise UserError(USAGE, f"{product} = {n} but only {found}", fix)
     if n < len(devices) and (devices[0].platform != "cpu" or jax.process_count() > 1):
         fix += "hide the others from JAX"

@@ -520,6 +520,19 @@ def test_simulated_devices_get_the_threads_they_need(monkeypatch):
         assert "terminate_timeout" in os.environ["XLA_FLAGS"]
 
 
+def test_devices_are_simulated_after_the_import_of_jax_too():
+    """As in a notebook.  Once JAX has looked for its devices, the error says what to do."""
+    code = "import jax, config, cli\n"
+    code += "cli.simulate_devices(config.Mesh(2, 2, 2)); print(jax.device_count())\n"
+    code += "cli.simulate_devices(config.Mesh(4, 4, 1)); import utils; utils.start_mesh"
+    code += "(config.Config(mesh=config.Mesh(4, 4, 1), train=config.Train(batch_size=16)))"
+    env = {n: x for n, x in os.environ.items() if n not in ("JAX_NUM_CPU_DEVICES", "NPROC")}
+    options = dict(cwd=ROOT, env=env | dict(JAX_PLATFORMS="cpu"), capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], **options)
+    assert done.stdout == "8\n", done.stderr
+    assert "but only 8 cpu device(s)" in done.stderr and "start Python again" in done.stderr
+
+
 @pytest.mark.parametrize("name", ["NPROC", "JAX_NUM_CPU_DEVICES"])
 @pytest.mark.parametrize("text", ["two", "0", "-3"])
 def test_a_variable_that_is_no_number_is_named(name, text, monkeypatch):
