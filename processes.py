@@ -30,7 +30,14 @@ from errors import AGAIN, Problem, UserError, describe, is_storage_error, write_
 from files import remove_local_folders, run_path, write_whole
 from restart import has_parent
 from rundir import code_digest, record_end
-from signals import flush_output, handle_stops, ignore_stops, leave_if_unread, leave_terminal
+from signals import (
+    STOPS,
+    flush_output,
+    handle_stops,
+    ignore_stops,
+    leave_if_unread,
+    leave_terminal,
+)
 from utils import exchange, is_lead, process_id, process_ids, shared_store, warn
 
 # ---- agreeing
@@ -109,6 +116,8 @@ class Stop:
         self.polls, self.last_poll, self.last_update = 0, time.monotonic(), None
         self.update_seconds = deque(maxlen=20)
         """How long the last updates took."""
+        self.handlers = {number: signal.getsignal(number) for number in STOPS}
+        """Those from before."""
         signal.signal(signal.SIGUSR1, self.ask_to_save)
         handle_stops(self.handle)
 
@@ -135,6 +144,13 @@ class Stop:
     def ignore_signals(self):
         """Ignore signals from here on, because nothing is left to save."""
         handle_stops(lambda *_: None)  # not SIG_IGN, which processes that this one starts inherit
+
+    def give_signals_back(self):
+        """Let a notebook have its signals again.  train.py, which has handlers of its own before a
+        Stop is made, keeps those of the Stop until it exits."""
+        if self.handlers[signal.SIGINT] is signal.default_int_handler:
+            for number, handler in self.handlers.items():
+                signal.signal(number, handler)
 
     def ask_to_save(self, *_):
         """Ask all processes to save; also the handler of SIGUSR1."""
@@ -260,7 +276,8 @@ HANGS = threading.Event()
 
 class Watchdog:
     """Within its block, ends the process when Stop has not been polled for too long.  First it
-    writes the stacks of all threads to stderr and to crash/ in the run directory."""
+    writes the stacks of all threads to stderr and to crash/ in the run directory.  After the block
+    the signals no longer go to Stop, see Stop.give_signals_back."""
 
     SLOW_FACTOR = 12
     """How many times as long the start, the first update and what LONG names may take: XLA's
@@ -278,6 +295,7 @@ class Watchdog:
 
     def __exit__(self, *_):
         self.ended.set()
+        self.stop.give_signals_back()
 
     def patience(self) -> float:
         """The longest time between polls, in seconds."""

@@ -41,6 +41,7 @@ import errors
 import files
 import processes
 import runstate
+import signals
 import train
 from errors import BUSY, CHECKPOINT, DIVERGED, INTERRUPTED, STORAGE, UserError
 
@@ -219,7 +220,10 @@ def test_a_new_run_is_equal_on_another_mesh(base, reference):
 
 def test_a_finished_run_that_is_started_again_does_nothing(base, reference):
     cfg, run = copy_run(reference, base, "again")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a notebook, which goes on
+    before = [*map(signal.getsignal, signals.STOPS)]
     train.main(cfg)
+    assert [*map(signal.getsignal, signals.STOPS)] == before
     assert (run / "metrics.jsonl").read_bytes() == (reference / "metrics.jsonl").read_bytes()
 
 
