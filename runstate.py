@@ -24,7 +24,7 @@ from checkpoint import Checkpoints
 from config import Config
 from dataset import Dataset
 from errors import CHECKPOINT, USAGE, UserError
-from files import is_writable
+from files import absolute_path, is_writable
 from processes import refuse_differences
 from verify import SavedCheckpoints
 
@@ -200,7 +200,7 @@ def load_params(run, cfg: Config, step: int = -1, weights: str = "last"):
     refuse_differences(words, "start all processes with the same flags")
     item = weights_item(cfg, weights)
     abstract = with_shardings(model.param_shapes(cfg), model.param_specs(cfg))
-    items = SavedCheckpoints(run).restore({item: abstract}, step)
+    items = SavedCheckpoints(absolute_path(run)).restore({item: abstract}, step)
     if items is None:
         raise UserError(CHECKPOINT, f"{run} has no checkpoint", "train it first")
     return items[item]

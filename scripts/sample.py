@@ -115,7 +115,7 @@ def main(args: Args, cfg: config.Config):
     texts = args.prompt or ("",)
     cfg = utils.start_mesh(cfg, rows=len(texts))
     utils.say(f"sampling in {cfg.train.dtype}", file=sys.stderr)  # stdout is for the text
-    params = runstate.load_params(files.absolute_path(args.run), cfg, args.step, args.weights)
+    params = runstate.load_params(args.run, cfg, args.step, args.weights)
     end_id = tasks.find_end_id(tokenizer, cfg)
     prompts = encode_prompts(texts, tokenizer, end_id, cfg)
     added = partial(added_text, tokenizer, texts, prompts)

@@ -17,7 +17,6 @@ from etils import epath
 
 import cli
 import config
-import files
 import metrics
 import runstate
 import train
@@ -48,7 +47,7 @@ def loss_curve(run: Path) -> list[float]:
 def final_weights(run: Path, step: int = -1) -> dict:
     """The weights of a run, of its newest checkpoint or of that of `step`, by name."""
     cfg = utils.start_mesh(cli.config_of_run(str(run), config.Mesh(1, 1, 1)), rows=1)
-    params = runstate.load_params(files.absolute_path(str(run)), cfg, step)
+    params = runstate.load_params(str(run), cfg, step)
     return utils.leaf_table(jax.device_get(params))
 
 
