@@ -63,19 +63,22 @@ def drop_unused(jaxpr: Jaxpr) -> Jaxpr:
     return dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
 
 
-def absent_mesh(cfg: Config, chip: Chip) -> AbstractMesh:
-    """cfg's mesh of such chips, which need not be present."""
+@contextmanager
+def absent_mesh(cfg: Config, chip: Chip):
+    """In its block the ambient mesh is cfg's of such chips, which need not be present."""
     shape, device = cfg.mesh.shape, AbstractDevice(chip.kind, None, chip.platform)
     axes = dict(axis_types=(AxisType.Auto,) * len(shape), abstract_device=device)
-    return AbstractMesh(tuple(shape.values()), tuple(shape), **axes)
+    mesh = AbstractMesh(tuple(shape.values()), tuple(shape), **axes)
+    # A notebook may have a mesh, which JAX would not replace by one of another size.
+    with jax.set_mesh(None), jax.sharding.use_abstract_mesh(mesh):
+        yield
 
 
 def trace_step(step_jaxpr: Callable, cfg: Config, chip: Chip) -> Jaxpr:
     """step_jaxpr(cfg) on cfg's mesh of such chips, which need not be present.  step_jaxpr:
     train.step_jaxpr, which train.py passes on, because it imports this module."""
-    mesh = jax.sharding.use_abstract_mesh(absent_mesh(cfg, chip))
     # The model may print warnings while it is traced; stdout is for the plan.
-    with mesh, redirect_stdout(sys.stderr), assume_gpu(chip):
+    with absent_mesh(cfg, chip), redirect_stdout(sys.stderr), assume_gpu(chip):
         return drop_unused(step_jaxpr(cfg))
 
 
@@ -538,7 +541,7 @@ def prepared_shapes(cfg: Config, chip: Chip) -> set:
         found.update(x.shape for x in jax.tree.leaves(w))
         return 0
 
-    with jax.sharding.use_abstract_mesh(absent_mesh(cfg, chip)):
+    with absent_mesh(cfg, chip):
         jax.eval_shape(per_device, model.param_shapes(cfg))
     return found
 

@@ -501,6 +501,12 @@ def test_a_plan_takes_optimizer_state_and_traffic_from_any_optimizer(monkeypatch
     assert found["seconds"]["update"] * CHIP.hbm == pytest.approx(16 * n, rel=1e-12)
 
 
+def test_a_plan_may_have_more_devices_than_the_mesh_that_a_notebook_has_started():
+    mesh = utils.start_mesh(configure((1, 1, 1))).mesh.shape
+    assert plan.make_plan(configure((4, 1, 1)), CHIP)["mesh"]["dp"] == 4
+    assert dict(jax.sharding.get_mesh().shape) == mesh
+
+
 def test_the_hours_of_a_run_are_those_of_its_updates_on_all_devices(capsys):
     cfg = configure((4, 1, 1))
     cfg = replace(cfg, train=replace(cfg.train, steps=10**9))
@@ -639,7 +645,7 @@ def test_a_planned_gpu_has_its_own_compute_capability_and_kernels(name, capabili
     experts = dict(pattern="moe", d_model=128, n_experts=4, d_expert=128)
     wide = replace(TINY, model=replace(TINY.model, **experts))
     cfg = configure((1, 1, 1), wide, seq_len=128)
-    with jax.sharding.use_abstract_mesh(cost_model.absent_mesh(cfg, CHIPS[name])):
+    with cost_model.absent_mesh(cfg, CHIPS[name]):
         assert utils.compute_capability() == capability
     jaxpr = str(trace(cfg, CHIPS[name]))
     assert ("run_scoped" in jaxpr) == (name == "h100")  # of Pallas
