@@ -59,17 +59,12 @@ def main(args: Args, cfg: config.Config):
     """Average the weights of the checkpoints, and write them as checkpoint 0 of the new run."""
     cfg = utils.start_mesh(cfg, rows=1)
     run, out = files.absolute_path(args.run), files.absolute_path(args.out)
-    utils.run_on_lead(check_new, out, "out")
+    utils.run_on_lead(check_new, out, "out")  # before the work
     mean, steps = None, [int(word) for word in args.steps.split(",")]
     for n, step in enumerate(steps):
         params = runstate.load_params(run, cfg, step)
         mean = params if mean is None else update_mean(mean, params, n + 1.0)
-    abstract = runstate.checkpoint_items(runstate.abstract_state(cfg))
-    items = runstate.add_items(dict(params=mean), 0, abstract, cfg)
-    store = Checkpoints(out, settings=runstate.model_settings(cfg))
-    store.save(0, items, last=True)
-    store.close()
-    utils.run_on_lead(write_record, run, out, steps)
+    save_weights(mean, run, out, steps, cfg)
     utils.say(f"{out}: the mean of the weights after {args.steps} updates of {run}")
 
 
@@ -77,6 +72,19 @@ def main(args: Args, cfg: config.Config):
 def update_mean(mean, params, n):
     """The mean of n trees: `params`, and n - 1 others of which `mean` is the mean."""
     return jax.tree.map(lambda mean, x: mean + (x - mean) / n, mean, params)
+
+
+def save_weights(params, run, out, steps: list[int], cfg: config.Config):
+    """Write weights, which are made of those of `run` after these updates, as checkpoint 0 of a new
+    run.  Their memory is used again: the arrays are gone.  Raises as check_new."""
+    run, out = files.absolute_path(run), files.absolute_path(out)
+    utils.run_on_lead(check_new, out, "out")
+    abstract = runstate.checkpoint_items(runstate.abstract_state(cfg))
+    items = runstate.add_items(dict(params=params), 0, abstract, cfg)
+    store = Checkpoints(out, settings=runstate.model_settings(cfg))
+    store.save(0, items, last=True)
+    store.close()
+    utils.run_on_lead(write_record, run, out, steps)
 
 
 def write_record(run, out, steps: list[int]):

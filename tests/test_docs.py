@@ -1,5 +1,5 @@
 """README and docs/: every link, name and flag in them exists, every command runs, and the code of
-docs/extending.md works."""
+docs/extending.md and docs/python.md works."""
 
 import ast
 import json
@@ -317,6 +317,39 @@ def add_model(workspace: Path):
     (folder / "golden.safetensors").unlink()
     text = (workspace / "c/train/tokenizer.json").read_text()
     (folder / "tokenizer.json").write_text(text.replace(config.END, "<|im_end|>"))
+
+
+# ---- the code of docs/python.md
+
+CHECKS = """
+nll = utils.host_rows(nll_AMBL)[0, :n]
+logprob_LV = jax.nn.log_softmax(lens[-1][0])
+np.testing.assert_allclose(-logprob_LV[np.arange(n), np.array(ids[1:])], nll, atol=1e-4)
+np.testing.assert_allclose([pattern.sum(-1) for pattern in patterns], 1, atol=1e-4)
+assert len(patterns) == len(lens) - 1 == cfg.model.n_layers
+
+def last_loss_of(delta_BLD):
+    logit_LV = look_inside(params, jnp.array([ids]), delta_BLD, cfg)[1][-1][0]
+    return -jax.nn.log_softmax(logit_LV[n - 1])[ids[-1]]
+
+grad_LD, rows = jax.grad(last_loss_of)(zero_BLD)[0], jnp.array(ids)
+grad_VD = jnp.zeros_like(params["embed_VD"]).at[rows].add(grad_LD)
+np.testing.assert_allclose(grad_VD, last_grads["embed_VD"], atol=1e-4)
+np.testing.assert_allclose(loss, nll.mean(), rtol=1e-4)
+jax.tree.map(np.testing.assert_array_equal, arrays, jax.device_get(params))
+saved = runstate.load_params("runs/patched", cfg)["layers"]["dense"]["o_HKD"]
+assert (saved[1] == 0).all() and (saved[0] == params["layers"]["dense"]["o_HKD"][0]).all()
+in_run = [json.loads(line) for line in open("runs/rate_0.01/metrics.jsonl")]
+assert abs(in_run[2]["loss"] - metrics["loss"]) < 1e-4
+"""
+
+
+@pytest.mark.slow
+def test_the_code_for_notebooks_runs_and_its_numbers_are_right(workspace):
+    code = "\n".join(fenced_blocks(ROOT / "docs" / "python.md", "python"))
+    (workspace / "notebook.py").write_text(code + CHECKS)
+    run_command("python notebook.py", workspace)
+    run_command("python scripts/evaluate.py --run runs/patched", workspace)
 
 
 # ---- the code of docs/extending.md
