@@ -59,6 +59,7 @@ def leave_if_unread(e: Exception):
     """End the process, without a message, if e says that the reader of stdout has closed it, as
     head does once it has its lines.  The exit code is that of a process killed by SIGPIPE."""
     stdout = select.poll()
-    stdout.register(1, 0)
-    if isinstance(e, BrokenPipeError) and stdout.poll(0):
+    stdout.register(1, select.POLLOUT)  # macOS reports nothing where nothing is asked for
+    is_closed = any(event != select.POLLOUT for _, event in stdout.poll(0))
+    if isinstance(e, BrokenPipeError) and is_closed:
         os._exit(128 + signal.SIGPIPE)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import select
 import shutil
 import signal
 import socket
@@ -93,6 +94,24 @@ def test_a_closed_stdout_ends_a_program_without_a_word(command, tmp_path):
     os.close(writer)
     assert done.returncode == 128 + signal.SIGPIPE and "rror" not in done.stderr, done
     assert done.stderr == "" or "--help" not in command  # a run has said what it computes on
+
+
+@pytest.mark.parametrize("event, code", [(select.POLLHUP, 141), (select.POLLOUT, None)])
+def test_a_closed_stdout_is_seen_where_poll_reports_only_what_it_is_asked(event, code, monkeypatch):
+    """As on macOS."""
+
+    class Poll:
+        def register(self, stream, events):
+            self.found = [(stream, event)] if events & select.POLLOUT else []
+
+        def poll(self, timeout):
+            return self.found
+
+    codes = []
+    monkeypatch.setattr(select, "poll", Poll)
+    monkeypatch.setattr(os, "_exit", codes.append)
+    signals.leave_if_unread(BrokenPipeError())
+    assert codes == [code] * (code is not None)
 
 
 @pytest.mark.parametrize("program", ["train.py", "scripts/report.py"])
