@@ -416,11 +416,12 @@ def peak_flops(cfg: Config) -> float | None:
 
 
 def free_memory() -> int | None:
-    """Bytes of this host's memory that are free; None where the system does not say, as macOS."""
-    meminfo = Path("/proc/meminfo")
-    text = meminfo.read_text() if meminfo.exists() else ""
-    found = re.search(r"MemAvailable: +(\d+)", text)
-    return 1024 * int(found[1]) if found else None
+    """Bytes of this host's memory that are free, but at most the limit of a container; None where
+    the system does not say, as macOS."""
+    paths = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
+    host, limit = (path.read_text() if path.exists() else "" for path in paths)
+    sizes = [1024 * int(n) for n in re.findall(r"MemAvailable: +(\d+)", host)]
+    return min([*sizes, *map(int, re.findall(r"^\d+", limit))], default=None)
 
 
 def format_bytes(n: int) -> str:

@@ -1,5 +1,6 @@
 """The mesh, signals, XLA's options, peaks and small helpers."""
 
+import os
 import re
 from dataclasses import dataclass, replace
 from unittest import mock
@@ -143,6 +144,14 @@ def test_a_system_that_does_not_say_what_is_free_is_no_error(monkeypatch, tmp_pa
     (tmp_path / "meminfo").write_text("MemTotal: 1024 kB\nMemFree: 512 kB\n")
     monkeypatch.setattr(utils, "Path", lambda path: tmp_path / "meminfo")
     assert utils.free_memory() is None
+
+
+def test_a_container_has_no_more_memory_than_its_limit(monkeypatch, tmp_path):
+    monkeypatch.setattr(utils, "Path", lambda path: tmp_path / os.path.basename(path))
+    (tmp_path / "meminfo").write_text("MemAvailable: 2048 kB\n")
+    for limit, free in (("max\n", 2**21), (f"{2**20}\n", 2**20), (f"{2**30}\n", 2**21)):
+        (tmp_path / "memory.max").write_text(limit)
+        assert utils.free_memory() == free
 
 
 def test_durations_are_short():
