@@ -37,7 +37,8 @@ def run_in_pool(function: Callable, tasks: list, n_workers: int) -> Iterator:
             yield future.result()
     except BrokenProcessPool:
         what = "a worker process was killed, or ran out of memory"
-        raise UserError(DISTRIBUTED, what, "run the same command again to go on") from None
+        fix = "run the same command again to go on, with fewer --workers if memory was short"
+        raise UserError(DISTRIBUTED, what, fix) from None
     finally:
         for process in multiprocessing.active_children():
             process.kill()

@@ -1465,6 +1465,7 @@ def test_a_killed_worker_is_two_lines(large, by_one_worker, tmp_path):
             break
     _, err = process.communicate(timeout=60)
     assert process.returncode == DISTRIBUTED and "a worker process was killed" in err
+    assert "with fewer --workers" in err
     assert err.count("\n") == 2, err
     prepare(*large, "--out", tmp_path / "out")
     assert contents(tmp_path / "out") == by_one_worker
