@@ -380,5 +380,5 @@ def start() -> Config:
     # twentieth of the start.
     gc.set_threshold(100_000, 50)
     keep_freed_memory()
-    simulate_devices(cfg.mesh, cfg.run.num_processes)
+    quit_on_error(simulate_devices, cfg.mesh, cfg.run.num_processes)
     return cfg

@@ -542,6 +542,12 @@ def test_a_variable_that_is_no_number_is_named(name, text, monkeypatch):
         cli.simulate_devices(config.Mesh(2, 2, 2))
 
 
+def test_training_names_such_a_variable_without_a_traceback():
+    env = dict(os.environ, NPROC="two", JAX_NUM_CPU_DEVICES="8")
+    done = run("train.py", "--config", "tiny", env=env)
+    assert done.returncode == USAGE and done.stderr.startswith("error: the environment"), done
+
+
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library has no mallopt")
 def test_memory_of_one_call_is_used_by_the_next():
     code = """
