@@ -20,6 +20,9 @@ def join_processes(cfg: Config):
 
     Where there is neither, this process is the only one.  Raises UserError DISTRIBUTED and USAGE.
     """
+    if jax.__version_info__ < (0, 10):  # such as that of a notebook's environment
+        fix = "pip install --require-hashes -r requirements.txt"
+        raise UserError(USAGE, f"jax {jax.__version__} is older than 0.10", fix)
     r = cfg.run
     options = dict(initialization_timeout=r.start_timeout)
     jax.config.update("jax_enable_preemption_service", False)  # processes.Stop notices preemption

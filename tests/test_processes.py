@@ -96,6 +96,12 @@ def test_a_closed_stdout_ends_a_program_without_a_word(command, tmp_path):
     assert done.stderr == "" or "--help" not in command  # a run has said what it computes on
 
 
+def test_a_jax_that_is_too_old_is_named(cfg, monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 9, 2))
+    with pytest.raises(UserError, match=r"is older than 0\.10"):
+        connect.join_processes(cfg)
+
+
 @pytest.mark.parametrize("event, code", [(select.POLLHUP, 141), (select.POLLOUT, None)])
 def test_a_closed_stdout_is_seen_where_poll_reports_only_what_it_is_asked(event, code, monkeypatch):
     """As on macOS."""
