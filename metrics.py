@@ -244,7 +244,7 @@ class MetricsLog:
             try:
                 self.past.draw(self.run)
             except Exception as e:  # the next evaluation draws them again
-                if not errors.is_storage_error(e):
+                if not (errors.is_storage_error(e) or isinstance(e, ImportError)):
                     raise
                 warn(f"no pictures ({describe(e)})")
         self.clock = time.perf_counter()  # the next update's step_time leaves the pictures out

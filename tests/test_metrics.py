@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import struct
+import sys
 import time
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -184,6 +185,13 @@ def test_the_curve_is_drawn(tmp_path):
     metrics.draw_loss(path, {1: 3.0, 2: None, 3: 2.0}, {"": {3: 2.5}, "code": {}}, {})
     assert path.read_bytes()[:4] == b"\x89PNG"
     metrics.draw_loss(path, {}, {"": {}}, {})
+
+
+def test_a_run_goes_on_without_the_package_of_its_pictures(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    log = open_log(tmp_path, on_mesh(config.tiny()), 0)
+    log.add_evaluation(1, dict(loss=1.0, bits_per_byte=1.0, tokens=1))
+    assert "warning: no pictures (ModuleNotFoundError: import of" in capsys.readouterr().err
 
 
 # ---- Weights & Biases
