@@ -223,6 +223,8 @@ def find_devices() -> list:
         platforms = os.environ.get("JAX_PLATFORMS", "")
         why = str(e).splitlines()[0][:200] if str(e) else f"none for JAX_PLATFORMS={platforms}"
         fix = "install JAX for the accelerator, or set JAX_PLATFORMS=cpu to simulate the mesh"
+        if "gloo" in why:  # connects the processes of a CPU at the addresses of their hosts' names
+            fix = "let this host look up its own name, by a line in /etc/hosts"
         raise UserError(USAGE, f"JAX has no device: {why}", fix) from None
 
 

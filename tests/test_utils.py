@@ -198,13 +198,15 @@ def test_a_folder_of_a_bucket_is_no_file(monkeypatch):
 
 def test_without_devices_the_fix_is_said_whatever_jax_raises(monkeypatch):
     """A platform whose plugin is missing is an AssertionError without a text."""
-    for error, word in (
-        (AssertionError(), "none for JAX_PLATFORMS=cuda"),
-        (RuntimeError("x"), "x"),
+    gloo = "Unable to initialize backend 'cpu': external/gloo/gloo/transport/tcp/device.cc:99"
+    for error, word, fix in (
+        (AssertionError(), "none for JAX_PLATFORMS=cuda", "install JAX"),
+        (RuntimeError("x"), "x", "install JAX"),
+        (RuntimeError(gloo), "Unable", "let this host look up its own name"),
     ):
         monkeypatch.setenv("JAX_PLATFORMS", "cuda")
         monkeypatch.setattr(jax, "devices", lambda error=error: (_ for _ in ()).throw(error))
-        with pytest.raises(UserError, match=f"JAX has no device: {word}"):
+        with pytest.raises(UserError, match=f"JAX has no device: {word}.*\n  fix: {fix}"):
             utils.start_mesh(config.tiny())
 
 
