@@ -344,7 +344,8 @@ def prepare_streams():
             stream = open(os.devnull, mode)  # noqa: SIM115, until the process ends
             os.set_inheritable(stream.fileno(), True)  # for child processes
             setattr(sys, name, stream)
-    sys.stdout.reconfigure(errors="backslashreplace")
+    if hasattr(sys.stdout, "reconfigure"):  # a notebook's stream has no such method
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def quit_on_error(f, *args):

@@ -1,5 +1,6 @@
 """How the processes of a run meet, agree, stop, hang and fail, with real ones on the loopback."""
 
+import io
 import json
 import os
 import re
@@ -74,6 +75,13 @@ def test_text_that_stdout_cannot_encode_is_escaped():
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT, env=ascii_only, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout == "Gr\\xf6\\xdfe \\ufffd\n", done.stderr
+
+
+def test_what_a_notebook_has_as_stdout_is_written_to(monkeypatch):
+    """%run of a script; such a stream cannot be reconfigured."""
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    cli.quit_on_error(print, "text")
+    assert sys.stdout.getvalue() == "text\n"
 
 
 @pytest.mark.parametrize("command", [
