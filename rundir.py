@@ -55,9 +55,11 @@ def run_record(cfg: Config, fingerprint: str = "", old: dict | None = None) -> d
 
 @cache
 def code_digest() -> str:
-    """A hash of the modules and scripts."""
-    paths = [*Path(__file__).parent.glob("*.py"), *Path(__file__).parent.glob("scripts/*.py")]
-    code = b"".join(path.read_bytes() for path in sorted(paths))
+    """A hash of the modules and scripts, without hidden files: an editor's lock may be a link to
+    nothing."""
+    folder = Path(__file__).parent
+    paths = sorted([*folder.glob("[!.]*.py"), *folder.glob("scripts/[!.]*.py")])
+    code = b"".join(path.read_bytes() for path in paths)
     return hashlib.sha256(code).hexdigest()[:12]
 
 

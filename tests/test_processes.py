@@ -388,6 +388,7 @@ def test_the_compared_version_is_that_of_the_scripts_too(monkeypatch, tmp_path):
     """scripts/doctor.py compares it as train.py does."""
     seen, script = [], tmp_path / "scripts" / "doctor.py"
     script.parent.mkdir()
+    script.with_name(".#doctor.py").symlink_to("user@host.1234")  # while Emacs has edits of it
     monkeypatch.setattr(rundir, "__file__", str(tmp_path / "rundir.py"))
     monkeypatch.setattr(processes, "differences", lambda facts: seen.append(facts) or {})
     for text in "old", "new":
