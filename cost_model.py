@@ -387,7 +387,7 @@ def delay_weight_gradients(flat: FlatJaxpr, weight_shapes: set) -> FlatJaxpr:
 
     Nothing in a layer waits for the gradients of its weights, so XLA hides traffic over tp behind
     them: it computes those of the feed-forward only after the backward pass of attention, and until
-    then keeps what they need.  docs/compiled.md has what XLA needs in fifteen cases.
+    then keeps what they need.  docs/compiled.md compares the plans with XLA.
     """
     needed = {x for x in flat.results if x is not None and flat.avals[x].shape not in weight_shapes}
     waits = [False] * len(flat.ops)
