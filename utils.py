@@ -251,7 +251,7 @@ def make_mesh(cfg: Config) -> jax.sharding.Mesh:
     fix = f"choose axes whose product is {len(devices)} (one axis may be -1), or "
     if n > len(devices):
         is_simulated = devices[0].platform == "cpu"
-        again = "start Python again, without JAX_NUM_CPU_DEVICES and with this mesh first"
+        again = "start Python again with this mesh, without JAX_NUM_CPU_DEVICES and XLA_FLAGS"
         other = "simulate the mesh on this host's CPU with JAX_PLATFORMS=cpu"
         fix += again if is_simulated else other
         raise UserError(USAGE, f"{product} = {n} but only {found}", fix)
