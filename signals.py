@@ -40,10 +40,11 @@ def flush_output():
     """Write what stdout and stderr still hold.  Where that fails, as on a full disk, discard it:
     Python would try again as it ends, and change the exit code to 120."""
     for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:
-            discard(stream.fileno())
+        with suppress(AttributeError, ValueError):  # there is no such stream, or it is closed
+            try:
+                stream.flush()
+            except OSError:
+                discard(stream.fileno())
 
 
 def leave_terminal():

@@ -191,6 +191,15 @@ def test_a_full_disk_under_the_output_does_not_end_training(monkeypatch):
         signals.discard(full.fileno())  # what is still in its buffer
 
 
+def test_a_stream_that_is_closed_or_missing_is_not_written_at_the_end(monkeypatch):
+    """A script of a user may import Trifold's modules, close stdout, or be started without it."""
+    closed = io.StringIO()
+    closed.close()
+    for stream in closed, None:
+        monkeypatch.setattr(sys, "stdout", stream)
+        signals.flush_output()
+
+
 @pytest.mark.parametrize("error", [
     "gcsfs.retry.HttpError(dict(code=401, message='no access'))",
     "aiohttp.ServerDisconnectedError()",
