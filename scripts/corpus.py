@@ -31,7 +31,8 @@ def real_path(path: str) -> str:
 
 
 def fail(error: OSError):
-    raise error
+    if os.path.basename(error.filename) != "lost+found":  # which fsck keeps in a disk's root
+        raise error
 
 
 def find_files(root: Path, suffix: str, excluded: set[str] = frozenset()) -> list[File]:
@@ -58,7 +59,7 @@ def find_local(pattern: str, suffix: str) -> list[File]:
     is_name, found = exists(Path(pattern)), []
     folders = [] if is_name else glob.glob(os.path.dirname(pattern), recursive=True)
     for folder in filter(os.path.isdir, folders):
-        os.scandir(folder).close()  # raises PermissionError, where glob leaves out what is in it
+        next(os.walk(folder, onerror=fail), None)  # glob leaves out what this user may not read
     paths = [pattern] if is_name else sorted(glob.glob(pattern, recursive=True))
     for path in map(Path, paths):
         if path.is_file() and path.name.endswith(suffix):

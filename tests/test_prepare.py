@@ -724,22 +724,37 @@ def test_arrows_file_format_is_read_too(tmp_path):
     assert sorted(all_documents(tmp_path / "out")) == sorted(text_rows())
 
 
-@pytest.mark.parametrize("name", ["", "*", "*/*.txt", "**/*.txt", "private/a.txt"])
-def test_a_folder_that_this_user_may_not_read_is_not_left_out(tmp_path, monkeypatch, name):
-    for folder in ("open", "private"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "a.txt").write_text(folder)
+def make_unreadable(folder: Path, monkeypatch):
+    """Make a folder with a.txt that this user, who may be root, may not read."""
+    folder.mkdir()
+    (folder / "a.txt").write_text("secret")
     scandir = os.scandir
 
     def refuse(f, path, **options):
-        if str(path).startswith(f"{tmp_path}/private") and (f is scandir or "/a" in str(path)):
+        if str(path).startswith(str(folder)) and (f is scandir or "/a" in str(path)):
             raise PermissionError(13, "Permission denied", str(path))
         return f(path, **options)
 
     for name_of_f in ("scandir", "stat", "lstat"):
         monkeypatch.setattr(os, name_of_f, partial(refuse, getattr(os, name_of_f)))
+
+
+@pytest.mark.parametrize("name", ["", "*", "*/*.txt", "**/*.txt", "private/a.txt"])
+def test_a_folder_that_this_user_may_not_read_is_not_left_out(tmp_path, monkeypatch, name):
+    (tmp_path / "b.txt").write_text("open")
+    make_unreadable(tmp_path / "private", monkeypatch)
     with pytest.raises(PermissionError):
         corpus.find_input(f"{tmp_path}/{name}", "")
+
+
+@pytest.mark.parametrize("name", ["", "*", "**/*.txt"])
+def test_a_disk_of_ones_own_is_read_though_it_has_a_folder_for_its_repair(
+    tmp_path, monkeypatch, name
+):
+    (tmp_path / "b.txt").write_text("open")
+    make_unreadable(tmp_path / "lost+found", monkeypatch)
+    (file,) = corpus.find_input(f"{tmp_path}/{name}", "")
+    assert file.name == "b.txt"
 
 
 def test_several_inputs_patterns_and_folders_are_one_corpus(tmp_path):
