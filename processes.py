@@ -277,7 +277,7 @@ HANGS = threading.Event()
 class Watchdog:
     """Within its block, ends the process when Stop has not been polled for too long.  First it
     writes the stacks of all threads to stderr and to crash/ in the run directory.  After the block
-    the signals no longer go to Stop, see Stop.give_signals_back."""
+    a notebook has its signals again, see Stop.give_signals_back."""
 
     SLOW_FACTOR = 12
     """How many times as long the start, the first update and what LONG names may take: XLA's

@@ -77,7 +77,7 @@ def say(*words, file=None):
         except OSError as e:
             if on_lost_reader is None:
                 raise
-            # EIO: the terminal was closed, and SIGHUP is on its way.  A disk may only be full now.
+            # EIO: the terminal was closed, and SIGHUP is on its way.  A full disk may recover.
             if e.errno in (errno.EPIPE, errno.EIO):
                 discard((file or sys.stdout).fileno())
                 on_lost_reader()
