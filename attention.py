@@ -307,8 +307,8 @@ PLATFORMS = dict(cudnn=GPUS, splash=("tpu",))
 
 
 def why_unsupported(kernel: str, q_BLHK, v_BSGW, span: Span, cfg: Config) -> str:
-    """Why a kernel cannot do this attention, or "" where it can.  Every setting that a
-    kernel lacks needs a line here: otherwise the kernel ignores it without a word."""
+    """Why a kernel cannot do this attention, or "" where it can.  Every setting that a kernel lacks
+    needs a line here: otherwise the kernel ignores it without a word."""
     if kernel == "xla":
         return ""
     L, K = q_BLHK.shape[1], q_BLHK.shape[3]
