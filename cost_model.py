@@ -392,7 +392,7 @@ def delay_weight_gradients(flat: FlatJaxpr, weight_shapes: set) -> FlatJaxpr:
     needed = {x for x in flat.results if x is not None and flat.avals[x].shape not in weight_shapes}
     waits = [False] * len(flat.ops)
     for n, op in reversed([*enumerate(flat.ops)]):
-        # Kernels and loops do not wait: they are the gradients of experts.
+        # XLA does not delay kernels and loops, which compute the gradients of experts.
         waits[n] = needed.isdisjoint(op.outputs) and op.name not in HAVE_BODIES
         if not waits[n]:
             needed |= {*op.inputs}

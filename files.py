@@ -49,7 +49,8 @@ def is_folder(path: epath.Path) -> bool:
 
 
 def exists(path: epath.Path) -> bool:
-    """Raises where the answer is not known, such as PermissionError; epath's exists says no."""
+    """Whether there is such a file or folder.  Raises OSError where that cannot be known, such as
+    without permission; epath's exists says no then."""
     return path.exists() if is_remote(path) else Path(path).exists()
 
 
@@ -110,7 +111,7 @@ def leaves_folder(path, folder) -> bool:
 
 
 def file_size(path) -> int:
-    """Without epath's stat on a disk, which fails where no account has the id of a file's owner."""
+    """Bytes of a file.  On a disk epath's stat would fail where the owner's id has no account."""
     return epath.Path(path).stat().length if is_remote(path) else os.stat(path).st_size
 
 

@@ -117,7 +117,7 @@ class Stop:
         self.update_seconds = deque(maxlen=20)
         """How long the last updates took."""
         self.handlers = {number: signal.getsignal(number) for number in STOPS}
-        """Those from before."""
+        """The signals' handlers before this Stop."""
         signal.signal(signal.SIGUSR1, self.ask_to_save)
         handle_stops(self.handle)
 
@@ -386,7 +386,7 @@ def run_main(main, *args):
     try:
         join_processes(args[-1])
         result = main(*args)
-        sys.stdout.flush()
+        sys.stdout.flush()  # here, so that a full disk under it is a storage error
         return result
     except UserError as e:
         exit_with(e)

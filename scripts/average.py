@@ -76,7 +76,8 @@ def update_mean(mean, params, n):
 
 def save_weights(params, run, out, steps: list[int], cfg: config.Config):
     """Write weights, which are made of those of `run` after these updates, as checkpoint 0 of a new
-    run.  Their memory is used again: the arrays are gone.  Raises as check_new."""
+    run.  Their memory is used again, so the arrays cannot be read afterwards.  Raises as
+    check_new."""
     run, out = files.absolute_path(run), files.absolute_path(out)
     utils.run_on_lead(check_new, out, "out")
     abstract = runstate.checkpoint_items(runstate.abstract_state(cfg))

@@ -106,7 +106,7 @@ end_id stages skip seq_len batch_size batch_ramp steps dtype"""
 """The settings of model, data and train that change the training, and that the peers have too or
 do not need."""
 KNOWN_CHOICES = {"model.norm": "layer", "model.positions": "learned"}
-"""Of these settings the peers have the default and this choice."""
+"""{setting: the only choice besides its default that the peers have too}"""
 # The policies of jax.checkpoint for train.remat; with "none" everything is kept.
 PLAIN_REMAT = dict(layer=None, dots=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
 

@@ -31,6 +31,7 @@ def real_path(path: str) -> str:
 
 
 def fail(error: OSError):
+    """For os.walk, which would leave out a folder that this user may not read."""
     if os.path.basename(error.filename) != "lost+found":  # which fsck keeps in a disk's root
         raise error
 
