@@ -3,6 +3,7 @@
 import ctypes
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -23,6 +24,8 @@ def join_processes(cfg: Config):
     if jax.__version_info__ < (0, 10):  # such as that of a notebook's environment
         fix = "pip install --require-hashes -r requirements.txt"
         raise UserError(USAGE, f"jax {jax.__version__} is older than 0.10", fix)
+    if jax.distributed.is_initialized():  # by an earlier script of the same notebook
+        return
     r = cfg.run
     options = dict(initialization_timeout=r.start_timeout)
     jax.config.update("jax_enable_preemption_service", False)  # processes.Stop notices preemption
@@ -37,7 +40,10 @@ def join_processes(cfg: Config):
     try:
         jax.distributed.initialize(**options)
     except (RuntimeError, ValueError, KeyError) as e:
-        if "coordinator_address should be defined" in str(e):  # this says: no cluster found
+        # The first says that no cluster was found, the second that JAX has computed something
+        # without one, as in an earlier script of the same notebook.
+        alone = "coordinator_address should be defined|must be called before any JAX"
+        if re.search(alone, str(e)) and not r.coordinator:
             signal.signal(signal.SIGABRT, signal.SIG_DFL)
             return
         # RuntimeError: a port is taken, metadata do not answer, or JAX cannot parse a variable.

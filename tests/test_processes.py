@@ -530,3 +530,25 @@ def test_an_error_leaves_no_temporary_files(tmp_path):
     env = os.environ | dict(TMPDIR=str(tmp_path))
     done = subprocess.run([sys.executable, "-c", LEFT], cwd=ROOT, env=env)
     assert done.returncode == errors.STORAGE and not [*tmp_path.iterdir()]
+
+
+NOTEBOOK = """
+import runpy, sys
+sys.ps1 = "In [1]: "
+script, run, *sets = sys.argv[1:]
+for data in sets:
+    sys.argv = [script, "--run", run, "--data", data]
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as e:
+        print(e.code)
+"""
+
+
+def test_a_notebook_runs_a_script_after_another_whose_error_ends_only_that(base, reference):
+    """`%run scripts/evaluate.py`; the second one meets JAX with devices."""
+    arguments = ["scripts/evaluate.py", reference, base.data.val, "nowhere", base.data.val]
+    command = [sys.executable, "-c", NOTEBOOK, *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    first, code, last = done.stdout.splitlines()
+    assert int(code) == DATA and json.loads(first) == json.loads(last), done.stderr
