@@ -30,6 +30,27 @@ IGNORED = """
     use_bfloat16 use_flash_attention_2
     """.split()  # noqa: SIM905
 
+ACTIVATION, SCALE = "an activation in layers.hidden_units", "a scale in attention.softmax_scale"
+NEEDS = dict(
+    hidden_act=ACTIVATION,
+    hidden_activation=ACTIVATION,
+    activation_function=ACTIVATION,
+    swiglu_alpha=ACTIVATION,
+    swiglu_limit=ACTIVATION,
+    scale_attn_weights=SCALE,
+    scale_attn_by_inverse_layer_idx=SCALE,
+    mscale_all_dim=SCALE,
+    attention_factor="a magnitude in attention.yarn_magnitudes",
+    rope_type="frequencies in attention.rope_frequencies",
+    partial_rotary_factor="rotary positions in a part of each head, in attention.rope",
+    use_bidirectional_attention="a mask in which tokens see later ones, in attention.py",
+    add_cross_attention="an encoder",
+    scoring_func="a router in experts.route",
+    topk_method="a router in experts.route",
+    moe_layer_freq="a reading of this key in hf_config.read_layers",
+)
+"""{key: what Trifold would need for a value of it that cannot be converted}."""
+
 # ---- from config.json
 
 
@@ -57,7 +78,10 @@ class Keys:
         """Note a problem unless the value of that name is the supported one."""
         if value != supported:
             what = f"config.json: {name}={value!r}, but only {supported!r} can be converted"
-            self.add_problem(what, "convert a model of another architecture: Trifold lacks this")
+            fix = "convert another model"
+            if need := NEEDS.get(name.split(".")[-1]):
+                fix += f": this one needs {need} (see docs/extending.md)"
+            self.add_problem(what, fix)
 
     def add_problem(self, what: str, fix: str):
         self.problems.append(Problem(what, fix))

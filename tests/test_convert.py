@@ -9,6 +9,7 @@ import inspect
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -28,13 +29,16 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models, processors
 
+import attention
 import checkpoint
 import checks
 import cli
 import config
 import digests
 import errors
+import experts
 import files
+import layers
 import model
 import runstate
 import utils
@@ -491,6 +495,7 @@ def test_all_tensors_that_do_not_fit_are_reported_at_once(tmp_path):
     "family,keys,words",
     [
         ("llama", dict(hidden_act="gelu"), "hidden_act='gelu', but only 'silu'"),
+        ("llama", dict(hidden_act="gelu"), "needs an activation in layers.hidden_units"),
         ("llama", dict(rope_scaling=dict(type="dynamic", factor=2.0)), "rope_type='dynamic'"),
         ("llama", dict(rope_scaling=dict(type="yarn", factor=2.0, attention_factor=3.0)), "3.0"),
         ("llama", dict(rope_scaling=dict(type="yarn", factor=2.0, attention_factor=np.nan)), "nan"),
@@ -549,6 +554,16 @@ def test_a_head_of_another_dtype_is_refused_where_weights_are_tied(dtype, found,
     tensors["model.embed_tokens.weight"] = np.ones((V, D), dtype)
     tensors["lm_head.weight"] = np.ones((V, D), ml_dtypes.float8_e4m3fn)
     assert found in problems(tmp_path, "qwen3", tensors, tie_word_embeddings=True)
+
+
+def test_what_another_value_of_a_key_would_need_is_said_and_exists():
+    supported = {key for family in hf_families.FAMILIES.values() for key in family.supported}
+    # transformers' gemma3 applies no softcap to scores, whatever config.json says.
+    assert supported - {"attn_logit_softcapping"} <= {*hf_config.NEEDS}
+    modules = dict(attention=attention, experts=experts, hf_config=hf_config, layers=layers)
+    for need in hf_config.NEEDS.values():
+        for module, name in re.findall(r"(\w+)\.(\w+)", need):
+            assert name == "py" or callable(getattr(modules[module], name))
 
 
 def test_keys_that_only_concern_other_programs_are_read():
