@@ -789,13 +789,14 @@ def test_a_file_is_read_once_however_often_it_is_named(tmp_path):
 
 def test_files_of_a_bucket_that_describe_arrow_files_are_no_text():
     bucket = fsspec.filesystem("memory")
-    names = ["hf/data.arrow", "hf/state.json", "notes/a.md", "notes/.hidden"]
+    names = ["hf/data.arrow", "hf/more.parquet", "hf/state.json", "hf/LICENSE"]
+    names += ["notes/a.md", "notes/.hidden"]
     names += ["splits/dataset_dict.json", "splits/test/a.arrow", "notes/dataset_dict.json"]
     for name in names:
         bucket.pipe(f"/corpus/{name}", b"x")
     names = [file.name for file in corpus.find_input("memory://corpus", "")]
-    kept = ["hf/data.arrow", "notes/a.md", "notes/dataset_dict.json", "splits/test/a.arrow"]
-    assert names == kept
+    kept = ["hf/data.arrow", "hf/more.parquet", "notes/a.md", "notes/dataset_dict.json"]
+    assert names == [*kept, "splits/test/a.arrow"]
 
 
 def test_what_datasets_puts_beside_a_data_set_is_not_read(tmp_path):
