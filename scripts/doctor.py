@@ -212,7 +212,8 @@ def data(cfg: Config, found: dict):
                     ends = part.starts[1:]
                     part.pages.disk = None  # data.cache may have pages of a shard that is gone
                 numbers = np.unique(np.maximum(np.array(ends) - 2, 0) // cfg.train.seq_len)
-                part.windows(numbers[:: 1 + len(numbers) // 64])
+                for read in part.windows, part.scored:
+                    read(numbers[:: 1 + len(numbers) // 64])
             yield Row(OK, f"{label}: {source}")
         except UserError as e:
             yield from (Row(FAIL, *problem) for problem in e.problems)

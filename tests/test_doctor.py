@@ -97,16 +97,21 @@ def test_without_a_config_it_looks_at_the_machine_and_tells_no_secret(tmp_path):
 
 
 def test_faults_are_told_all_at_once_and_each_with_its_cure(corpus, tmp_path):
-    """A folder that can only be read, few files, no key, a set and tasks that are missing, and
-    a set with a shard that is cut."""
+    """A folder that can only be read, few files, no key, a set and tasks that are missing, a set
+    with a shard that is cut, and one without the mask of its manifest."""
     data = shutil.copytree(corpus / "train", tmp_path / "data")
     names = [shard["name"] for shard in json.loads((data / "manifest.json").read_text())["shards"]]
     assert len(names) > 2
     os.truncate(data / names[1], 1000)
+    masked = shutil.copytree(corpus / "val", tmp_path / "masked")
+    manifest = json.loads((masked / "manifest.json").read_text())
+    manifest["shards"][0]["mask"] = manifest.pop("digest")
+    (masked / "manifest.json").write_text(json.dumps(manifest))
     runs = tmp_path / "runs"
     runs.mkdir(mode=0o555)
     flags = ["--config", "tiny", "--mesh.tp", 2, "--run.dir", runs, "--log.wandb", "required"]
-    flags += ["--data.train", data, "--data.val", f"a={corpus / 'val'},b={tmp_path / 'nowhere'}"]
+    vals = f"a={corpus / 'val'},b={tmp_path / 'nowhere'},c={masked}"
+    flags += ["--data.train", data, "--data.val", vals]
     flags += ["--eval.tasks", f"core={tmp_path}/*.jsonl"]
     env = {name: x for name, x in ENV.items() if name != "WANDB_API_KEY"} | dict(HOME=str(tmp_path))
     few = dict(preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128)))
@@ -123,7 +128,7 @@ def test_faults_are_told_all_at_once_and_each_with_its_cure(corpus, tmp_path):
     assert "Permission denied" in red["storage"][0] and "--run.dir" in red["storage"][0]
     assert "required; key: no" in red["wandb"][0] and "WANDB_API_KEY" in red["wandb"][0]
     assert names[1] in red["data"][0] and "data.val" in red["data"][1]
-    assert "eval.tasks: core=" in red["data"][2]
+    assert ".mask.pages' is missing" in red["data"][2] and "eval.tasks: core=" in red["data"][3]
     assert {"devices", "mesh", "room", "matmul", "clocks", "same", "links"} <= rows(out, OK).keys()
     assert not [*runs.iterdir()]
 
