@@ -61,9 +61,10 @@ def read_stages(words: tuple[str, ...], parts: dict[str, Part]) -> dict[int, dic
             raise ValueError(f"{word!r} names a set twice, or has no weight above 0")
         if int(start) <= last:
             raise ValueError(f"{word!r} does not begin after the stage before it")
-        if int(start) == 0 and any(part.weight != 1 for part in parts.values()):
-            raise ValueError(f"{word!r} begins at once, but data.train has weights too")
         last = int(start)
+        # A weight of 1 may not have been given.
+        if last == 0 and any(x.weight not in (1, weights.get(n, 0)) for n, x in parts.items()):
+            raise ValueError(f"{word!r} begins at once, with other weights than data.train has")
         stages[last] = weights
     return stages
 

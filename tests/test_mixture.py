@@ -173,6 +173,7 @@ def test_a_path_may_end_in_a_number():
     (dict(train="a=x", stages=("five:a=1",)), "is not UPDATES:NAME=WEIGHT"),
     (dict(train="a=x", stages=("5:a=1", "5:a=2")), "does not begin after"),
     (dict(train="a=x", stages=("0:a=1", "0:a=2")), "does not begin after"),
+    (dict(train="a=x:3,b=y:2", stages=("0:a=3",)), "at once, with other weights than data.train"),
     (dict(skip="0"), "counted from 1"),
     (dict(skip="7:7"), "neither an update nor FIRST:STOP"),
     (dict(skip="x"), "neither an update nor FIRST:STOP"),
@@ -182,6 +183,12 @@ def test_words_that_cannot_be_are_named(flags, word):
     with pytest.raises(ValueError, match=re.escape(word)):
         parsers.read_stages(data.stages, parsers.read_sets(data.train))
         parsers.read_skip(data.skip)
+
+
+def test_a_stage_may_begin_at_once_with_the_weights_of_data_train():
+    for text in ("a=x:0.7,b=y:0.3", "a=x,b=y"):
+        stages = parsers.read_stages(("0:a=0.7,b=0.3", "8:b=1"), parsers.read_sets(text))
+        assert stages == {0: dict(a=Fraction("0.7"), b=Fraction("0.3")), 8: dict(b=1)}
 
 
 # ---- runs
