@@ -161,7 +161,7 @@ def say_what_is_text(files: list[File], kinds: list[str]):
     n_texts = sum(kind in ("text", "lines") for kind in kinds)
     if tables and n_texts:
         suffixes = or_list(sorted(set(tables)))
-        note = f"--suffix {suffixes} takes the tables alone"
+        note = f"--suffix takes one kind alone: {suffixes}"
         say(f"{len(tables):,} file(s) are tables, {n_texts:,} are read as text; {note}")
 
 

@@ -146,7 +146,7 @@ def test_text_files_among_tables_are_told(tmp_path):
     write_corpus(folder, ".parquet", text_rows())
     (folder / "README.md").write_text("A data set.")
     done = run(SCRIPT, "--input", folder, *flags)
-    note = "1 file(s) are tables, 1 are read as text; --suffix .parquet takes the tables alone\n"
+    note = "1 file(s) are tables, 1 are read as text; --suffix takes one kind alone: .parquet\n"
     assert done.returncode == 0 and note in done.stdout, done.stdout
     assert "A data set." in all_documents(tmp_path / "out")
     alone = run(SCRIPT, "--input", folder, *flags[:-1], tmp_path / "alone", "--suffix", ".parquet")
