@@ -394,6 +394,15 @@ def remove_digests(folder):
     (folder / "shard_00000.npy.pages").unlink()
 
 
+def test_only_a_set_without_a_mask_has_bits_per_byte(cfg, corpus, tmp_path):
+    """With one, part of the bytes would be divided by all tokens."""
+    folder = tmp_path / "set"
+    shutil.copytree(corpus / "val", folder)
+    assert open_set(cfg, folder, "val").source.bytes_per_token > 0
+    shard_entry(mask="0" * 32)(folder)
+    assert open_set(cfg, folder, "val").source.bytes_per_token is None
+
+
 def make_format_1(folder):
     """Make it a set as prepare_data wrote them once: with a checksum of each shard."""
 
