@@ -446,7 +446,8 @@ def test_ctrl_c_for_the_script_that_has_started_it_in_the_background_is_ignored(
     assert finish(process)[0] == INTERRUPTED and cloud.is_empty()
 
 
-def test_ctrl_c_asks_once_at_a_terminal(cloud):
+@pytest.mark.parametrize("yes", ["y", "Ctrl-C"])
+def test_ctrl_c_asks_once_at_a_terminal(cloud, yes):
     ours, theirs = pty.openpty()
     process = cloud.launch(*POD, "--", "python", "-c", SLEEPER, stdin=theirs)
     assert process.stdout.readline() == "update 1/9\n"
@@ -454,8 +455,12 @@ def test_ctrl_c_asks_once_at_a_terminal(cloud):
     process.send_signal(signal.SIGINT)
     time.sleep(1)
     assert process.poll() is None and cloud.pod()
-    os.write(ours, b"y\n")
+    if yes == "y":
+        os.write(ours, b"y\n")
     process.send_signal(signal.SIGINT)
+    if yes == "Ctrl-C":
+        time.sleep(1)
+        process.send_signal(signal.SIGINT)
     code, _, err = finish(process)
     assert code == INTERRUPTED and err.count("[y/N]") == 2 and cloud.is_empty()
     assert len(machine_files(cloud, "saved")) == 2

@@ -180,6 +180,21 @@ def test_the_time_left_counts_evaluations_and_not_compiling(tmp_path, monkeypatc
     assert [row["step_time"] for row in updates] == [2, 2, 2, 2]
 
 
+def test_each_set_and_each_score_has_its_curve(tmp_path, monkeypatch):
+    figures, row = [], {"c/accuracy": 0.5, "c/centred_accuracy": 0.0, "c/file/accuracy": 0.5}
+    monkeypatch.setattr(metrics, "write_png", lambda path, figure: figures.append(figure))
+    losses = {1: 3.0, 2: None, 3: 2.0}, dict(a={3: 2.5}, b={2: 4.0, 3: 1.5})
+    metrics.draw_loss(epath.Path(tmp_path / "loss.png"), *losses, {3: row})
+    lines = [line for axes in figures[0].axes for line in axes.lines]
+    assert {line.get_label(): line.get_xydata().tolist() for line in lines} == {
+        "train": [[1, 3], [3, 2]],
+        "validation a": [[3, 2.5]],
+        "validation b": [[2, 4], [3, 1.5]],
+        "c/accuracy": [[3, 0.5]],
+        "c/centred accuracy": [[3, 0]],
+    }
+
+
 def test_the_curve_is_drawn(tmp_path):
     path = epath.Path(tmp_path / "loss.png")
     metrics.draw_loss(path, {1: 3.0, 2: None, 3: 2.0}, {"": {3: 2.5}, "code": {}}, {})

@@ -916,6 +916,9 @@ def test_the_picture_writes_numbers_of_any_size_without_exponents():
     assert step_picture.lines(cost, CHIP)[0][0] == "matmuls: 1,500 TFLOP, 3,290 ms"
     cost = cost_model.Cost(flops=1.5e3, matmul_seconds=3.291e-4)
     assert step_picture.lines(cost, CHIP)[0][0] == "matmuls: 1.5 kFLOP, 0.329 ms"
+    sums = ("psum_invariant", "dp")
+    cost = cost_model.Cost(received={sums: 3 * CHIP.speed("dp")}, calls={sums: 4})
+    assert re.fullmatch("dp psum: 4 calls, .* GB, 3,000 ms", step_picture.lines(cost, CHIP)[0][0])
 
 
 def test_decoding_reads_the_weights_that_the_rows_meet():
