@@ -28,10 +28,11 @@ BAD, UPDATE, STEPS = 7, 40, 60
 
 
 def explain(run, *flags) -> str:
+    """What is printed; first what is on stderr, such as the weights that losses are by."""
     command = [sys.executable, ROOT / "scripts/batch.py", "--run", run, *flags]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return done.stderr + done.stdout
 
 
 def refused(run, *flags) -> tuple[int, list[str]]:
@@ -93,6 +94,8 @@ def test_a_bad_batch_is_found_rolled_back_and_left_out(spoilt, tmp_path, capsys)
     assert spike == UPDATE
 
     text = explain(run, "--step", UPDATE, "--loss", "--html", tmp_path / "page.html")
+    newest = max(step for step in saved_steps(run) if step < UPDATE)
+    assert f"losses by the weights after update {newest}\n" in text
     before = explain(run, "--step", UPDATE - 1, "--loss")
     assert mean_loss(text) > 1.2 * mean_loss(before)
     assert text.count("bad.npy tokens") >= cfg.train.batch_size
@@ -221,6 +224,7 @@ def test_an_update_that_the_run_does_not_have_is_an_error(spoilt):
 
 def test_the_losses_are_the_same_on_any_mesh_and_of_one_row(reference):
     whole = explain(reference, "--step", 10, "--loss")
+    assert "losses by the weights after update 10\n" in whole  # it has none from before
     on_mesh = explain(reference, "--step", 10, "--loss", "--mesh.dp", 4, "--mesh.tp", 2)
     assert losses_of(on_mesh) == pytest.approx(losses_of(whole), abs=2e-4)
     one = explain(reference, "--step", 10, "--loss", "--row", 5)
