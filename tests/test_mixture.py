@@ -113,6 +113,15 @@ def test_sources_keep_their_own_epochs_through_stages(sized):
     assert 1 not in in_second and abs((in_second == 2).mean() - 0.8) < 0.02
 
 
+def test_sources_have_orders_of_their_own_wherever_they_are_named(cfg):
+    def windows(names) -> dict:
+        order = order_of(cfg, [50] * len(names), train=",".join(f"{name}=x" for name in names))
+        sources, _, windows = order.batch(0)
+        return {name: windows[sources == n].tolist() for n, name in enumerate(names)}
+
+    assert (found := windows("ab")) == windows("ba") and found["a"] != found["b"]
+
+
 def test_updates_that_are_left_out_move_the_later_ones_up(sized):
     whole, cut = order_of(sized, **MIXED | dict(skip="")), order_of(sized, **MIXED)
     kept = [step for step in range(60) if step + 1 not in (3, 4, 8, 20, 21)]

@@ -77,7 +77,7 @@ def test_a_sample_ends_before_a_stop(trained):
     whole = text_of(trained, *args, "--mesh.dp", 1).rstrip("\n")
     stop = whole[9:12]
     want = whole[:7] + whole[7:].partition(stop)[0]
-    args += ["--mesh.dp", 1, "--stop", stop, "no such word"]
+    args += ["--mesh.dp", 1, "--stop", "no such word", stop]
     assert text_of(trained, *args) == want + "\n"
     lines = text_of(trained, *args, "--json", "--prompt", "import ", "def ").splitlines()
     first, second = map(json.loads, lines)
