@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -67,8 +68,16 @@ class UserError(Exception):
 
 def write_error(text: str):
     """Write to stderr, if that is still possible: its reader may have ended."""
+    if is_interactive():  # a notebook may show only what goes to its own stream
+        sys.stderr.write(text)
+        return
     with suppress(OSError):
         os.write(2, text.encode(errors="backslashreplace"))
+
+
+def is_interactive() -> bool:
+    """Whether this is a notebook or another session with a prompt, which goes on after a script."""
+    return hasattr(sys, "ps1")
 
 
 def or_list(values) -> str:

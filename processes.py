@@ -435,8 +435,8 @@ def leave_last(seconds: float):
 def exit_with(error: UserError | None):
     """Print the error, if any, and end the process with its code, or with 1.
 
-    At once, because a normal exit waits for lost peers and for failed saves.  A notebook or another
-    interactive session, in which a script is one of many, goes on.
+    At once, because a normal exit waits for lost peers and for failed saves.  An interactive
+    session goes on.
     """
     if HANGS.is_set():  # the hang has caused the error, and the Watchdog ends the process
         threading.Event().wait()
@@ -446,6 +446,6 @@ def exit_with(error: UserError | None):
     leave_last(5)
     remove_local_folders()
     code = 1 if error is None else error.code
-    if hasattr(sys, "ps1"):  # the prompt of an interactive session
+    if errors.is_interactive():
         sys.exit(code)
     os._exit(code)

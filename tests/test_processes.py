@@ -533,15 +533,15 @@ def test_an_error_leaves_no_temporary_files(tmp_path):
 
 
 NOTEBOOK = """
-import runpy, sys
-sys.ps1 = "In [1]: "
+import io, runpy, sys
+sys.ps1, sys.stderr = "In [1]: ", io.StringIO()
 script, run, *sets = sys.argv[1:]
 for data in sets:
     sys.argv = [script, "--run", run, "--data", data]
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as e:
-        print(e.code)
+        print(e.code, sys.stderr.getvalue().splitlines()[-2:])
 """
 
 
@@ -550,5 +550,6 @@ def test_a_notebook_runs_a_script_after_another_whose_error_ends_only_that(base,
     arguments = ["scripts/evaluate.py", reference, base.data.val, "nowhere", base.data.val]
     command = [sys.executable, "-c", NOTEBOOK, *map(str, arguments)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    first, code, last = done.stdout.splitlines()
-    assert int(code) == DATA and json.loads(first) == json.loads(last), done.stderr
+    first, error, last = done.stdout.splitlines()
+    assert error.startswith(f"{DATA} ['error: data.val={ROOT}/nowhere does not exist'"), error
+    assert json.loads(first) == json.loads(last)
