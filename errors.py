@@ -80,6 +80,13 @@ def is_interactive() -> bool:
     return hasattr(sys, "ps1")
 
 
+def exit_at_once(code: int):
+    """End the process at once, or in an interactive session the script."""
+    if is_interactive():
+        sys.exit(code)
+    os._exit(code)
+
+
 def or_list(values) -> str:
     """The values as words: "a, b or c"."""
     *head, last = map(str, values)

@@ -435,8 +435,7 @@ def leave_last(seconds: float):
 def exit_with(error: UserError | None):
     """Print the error, if any, and end the process with its code, or with 1.
 
-    At once, because a normal exit waits for lost peers and for failed saves.  An interactive
-    session goes on.
+    At once, because a normal exit waits for lost peers and for failed saves.
     """
     if HANGS.is_set():  # the hang has caused the error, and the Watchdog ends the process
         threading.Event().wait()
@@ -445,7 +444,4 @@ def exit_with(error: UserError | None):
     flush_output()
     leave_last(5)
     remove_local_folders()
-    code = 1 if error is None else error.code
-    if errors.is_interactive():
-        sys.exit(code)
-    os._exit(code)
+    errors.exit_at_once(1 if error is None else error.code)

@@ -69,7 +69,7 @@ from boards import has_wandb_key
 from chips import GIB, PEAK_TFLOPS, chip_of
 from connect import name_ids
 from dataset import Dataset, TokenFiles, check_tokenizers, parts_of
-from errors import USAGE, UserError, describe
+from errors import USAGE, UserError, describe, exit_at_once
 from lock import FileLock
 from parsers import read_sets
 from scripts.outputs import check_output, nearest_folder
@@ -375,7 +375,7 @@ def main(args: Args, cfg: Config):
         facts |= dict(table=table, processes=answers, environment=shown)
         files.write_whole(files.absolute_path(args.report), scrub(json.dumps(facts, indent=1)))
     processes.leave_last(5)
-    os._exit(USAGE if table[0].status == FAIL else 0)  # at once, because a check may still hang
+    exit_at_once(USAGE if table[0].status == FAIL else 0)  # a check may still hang
 
 
 if __name__ == "__main__":
