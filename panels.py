@@ -148,7 +148,9 @@ class NormsPanel(Panel):
             first = [*islice((x for x in rows if np.isfinite(x).all()), 10)]
             usual, newest = np.median(first, axis=0) if first else (), next(reversed(rows))
             for layer, a, b in zip(self.names, usual, newest, strict=False):
-                if b > self.GROWTH * a > 0:
+                # The norm's gain or bias may begin at 0, where any growth is tenfold.
+                may_grow = name == "weight" and layer.startswith("norm_")
+                if b > self.GROWTH * a > 0 and not may_grow:
                     what = f"{layer}: {SIZES[name]} grew from {a:.3g} to {b:.3g}"
                     found[f"{name} {layer}"] = f"{what}; see norms.png, and lower --optim.lr"
         return found
