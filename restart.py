@@ -113,7 +113,8 @@ def supervise(cfg: Config) -> int:
         before, newest = newest, newest_checkpoint(cfg, newest)
         tries = 1 if newest != before else tries + 1
         most = cfg.run.restarts
-        why = f"training ended with {last_end}; the newest checkpoint is {newest}"
+        found = f"the newest checkpoint is {newest}" if newest >= 0 else "no checkpoint is known"
+        why = f"training ended with {last_end}; {found}"
         if tries > most:
             say(f"{why}; gave up after {most} restarts without a new checkpoint")
             return code

@@ -172,7 +172,7 @@ def test_what_will_not_pass_is_not_tried_again(base, tmp_path):
     cfg, _ = new_run(base, "passes", run=dict(restarts=2, dir=str(tmp_path / "file")))
     code, _, err = finish(start(cfg))
     assert code == STORAGE and err.count("error: cannot write to") == 3
-    assert "gave up after 2 restarts without a new checkpoint" in err
+    assert "no checkpoint is known; gave up after 2 restarts without a new checkpoint" in err
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
