@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest import mock
 
 import jax
@@ -478,6 +479,15 @@ def test_the_process_that_others_wait_for_is_named(base):
         code, _, err = finish(process)
         assert code == HUNG and "all wait for process 0" in err
     assert len([*(run / "crash").iterdir()]) == 2
+
+
+def test_a_process_that_stopped_soon_after_its_start_is_named(base, monkeypatch):
+    """It has not told the others yet how far it is."""
+    store = SimpleNamespace(key_value_dir_get=lambda _: [("trifold/polls/0", "7")])
+    monkeypatch.setattr(processes, "shared_store", lambda: store)
+    monkeypatch.setattr(processes, "process_ids", lambda: [0, 1])
+    late = processes.Watchdog(None, base).who_is_late()
+    assert late == "; all wait for process 1"
 
 
 def test_a_process_that_cannot_make_the_mesh_ends_the_others(base, monkeypatch):
