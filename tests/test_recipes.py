@@ -144,6 +144,14 @@ def test_an_average_that_was_cut_short_is_made_again(reference, tmp_path, monkey
         average.main(args, cfg)
 
 
+def test_each_checkpoint_has_the_same_share_of_the_mean(reference, tmp_path, monkeypatch):
+    cfg, found = cli.config_of_run(str(reference), config.Mesh()), []
+    monkeypatch.setattr(runstate, "load_params", lambda run, cfg, step: dict(w=jnp.float32(step)))
+    monkeypatch.setattr(average, "save_weights", lambda mean, *_: found.append(float(mean["w"])))
+    average.main(average.Args(str(reference), "1,2,6", str(tmp_path / "mean")), cfg)
+    assert found == [3]
+
+
 @pytest.mark.slow
 def test_an_average_that_exists_ends_every_process_alike(reference, tmp_path):
     words = ["scripts/average.py", "--run", reference, "--steps", "10,20", "--out", tmp_path]

@@ -41,7 +41,7 @@ import processes
 import restart
 import runstate
 import train
-from errors import DATA, INTERRUPTED, STORAGE, UserError
+from errors import DATA, DISTRIBUTED, HUNG, INTERRUPTED, STORAGE, UserError
 
 pytestmark = pytest.mark.slow
 SINGLE = dict(dp=1, pp=1, tp=1)
@@ -221,6 +221,11 @@ def test_a_run_whose_output_nothing_reads_saves_and_ends(base, number):
         process.send_signal(number)
     assert process.wait(timeout=60) == INTERRUPTED
     assert max(saved(run)) == len(rows(run)) >= 3
+
+
+def test_only_what_may_be_temporary_is_tried_again():
+    codes = {code for code in range(256) if restart.temporary_reason(code)}
+    assert codes == {STORAGE, DISTRIBUTED, HUNG, INTERRUPTED}
 
 
 def test_a_signal_without_a_name_has_its_number():
