@@ -342,6 +342,9 @@ def train_loop(run, store, state: State, train: Dataset, vals, tasks, stop, cfg:
     log = MetricsLog(run, cfg, start, train.tokens_by_source, fingerprints)
     if cfg.checkpoint.best:
         store.keep_best(log.past.best_losses())
+    if start < cfg.train.steps:  # before compiling, which may take minutes
+        stop.error = read_upcoming(start, train, vals, cfg)
+        run_on_each(stop.raise_error)
     # Before the first checkpoint, because compiling may fail, or show that memory is too small.
     programs = log.run_untimed(compile_steps, start, train, cfg)
     if store.newest is None:

@@ -332,6 +332,16 @@ def test_a_warmup_longer_than_the_run_is_only_a_warning(base, capsys):
         assert (want in capsys.readouterr().err) == (steps == 4)
 
 
+def test_data_that_cannot_be_read_end_a_run_before_it_compiles(base, corpus, tmp_path, capsys):
+    data = shutil.copytree(corpus / "train", tmp_path / "data")
+    for shard in data.glob("*.npy"):
+        shard.write_bytes(shard.read_bytes()[:-9])
+    cfg, run = new_run(base, "cut_data", data=dict(train=str(data)))
+    assert refusal(cfg).code == errors.DATA
+    assert "updates 1 to" in (out := capsys.readouterr().out) and "compil" not in out, out
+    assert not [*run.glob("checkpoints/*")]
+
+
 def test_fewer_steps_than_the_run_has_made_are_refused(base, reference):
     cfg, run = copy_run(reference, base, "fewer", train=dict(steps=15))
     before = contents(run)
