@@ -46,7 +46,7 @@ class Curves:
         self.name, path = run, epath.Path(run)
         # matplotlib leaves out what begins with _, and reads $ as mathematics.
         self.label = (f"./{run}" if run.startswith("_") else run).replace("$", r"\$")
-        train, evals = read_metrics(path)
+        train, evals, self.scores = read_metrics(path)
         cfg = cli.parse(["--config", f"{run}/config.json"])  # raises UserError for a damaged one
         record = read_record(path)
         self.facts = record_facts(record)
@@ -125,6 +125,9 @@ def main(args: Args):
         rows += [[f"validation loss {name}".strip(), *words]]
         bits = [run.bits.get(name) for run in runs]
         rows += [[f"bits per byte {name}".strip(), *(f"{x:.4f}" if x else "-" for x in bits)]]
+    for name in dict.fromkeys(name for run in runs for name in run.scores):
+        scores = [run.scores.get(name) for run in runs]
+        rows += [[name, *("-" if x is None else f"{x:.4f}" for x in scores)]]
     for name in dict.fromkeys(name for run in runs for name in run.facts):
         values = [json.dumps(run.facts.get(name)) for run in runs]
         if len(set(values)) > 1:

@@ -29,6 +29,7 @@ class Args:
 FIELDS = dict(
     train=("loss", "grad_norm", "tokens", "step_time", "tokens_per_sec"),
     eval=("loss", "tokens", "bits_per_byte"),
+    tasks=(),
 )
 
 
@@ -47,24 +48,28 @@ def read_rows(path: epath.Path, *fields: str) -> list[dict]:
         raise UserError(DATA, what, "delete that line") from None
 
 
-def read_metrics(run: epath.Path) -> tuple[list[dict], list[dict]]:
-    """The rows of a run's updates, of which there is at least one, and those of its evaluations.
-    Raises UserError USAGE and DATA; TimeoutError if storage does not answer in REMOTE_SECONDS."""
+def read_metrics(run: epath.Path) -> tuple[list[dict], list[dict], dict]:
+    """The rows of a run's updates, of which there is at least one, and those of its evaluations;
+    the newest scores of each name of eval.tasks, without those of its files.  Raises UserError
+    USAGE and DATA; TimeoutError if storage does not answer in REMOTE_SECONDS."""
     if not call_within(REMOTE_SECONDS, lambda: exists(run / "config.json")):
         what = f"there is no run in {run}: it has no config.json"
         raise UserError(USAGE, what, "name the directory of a run")
     rows = read_rows(run / "metrics.jsonl", "step", "kind")
-    train, evals = ([row for row in rows if row["kind"] == kind] for kind in FIELDS)
+    train, evals, tasks = ([row for row in rows if row["kind"] == kind] for kind in FIELDS)
     if not train:
         what = f"{run} has no training rows in metrics.jsonl"
         raise UserError(DATA, what, "name a run directory that has trained")
-    return train, evals
+    newest = tasks[-1] if tasks else {}
+    scores = {name: x for name, x in newest.items() if isinstance(x, float)}
+    return train, evals, {name: x for name, x in scores.items() if name.count("/") == 1}
 
 
 def main():
     """Print where the run is, how long and how fast it trained, its last evaluation and sample."""
     run = absolute_path(read_args(Args, __doc__).run)
-    (train, evals), samples = read_metrics(run), read_rows(run / "samples.jsonl", "step", "text")
+    train, evals, scores = read_metrics(run)
+    samples = read_rows(run / "samples.jsonl", "step", "text")
     last, skipped = train[-1], sum(None in (row["loss"], row["grad_norm"]) for row in train)
     if n_spikes := sum(row.get("spike", 0) > 0 for row in train):
         skipped = f"{skipped} not finite and {n_spikes} spike(s)"
@@ -79,6 +84,8 @@ def main():
         print(f"validation loss  {loss}, over {n_tokens:,} tokens{name}")
         if bits is not None:
             print(f"bits per byte    {bits:.4f}")
+    for name, score in scores.items():
+        print(f"{name:16} {score:.4f}")
     if samples:
         print(f"sample after update {samples[-1]['step']}:\n{samples[-1]['text']}")
 

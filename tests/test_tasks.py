@@ -3,6 +3,7 @@ training and afterwards."""
 
 import inspect
 import json
+import re
 import shutil
 import signal
 import textwrap
@@ -251,6 +252,15 @@ def test_scores_are_rows_and_change_nothing_else(scored, reference):
     before = (run_dir / "metrics.jsonl").read_bytes()
     assert finish(start(cfg))[0] == 0
     assert (run_dir / "metrics.jsonl").read_bytes() == before
+
+
+def test_scores_are_in_the_summary_and_the_comparison(scored, reference, tmp_path):
+    score = rows(scored[1], "tasks")[20]["core/accuracy"]
+    done = run("scripts/report.py", "--run", scored[1])
+    assert f"core/accuracy    {score:.4f}\ncore/centred_accuracy " in done.stdout, done.stderr
+    done = run("scripts/compare.py", reference, scored[1], "--out", tmp_path / "x.png")
+    assert re.search(rf"core/accuracy +- +{score:.4f}\n", done.stdout), done.stderr
+    assert "core/wrapping" not in done.stdout
 
 
 def test_a_finished_run_can_be_scored_later(scored, base, reference):

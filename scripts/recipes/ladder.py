@@ -42,7 +42,7 @@ def parse() -> Args:
 def read_run(run: str) -> tuple[int, float]:
     """(parameters in the layers, final loss on the first set of data.val) of a run whose layers are
     dense.  Raises UserError USAGE and DATA, and TimeoutError as read_metrics."""
-    cfg, (_, evals) = cli.config_of_run(run, Mesh(1, 1, 1)), read_metrics(absolute_path(run))
+    cfg, (_, evals, _) = cli.config_of_run(run, Mesh(1, 1, 1)), read_metrics(absolute_path(run))
     m, first = cfg.model, next(iter(read_sets(cfg.data.val)))
     losses = [row["loss"] for row in evals if row.get("set", "") == first]
     if not losses or losses[-1] is None:
