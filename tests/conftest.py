@@ -77,7 +77,7 @@ def needs(*packages: str):
 @pytest.fixture(autouse=True)
 def few_programs():
     """JAX keeps every compiled program, each a thousand memory maps, and crashes where Linux gives
-    no more of them (65,530 a process).  Those of 23,000 maps took 1.9 of a worker's 3.2 GB."""
+    no more of them (65,530 a process).  Programs with 23,000 maps held 1.9 GB."""
     yield
     maps = Path("/proc/self/maps")
     if maps.exists() and len(maps.read_text().splitlines()) > 25_000:
