@@ -398,8 +398,9 @@ def run_main(main, *args):
         if (error := explain(e)) is None:
             write_error(traceback.format_exc())
         exit_with(error)
-    finally:
-        ignore_stops()  # nothing is left to save, and a signal must not change the exit code
+    finally:  # nothing is left to save, and a signal must not change the exit code
+        if not errors.is_interactive():
+            ignore_stops()
 
 
 def explain(e: Exception) -> UserError | None:

@@ -26,7 +26,8 @@ if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))  # PYTHONSAFEPATH leaves it out
     import signals
 
-    signals.handle_stops(quit_early)
+    if not hasattr(sys, "ps1"):  # a notebook keeps its own handlers
+        signals.handle_stops(quit_early)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # there is nothing to save yet
     import cli
 

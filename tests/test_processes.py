@@ -543,23 +543,25 @@ def test_an_error_leaves_no_temporary_files(tmp_path):
 
 
 NOTEBOOK = """
-import io, runpy, sys
+import io, runpy, signal, sys
 sys.ps1, sys.stderr = "In [1]: ", io.StringIO()
-script, run, *sets = sys.argv[1:]
-for data in sets:
-    sys.argv = [script, "--run", run, "--data", data]
+for line in sys.argv[1:]:
+    sys.argv = line.split()
     try:
-        runpy.run_path(script, run_name="__main__")
+        runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as e:
         print(e.code, sys.stderr.getvalue().splitlines()[-2:])
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 """
 
 
 def test_a_notebook_runs_a_script_after_another_whose_error_ends_only_that(base, reference):
     """`%run scripts/evaluate.py`; the second one meets JAX with devices."""
-    arguments = ["scripts/evaluate.py", reference, base.data.val, "nowhere", base.data.val]
-    command = [sys.executable, "-c", NOTEBOOK, *map(str, arguments)]
+    lines = [f"scripts/evaluate.py --run {reference} --data {base.data.val}"] * 2
+    lines[1:1] = [f"scripts/evaluate.py --run {reference} --data nowhere", "train.py"]
+    command = [sys.executable, "-c", NOTEBOOK, *lines]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    first, error, last = done.stdout.splitlines()
+    first, error, mistake, last = done.stdout.splitlines()
     assert error.startswith(f"{DATA} ['error: data.val={ROOT}/nowhere does not exist'"), error
+    assert mistake.startswith(f"{USAGE} ['error: no --config given'"), mistake
     assert json.loads(first) == json.loads(last)
