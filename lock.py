@@ -16,7 +16,7 @@ import fsspec
 from etils import epath
 
 from config import Config
-from errors import AGAIN, BUSY, STORAGE, UserError, describe, write_error
+from errors import AGAIN, BUSY, STORAGE, UserError, describe, is_interactive, write_error
 from files import is_remote, run_path
 
 
@@ -194,6 +194,8 @@ def take_early(cfg: Config) -> FileLock | None:
     is_rank = cfg.run.process_id > 0 or any(name in os.environ for name in RANKS)
     # Without a config.json, the folder may not be a run's.
     if is_rank or cfg.eval_only or is_remote(run) or not (run / "config.json").exists():
+        return None
+    if is_interactive():  # it goes on after an error before open_run, and would keep the lock
         return None
     try:
         return FileLock(run / "lock")

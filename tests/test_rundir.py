@@ -168,6 +168,14 @@ def test_a_run_whose_directory_is_moved_ends_instead_of_going_on_in_a_new_one(ba
     assert "restart: try" not in out + err
 
 
+def test_a_notebook_takes_no_lock_early(base, reference, monkeypatch):
+    """An error before open_run does not end it, so it would hold the lock and refuse the next."""
+    cfg, _ = copy_run(reference, base, "notebook")
+    lock.take_early(cfg).release()
+    monkeypatch.setattr(sys, "ps1", "In [1]: ", raising=False)
+    assert lock.take_early(cfg) is None
+
+
 @pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "history.jsonl", "lock"])
 def test_a_pipe_among_a_runs_files_is_refused(base, reference, name, time_limit):
     cfg, run = copy_run(reference, base, f"pipe-{name}")
