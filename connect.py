@@ -3,7 +3,6 @@
 import ctypes
 import json
 import os
-import re
 import select
 import signal
 import socket
@@ -12,6 +11,7 @@ from contextlib import suppress
 
 import jax
 
+import errors
 from config import Config, Run
 from errors import DISTRIBUTED, USAGE, Problem, UserError, describe, first_ten, write_error
 
@@ -40,10 +40,10 @@ def join_processes(cfg: Config):
     try:
         jax.distributed.initialize(**options)
     except (RuntimeError, ValueError, KeyError) as e:
-        # The first says that no cluster was found, the second that JAX has computed something
-        # without one, as in an earlier script of the same notebook.
-        alone = "coordinator_address should be defined|must be called before any JAX"
-        if re.search(alone, str(e)) and not r.coordinator:
+        found_none = "coordinator_address should be defined" in str(e)
+        # In an earlier script; elsewhere each process of a cluster would go on alone.
+        has_computed = errors.is_interactive() and "must be called before any JAX" in str(e)
+        if found_none or (has_computed and not r.coordinator):
             signal.signal(signal.SIGABRT, signal.SIG_DFL)
             return
         # RuntimeError: a port is taken, metadata do not answer, or JAX cannot parse a variable.

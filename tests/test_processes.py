@@ -288,6 +288,14 @@ def test_a_cluster_that_makes_no_sense_is_two_lines(env, run, code, word):
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 2
 
 
+def test_a_program_that_has_computed_before_it_joins_is_two_lines():
+    """In a cluster each of its processes would train alone.  Only a notebook may go on."""
+    code = "import config, jax, processes; jax.devices(); processes.run_main(print, config.tiny())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == DISTRIBUTED and done.stderr.count("\n") == 2, done.stderr
+    assert "must be called before any JAX" in done.stderr
+
+
 @pytest.mark.parametrize("coordinator, address", [
     ("127.0.0.1:1234", (socket.AF_INET, ("127.0.0.1", 1234))),
     ("127.0.1.1:1234", (socket.AF_INET, ("0.0.0.0", 1234))),
