@@ -68,11 +68,11 @@ class UserError(Exception):
 
 def write_error(text: str):
     """Write to stderr, if that is still possible: its reader may have ended."""
-    if is_interactive():  # a notebook may show only what goes to its own stream
-        sys.stderr.write(text)
-        return
-    with suppress(OSError):
-        os.write(2, text.encode(errors="backslashreplace"))
+    with suppress(OSError, ValueError):  # ValueError: the stream is closed
+        if is_interactive():  # a notebook may show only what goes to its own stream
+            print(text, end="", file=sys.stderr, flush=True)
+        else:
+            os.write(2, text.encode(errors="backslashreplace"))
 
 
 def is_interactive() -> bool:

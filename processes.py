@@ -131,7 +131,7 @@ class Stop:
             if has_parent() and now < self.first_signal_at + self.SAME_SIGNAL:
                 return
             write_error("\ninterrupted before all was saved; run the same command again\n")
-            os._exit(errors.INTERRUPTED)
+            errors.exit_at_once(errors.INTERRUPTED)
         write_error("\nstopping after this update; a second signal stops at once\n")
         self.wants_stop, self.first_signal_at = True, now
 

@@ -217,6 +217,28 @@ def test_a_warning_may_name_a_file_whose_name_is_not_utf8(capfd):
     assert capfd.readouterr().err == "\\udcff\n"
 
 
+def test_a_notebooks_messages_are_written_at_once_and_where_there_is_a_stream(
+    tmp_path, monkeypatch
+):
+    """The process may end at once after one, which would lose what the stream still holds."""
+    monkeypatch.setattr(sys, "ps1", "In [1]: ", raising=False)
+    with open(tmp_path / "messages", "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        errors.write_error("one\n")
+        assert (tmp_path / "messages").read_text() == "one\n"
+    errors.write_error("two\n")  # the stream is closed
+
+
+def test_a_second_ctrl_c_does_not_end_a_notebook(monkeypatch):
+    monkeypatch.setattr(sys, "ps1", "In [1]: ", raising=False)
+    monkeypatch.setattr(os, "_exit", lambda code: pytest.fail("the process ends"))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    stop = processes.Stop()
+    stop.handle(signal.SIGINT, None)
+    with pytest.raises(SystemExit, match=str(INTERRUPTED)):
+        stop.handle(signal.SIGINT, None)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("waits", [["metrics.jsonl"], ["metrics.jsonl", "history.jsonl"]], ids=str)
 def test_a_hang_ends_with_exit_9_and_the_stacks(base, waits):
