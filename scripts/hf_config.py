@@ -30,20 +30,21 @@ IGNORED = """
     use_bfloat16 use_flash_attention_2
     """.split()  # noqa: SIM905
 
-ACTIVATION, SCALE = "an activation in layers.hidden_units", "a scale in attention.softmax_scale"
+ACTIVATION = "an activation in layers.hidden_units"
+MAGNITUDE = "a magnitude in attention.yarn_magnitudes"
 NEEDS = dict(
     hidden_act=ACTIVATION,
     hidden_activation=ACTIVATION,
     activation_function=ACTIVATION,
     swiglu_alpha=ACTIVATION,
     swiglu_limit=ACTIVATION,
-    scale_attn_weights=SCALE,
-    scale_attn_by_inverse_layer_idx=SCALE,
-    mscale_all_dim=SCALE,
-    attention_factor="a magnitude in attention.yarn_magnitudes",
+    scale_attn_weights="a scale in attention.softmax_scale",
+    scale_attn_by_inverse_layer_idx="an attention that knows the number of its layer",
+    mscale_all_dim=MAGNITUDE,
+    attention_factor=MAGNITUDE,
     rope_type="frequencies in attention.rope_frequencies",
     partial_rotary_factor="rotary positions in a part of each head, in attention.rope",
-    use_bidirectional_attention="a mask in which tokens see later ones, in attention.py",
+    use_bidirectional_attention="an attention in which tokens see later ones",
     add_cross_attention="an encoder",
     scoring_func="a router in experts.route",
     topk_method="a router in experts.route",
