@@ -103,8 +103,8 @@ def drop_descriptions(files: list[File]) -> list[File]:
     lists = {os.path.join(os.path.dirname(folder), "dataset_dict.json") for folder in folders}
 
     def is_description(x: File) -> bool:
-        describes = x.source.endswith((".json", "/LICENSE"))
-        is_beside = describes and os.path.dirname(x.source) in folders
+        folder, name = os.path.split(x.source)
+        is_beside = name in ("dataset_info.json", "state.json", "LICENSE") and folder in folders
         is_lock = bool(folders) and x.size == 0 and x.source.endswith(".lock")
         return is_beside or x.source in lists or is_lock
 

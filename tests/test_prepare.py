@@ -789,14 +789,14 @@ def test_a_file_is_read_once_however_often_it_is_named(tmp_path):
 
 def test_files_of_a_bucket_that_describe_arrow_files_are_no_text():
     bucket = fsspec.filesystem("memory")
-    names = ["hf/data.arrow", "hf/more.parquet", "hf/state.json", "hf/LICENSE"]
+    names = ["hf/data.arrow", "hf/more.parquet", "hf/rows.json", "hf/state.json", "hf/LICENSE"]
     names += ["notes/a.md", "notes/.hidden"]
     names += ["splits/dataset_dict.json", "splits/test/a.arrow", "notes/dataset_dict.json"]
     for name in names:
         bucket.pipe(f"/corpus/{name}", b"x")
     names = [file.name for file in corpus.find_input("memory://corpus", "")]
-    kept = ["hf/data.arrow", "hf/more.parquet", "notes/a.md", "notes/dataset_dict.json"]
-    assert names == [*kept, "splits/test/a.arrow"]
+    kept = ["hf/data.arrow", "hf/more.parquet", "hf/rows.json", "notes/a.md"]
+    assert names == [*kept, "notes/dataset_dict.json", "splits/test/a.arrow"]
 
 
 def test_what_datasets_puts_beside_a_data_set_is_not_read(tmp_path):
@@ -806,7 +806,7 @@ def test_what_datasets_puts_beside_a_data_set_is_not_read(tmp_path):
     names = ["json/0.0.0/json-train.arrow", f"{hidden}.arrow", f"{hidden}_00000_of_00002.arrow"]
     # Where cache_dir is a relative path, the name of the first lock begins with that folder's.
     locks = ["tmp_a\nb_json.lock", "json/0.0.0_builder.lock", "json/0.0.0.incomplete_info.lock"]
-    for name in [*names, *locks, "json/0.0.0/info.json", "Cargo.lock"]:
+    for name in [*names, *locks, "json/0.0.0/dataset_info.json", "Cargo.lock"]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"" if name in locks else b"x")
     read = [file.name for file in corpus.find_input(str(tmp_path), "")]
