@@ -126,6 +126,8 @@ class NormsPanel(Panel):
 
     def __init__(self, cfg: Config):
         self.names, self.every = layer_names(cfg), cfg.log.norms_every
+        # These begin at 0, so that any growth is tenfold.
+        self.from_0 = ["norm_bias_D", *["norm_D"] * cfg.model.norm_offset]
         self.curves = {}  # {name in SIZES: {step: one number each layer, NaN for a null}}
 
     def row(self, arrays: dict) -> dict:
@@ -148,8 +150,7 @@ class NormsPanel(Panel):
             first = [*islice((x for x in rows if np.isfinite(x).all()), 10)]
             usual, newest = np.median(first, axis=0) if first else (), next(reversed(rows))
             for layer, a, b in zip(self.names, usual, newest, strict=False):
-                # The norm's gain or bias may begin at 0, where any growth is tenfold.
-                may_grow = name == "weight" and layer.startswith("norm_")
+                may_grow = name == "weight" and layer in self.from_0
                 if b > self.GROWTH * a > 0 and not may_grow:
                     what = f"{layer}: {SIZES[name]} grew from {a:.3g} to {b:.3g}"
                     found[f"{name} {layer}"] = f"{what}; see norms.png, and lower --optim.lr"

@@ -349,6 +349,19 @@ def test_the_legend_of_norms_hides_no_curve(base, tmp_path, monkeypatch):
     assert len(figures[0].legends) == 1 and not any(x.get_legend() for x in figures[0].axes)
 
 
+@pytest.mark.parametrize("model, quiet", [
+    (dict(norm_offset=False), set()),
+    (dict(norm_offset=True), {"norm_D"}),
+    (dict(norm="layer", norm_bias=True), {"norm_bias_D"}),
+], ids=str)  # fmt: skip
+def test_only_a_weight_that_begins_at_0_may_grow_tenfold(base, model, quiet):
+    panel = panels.NormsPanel(replace(base, model=replace(base.model, **model)))
+    for step, size in enumerate([1.0, 1.0, 1.0, 11.0]):
+        panel.track(dict(step=step) | {name: [size] * len(panel.names) for name in panels.SIZES})
+    grown = {alarm.removeprefix("weight ") for alarm in panel.alarms() if "weight" in alarm}
+    assert grown == {*panel.names} - quiet
+
+
 def test_an_alarm_is_said_once_also_after_a_resume(base, tmp_path, capsys):
     model = replace(base.model, pattern="moe", n_experts=4, d_expert=16)
     cfg = replace(base, model=model, log=replace(base.log, every=1, norms_every=1))
@@ -361,9 +374,7 @@ def test_an_alarm_is_said_once_also_after_a_resume(base, tmp_path, capsys):
             load[2] = [60, 30, 9, 1] if step > 1 else 25  # the last has 4 % of an even load
             moe = {name: np.ones(4) for name in ("dropped", "entropy", "balance")}
             # It is back for a while, at the resume too.
-            # norm_D is among them, which may begin at 0 in other models.
-            grows = np.isin(norm_metrics.layer_names(cfg), ["layer 1", "norm_D"])
-            grown = np.where(grows, 1.0 if step < 4 or 7 < step < 12 else 11.0, 1.0)
+            grown = np.where(np.arange(n) == 1, 1.0 if step < 4 or 7 < step < 12 else 11.0, 1.0)
             logit = np.array([0.5, 0.5, 0.5 if step < 7 else 6, 0.5])
             panels = dict(
                 moe=dict(load=load, **moe),
