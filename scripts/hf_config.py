@@ -30,7 +30,8 @@ IGNORED = """
     use_bfloat16 use_flash_attention_2
     """.split()  # noqa: SIM905
 
-ACTIVATION = "an activation in layers.hidden_units"
+ACTIVATION = "an activation of layers.hidden_units in its entry of hf_families.FAMILIES"
+ROUTER = "a router of experts.route in its entry of hf_families.FAMILIES"
 MAGNITUDE = "a magnitude in attention.yarn_magnitudes"
 NEEDS = dict(
     hidden_act=ACTIVATION,
@@ -46,8 +47,8 @@ NEEDS = dict(
     partial_rotary_factor="rotary positions in a part of each head, in attention.rope",
     use_bidirectional_attention="an attention in which tokens see later ones",
     add_cross_attention="an encoder",
-    scoring_func="a router in experts.route",
-    topk_method="a router in experts.route",
+    scoring_func=ROUTER,
+    topk_method=ROUTER,
     moe_layer_freq="a reading of this key in hf_config.read_layers",
 )
 """{key: what Trifold would need for a value of it that cannot be converted}."""
