@@ -41,7 +41,8 @@ def join_processes(cfg: Config):
         jax.distributed.initialize(**options)
     except (RuntimeError, ValueError, KeyError) as e:
         found_none = "coordinator_address should be defined" in str(e)
-        # In an earlier script; elsewhere each process of a cluster would go on alone.
+        # By an earlier script of a notebook.  In other programs this stays an error: on a cluster,
+        # each process would train alone.
         has_computed = errors.is_interactive() and "must be called before any JAX" in str(e)
         if found_none or (has_computed and not r.coordinator):
             signal.signal(signal.SIGABRT, signal.SIG_DFL)

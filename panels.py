@@ -126,8 +126,8 @@ class NormsPanel(Panel):
 
     def __init__(self, cfg: Config):
         self.names, self.every = layer_names(cfg), cfg.log.norms_every
-        # These begin at 0, so that any growth is tenfold.
-        self.from_0 = ["norm_bias_D", *["norm_D"] * cfg.model.norm_offset]
+        # Weights that begin at 0, where any growth is more than tenfold.
+        self.from_0 = ["norm_bias_D"] + ["norm_D"] * cfg.model.norm_offset
         self.curves = {}  # {name in SIZES: {step: one number each layer, NaN for a null}}
 
     def row(self, arrays: dict) -> dict:

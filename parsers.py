@@ -62,7 +62,7 @@ def read_stages(words: tuple[str, ...], parts: dict[str, Part]) -> dict[int, dic
         if int(start) <= last:
             raise ValueError(f"{word!r} does not begin after the stage before it")
         last = int(start)
-        # A weight of 1 may not have been given.
+        # 1 is also the weight of a set for which none was given.
         if last == 0 and any(x.weight not in (1, weights.get(n, 0)) for n, x in parts.items()):
             raise ValueError(f"{word!r} begins at once, with other weights than data.train has")
         stages[last] = weights

@@ -351,7 +351,7 @@ class Watchdog:
             found = call_within(10, lambda: shared_store().key_value_dir_get("trifold/polls"))
         except (TimeoutError, jax.errors.JaxRuntimeError):
             return "; process 0 does not answer"
-        polls = dict.fromkeys(process_ids(), -1)  # of one that stopped before it published any
+        polls = dict.fromkeys(process_ids(), -1)  # -1: it stopped before it published a number
         polls |= {int(key.rsplit("/", 1)[1]): int(value) for key, value in found}
         late = [n for n in polls if polls[n] == min(polls.values())]
         return f"; all wait for {name_ids(late)}" if len(late) < len(polls) else ""

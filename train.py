@@ -26,7 +26,7 @@ if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))  # PYTHONSAFEPATH leaves it out
     import signals
 
-    if not hasattr(sys, "ps1"):  # a notebook keeps its own handlers
+    if not hasattr(sys, "ps1"):  # as errors.is_interactive: a notebook keeps its own handlers
         signals.handle_stops(quit_early)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # there is nothing to save yet
     import cli

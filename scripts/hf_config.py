@@ -30,8 +30,8 @@ IGNORED = """
     use_bfloat16 use_flash_attention_2
     """.split()  # noqa: SIM905
 
-ACTIVATION = "an activation of layers.hidden_units in its entry of hf_families.FAMILIES"
-ROUTER = "a router of experts.route in its entry of hf_families.FAMILIES"
+ACTIVATION = "an activation of layers.hidden_units, named in hf_families.FAMILIES"
+ROUTER = "a router of experts.route, named in hf_families.FAMILIES"
 MAGNITUDE = "a magnitude in attention.yarn_magnitudes"
 NEEDS = dict(
     hidden_act=ACTIVATION,
@@ -49,7 +49,7 @@ NEEDS = dict(
     add_cross_attention="an encoder",
     scoring_func=ROUTER,
     topk_method=ROUTER,
-    moe_layer_freq="a reading of this key in hf_config.read_layers",
+    moe_layer_freq="hf_config.read_layers to read this key",
 )
 """{key: what Trifold would need for a value of it that cannot be converted}."""
 

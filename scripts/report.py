@@ -61,8 +61,8 @@ def read_metrics(run: epath.Path) -> tuple[list[dict], list[dict], dict]:
         what = f"{run} has no training rows in metrics.jsonl"
         raise UserError(DATA, what, "name a run directory that has trained")
     newest = tasks[-1] if tasks else {}
-    scores = {name: x for name, x in newest.items() if isinstance(x, float)}
-    return train, evals, {name: x for name, x in scores.items() if name.count("/") == 1}
+    scores = {k: x for k, x in newest.items() if k.count("/") == 1 and isinstance(x, float)}
+    return train, evals, scores
 
 
 def main():
