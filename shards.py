@@ -334,7 +334,7 @@ def find_shards(path: epath.Path, split: str) -> TokenSet:
     shards of one format (JAXformer's are .npy), which are taken in the order of their names.
     """
     if not exists(path):
-        fix = f"make it with scripts/prepare_data.py, or set --data.{split}"
+        fix = f"correct it, make it with scripts/prepare_data.py, or try --data.{split} synthetic"
         if "=" in os.fspath(path):
             fix += "; in NAME=PATH a NAME has letters, digits, _ and - only"
         raise UserError(DATA, f"data.{split}={path} does not exist", fix)

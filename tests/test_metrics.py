@@ -1,5 +1,6 @@
 """Rows of metrics.jsonl, console lines, pictures and Weights & Biases."""
 
+import gc
 import io
 import json
 import os
@@ -8,6 +9,7 @@ import shutil
 import struct
 import sys
 import time
+import weakref
 from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
@@ -29,6 +31,7 @@ from runs import open_log
 import boards
 import config
 import metrics
+import norm_metrics
 import panels
 import rowfile
 import rundir
@@ -207,6 +210,28 @@ def test_a_run_goes_on_without_the_package_of_its_pictures(tmp_path, monkeypatch
     log = open_log(tmp_path, on_mesh(config.tiny()), 0)
     log.add_evaluation(1, dict(loss=1.0, bits_per_byte=1.0, tokens=1))
     assert "warning: no pictures (ModuleNotFoundError: import of" in capsys.readouterr().err
+
+
+def test_pictures_are_freed(tmp_path, monkeypatch):
+    """Each holds its pixels, and matplotlib refers to some until it draws the next."""
+    figures, write_png = [], panels.write_png
+    monkeypatch.setattr(panels, "write_png", lambda path, x: write_png(path, note(x)))
+
+    def note(figure):
+        figures.append(weakref.ref(figure))
+        return figure
+
+    cfg = on_mesh(config.tiny())
+    log, n = open_log(tmp_path, cfg, 0), len(norm_metrics.layer_names(cfg))
+    norms = dict(gradient=[1.0] * n, update=[1.0] * n, weight=[1.0] * n, logit=[1.0] * 8)
+    gc.disable()  # cli.start makes it run as seldom
+    try:
+        for step in range(1, 5):
+            log.past.track(dict(kind="norms", step=step) | norms)
+            log.add_evaluation(step, dict(loss=1.0, bits_per_byte=1.0, tokens=1))
+    finally:
+        gc.enable()
+    assert len(figures) == 4 and not any(figure() for figure in figures[:2])
 
 
 # ---- Weights & Biases
