@@ -93,9 +93,9 @@ class ExpertsPanel(Panel):
 
         figure = Figure(figsize=(11, 4.5), layout="constrained")
         left, right = figure.subplots(1, 2)
-        load, steps = self.load, [*self.busiest]
+        load, (steps, busiest) = self.load, points_of(self.busiest)
         image = left.imshow(load, aspect="auto", vmin=0, vmax=max(2, load.max()), cmap="magma")
-        title = f"load after update {steps[-1]} (1 is even)"
+        title = f"load after update {max(self.busiest)} (1 is even)"
         left.set(xlabel="expert", ylabel="layer", title=title)
         left.locator_params("x", integer=True)
         ticks = range(0, len(load), 1 + len(load) // 16)
@@ -104,8 +104,7 @@ class ExpertsPanel(Panel):
         for i, layer in enumerate(self.layers):
             color = f"{0.75 * (1 - i / len(load)):.2f}"  # later layers are darker
             label = layer if i in ticks else None
-            y = [values[i] for values in self.busiest.values()]
-            right.plot(steps, y, color=color, label=label)
+            right.plot(steps, busiest[:, i], color=color, label=label)
         right.set(xlabel="update", ylabel="load of the busiest expert", title=run.name)
         right.legend(title="layer", fontsize="small")
         right.grid(alpha=0.3)
@@ -175,7 +174,7 @@ class NormsPanel(Panel):
         figure = Figure(figsize=(16, 4.5), layout="constrained")
         plots = figure.subplots(1, len(self.curves))
         for axes, (name, curve) in zip(plots, self.curves.items(), strict=True):
-            steps, values = [*curve], np.array([*curve.values()])
+            steps, values = points_of(curve)
             n_layers = sum(x.startswith("layer ") for x in self.names)
             for i, layer in enumerate(self.names[: values.shape[1]]):
                 is_layer = i < n_layers  # later layers are darker, other weights dashed
@@ -194,6 +193,17 @@ class NormsPanel(Panel):
 # A dict of arrays that the step returns under one of these names becomes a row of that kind,
 # written every `every` updates.  Pictures are drawn after each evaluation.
 PANELS = dict(moe=ExpertsPanel, norms=NormsPanel)
+
+
+def points_of(curve: dict[int, np.ndarray], most: int = 400) -> tuple[list[int], np.ndarray]:
+    """(updates, one row of values for each) to draw of {update: values}.  Of a curve longer than
+    `most`, each point has the largest of a few updates, so that no peak is lost.
+
+    Matplotlib takes 28 us a point: 80 layers after 50,000 updates were 45 s at each evaluation.
+    """
+    begins = range(0, len(curve), 1 + (len(curve) - 1) // most)
+    steps = [*curve]
+    return [steps[i] for i in begins], np.fmax.reduceat([*curve.values()], begins)
 
 
 def write_png(path: epath.Path, figure):

@@ -349,6 +349,15 @@ def test_the_legend_of_norms_hides_no_curve(base, tmp_path, monkeypatch):
     assert len(figures[0].legends) == 1 and not any(x.get_legend() for x in figures[0].axes)
 
 
+def test_a_long_curve_is_drawn_in_few_points_with_all_its_peaks():
+    curve = {step: np.array([0.0, float(step)]) for step in range(1, 1202)}
+    assert panels.points_of(curve, 1201)[0] == [*curve]
+    curve[5][0], curve[9][0] = 7.0, np.nan
+    steps, values = panels.points_of(curve)
+    assert steps == [*range(1, 1202, 4)] and values.shape == (301, 2)
+    assert values[1, 0] == 7.0 and values[2].tolist() == [0, 12] and values[-1, 1] == 1201
+
+
 @pytest.mark.parametrize("model, quiet", [
     (dict(norm_offset=False), set()),
     (dict(norm_offset=True), {"norm_D"}),
