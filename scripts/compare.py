@@ -73,8 +73,12 @@ class Curves:
 
 def smooth(x, n: int):
     """The moving mean of n + 1 numbers, without those that are NaN."""
-    windows = (x[max(0, i - n) : i + 1] for i in range(len(x)))
-    return np.array([np.nanmean(w) if np.isfinite(w).any() else np.nan for w in windows])
+    ends = np.arange(len(x)) + 1
+    begins = np.maximum(ends - n - 1, 0)
+    # Differences of running sums, because n grows with the run: 200,000 updates took 8 s before.
+    sums, counts = (np.append(0.0, y.cumsum()) for y in (np.nan_to_num(x), ~np.isnan(x)))
+    with np.errstate(invalid="ignore"):  # 0 / 0
+        return (sums[ends] - sums[begins]) / (counts[ends] - counts[begins])
 
 
 def draw(out: str, runs: list[Curves], sets: list[str], n: int):

@@ -25,7 +25,7 @@ import tasks
 import train
 from dataset import Dataset
 from errors import CHECKPOINT, DATA, STORAGE, USAGE, UserError
-from scripts import sample
+from scripts import compare, sample
 
 
 def manifest(folder) -> dict:
@@ -292,6 +292,14 @@ def test_compare_shows_where_runs_ended_whatever_they_are_called(trained, tmp_pa
     cells = {row[0]: row[1:] for row in (re.split("  +", x) for x in done.stdout.splitlines())}
     assert cells["validation loss"][1] == "nan"
     assert cells["training loss"] == [f"{last['loss']:.4f}"] * 2  # of no more than the shortest has
+
+
+@pytest.mark.parametrize("n", [0, 1, 3, 40])
+def test_compare_draws_the_means_of_what_is_finite(n):
+    x = np.array([1.0, np.nan, 3, 5] + [np.nan] * 5 + [1e3, 2])
+    windows = [[y for y in x[max(0, i - n) : i + 1] if y == y] for i in range(len(x))]
+    want = [np.mean(window) if window else np.nan for window in windows]
+    np.testing.assert_allclose(compare.smooth(x, n), want, rtol=1e-12)
 
 
 def test_compare_shows_what_differs(trained, tmp_path):
