@@ -274,7 +274,9 @@ def divisor_problems(cfg: Config):
             what = f"mesh.{axis}={size} must divide {' and '.join(wrong)}"
             slices = f"{cfg.mesh.slices}x" if size != n else ""
             sizes = [f"{slices}{x}" for x in divisors(math.gcd(*sizes.values()))]
-            yield Problem(what, f"set --mesh.{axis} to {or_list(sizes)}")
+            # The config.json of a run has the number that was chosen for its own mesh.
+            other = "set --train.microbatches 0, or " * wrong[0].startswith("train.microbatches=")
+            yield Problem(what, f"{other}set --mesh.{axis} to {or_list(sizes)}")
     if m.attention == "gqa" and min(m.n_heads, m.n_kv_heads) > 0 and m.n_heads % m.n_kv_heads:
         what = f"model.n_kv_heads={m.n_kv_heads} must divide model.n_heads={m.n_heads}"
         yield Problem(what, f"set --model.n_kv_heads to {or_list(divisors(m.n_heads))}")

@@ -160,6 +160,8 @@ def test_every_problem_is_reported_at_once_with_its_numbers(flags, words):
     ("--mesh.schedule interleaved --mesh.virtual_stages 3",
      "use --mesh.schedule 1f1b --mesh.virtual_stages 1",
      "--mesh.schedule 1f1b --mesh.virtual_stages 1"),
+    ("--train.microbatches 1", "set --train.microbatches 0, or set --mesh.pp to 1",
+     "--train.microbatches 0"),
     ("--train.microbatches 6", "set --train.batch_size 12, or change --train.microbatches",
      "--train.microbatches 6 --train.batch_size 12"),
     ("--train.grad_accum 4 --train.batch_size 8",
