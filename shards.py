@@ -254,7 +254,9 @@ def read_manifest(folder: epath.Path) -> TokenSet:
     fix = "make the data set again with scripts/prepare_data.py"
     try:
         manifest = json.loads(read_limited(path))
-        make = {1: format_1_shard, 2: format_2_shard}[manifest["format"]]
+        make = {1: format_1_shard, 2: format_2_shard}.get(manifest["format"])
+        if not make:
+            raise ValueError(f"its format is {manifest['format']!r}, not 1 or 2")
         shards = [make(folder, entry, manifest) for entry in manifest["shards"]]
         counts = [manifest["vocab_size"], manifest["bytes"], len(shards)]
         if not all(isinstance(n, int) and n > 0 for n in counts):
