@@ -38,8 +38,9 @@ class Problem(NamedTuple):
     fix: str
 
     def __str__(self):
+        what, fix = (text.replace("\n", r"\n") for text in self)  # a path may hold line ends
         # An address may hold a password: gs://user:password@bucket.
-        return re.sub(r"(://)[^/@\s]+@", r"\1***@", f"error: {self.what}\n  fix: {self.fix}")
+        return re.sub(r"(://)[^/@\s]+@", r"\1***@", f"error: {what}\n  fix: {fix}")
 
 
 def describe(e: BaseException) -> str:

@@ -47,14 +47,15 @@ def test_the_start_of_a_new_run_says_where_it_is(cfg, tmp_path, capsys):
         assert capsys.readouterr().out == said
 
 
-def test_an_error_of_a_bucket_that_is_no_oserror_gives_the_lock_back(cfg, tmp_path, monkeypatch):
+def test_an_error_of_a_bucket_that_is_no_oserror_is_named_and_unlocks(cfg, tmp_path, monkeypatch):
     from gcsfs.retry import HttpError
 
-    monkeypatch.setattr(rundir, "run_record", Mock(side_effect=HttpError(dict(code=503))))
+    answer = HttpError(dict(code=503, message="try\nlater"))
+    monkeypatch.setattr(rundir, "run_record", Mock(side_effect=answer))
     for _ in range(2):  # the second would not get the lock
         with pytest.raises(UserError) as error:
             rundir.prepare_run(epath.Path(tmp_path), cfg, SimpleNamespace(fingerprint=""), None)
-        assert error.value.code == STORAGE
+        assert error.value.code == STORAGE and "HttpError: try later, 503" in str(error.value)
 
 
 def test_the_commit_is_known_where_another_user_owns_the_checkout(cfg, monkeypatch):
@@ -209,6 +210,11 @@ def test_a_record_with_facts_of_another_type_is_refused(tmp_path, fact):
 def test_no_message_has_the_password_of_an_address():
     error = UserError(STORAGE, "cannot read gs://me:canary@bucket/x", "see gs://me:canary@bucket")
     assert "canary" not in str(error) and "gs://***@bucket/x" in str(error)
+
+
+def test_a_message_has_two_lines_even_if_a_path_has_more():
+    error = UserError(STORAGE, "data.train=a\nb does not exist", "make it\nnow")
+    assert str(error) == "error: data.train=a\\nb does not exist\n  fix: make it\\nnow"
 
 
 @pytest.mark.slow
