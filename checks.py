@@ -101,8 +101,9 @@ def cpu_choices(cfg: Config) -> dict:
     """
     m, t, mesh = cfg.model, cfg.train, cfg.mesh
     dp, pp, _ = mesh.sizes
-    rows = math.gcd(*batch_sizes(cfg)) // (t.grad_accum * dp)
-    counts = [n for n in divisors(rows) if n % pp == 0]
+    sizes, share = batch_sizes(cfg), t.grad_accum * dp
+    rows = max(sizes) // share  # with train.batch_ramp, at its largest
+    counts = [n for n in divisors(math.gcd(*sizes) // share) if n % pp == 0]
     small = [n for n in counts if rows // n * t.seq_len <= CPU_TOKENS]
     microbatches = t.microbatches or min(small, default=max(counts))
     # In a pipeline all microbatches may wait for their backward pass; all devices share the memory.
@@ -126,7 +127,7 @@ def cpu_reasons(cfg: Config) -> dict:
     t, fits = cfg.train, "at most" if cfg.train.remat == "none" else "more than"
     loop = "a loop over layers compiles sooner and needs less memory"
     return dict(
-        microbatches=f"at most {CPU_TOKENS} tokens or one row in each, so that caches hold them",
+        microbatches=f"at most {CPU_TOKENS} tokens in each, or as few as the batch allows",
         remat=f"all activations take {fits} 1 GiB",
         unroll="a loop over layers would copy their arrays" if t.unroll > 1 else loop,
     )

@@ -614,6 +614,9 @@ def test_a_cpu_chooses_few_tokens_at_a_time_no_recomputing_and_unrolled_layers()
     assert choose(demo, batch_size=12) == (3, "none", 4)
     assert choose(demo, seq_len=4096) == (16, "none", 4)  # a row is more than 512 tokens
     assert choose(demo, seq_len=2**16) == (16, "layer", 1)  # several GiB of activations
+    ramp = dict(batch_ramp="0:8,9:16,99:8")
+    assert choose(demo, **ramp) == (4, "none", 4)  # as for 16, and 8 divide into 4 too
+    assert choose(demo, seq_len=512, batch_ramp="0:1,9:512")[:2] == (1, "layer")
     assert choose(demo, microbatches=4, remat="dots", unroll=2) == (4, "dots", 2)
     assert choose(tiny) == (2, "none", 1)  # compiling takes longer than training
     assert choose(demo, remat="dots")[2] == 1
