@@ -116,9 +116,7 @@ def test_attention_in_blocks_is_the_plain_one(unrolled, shape, fields, monkeypat
     choose = blockwise.choose_options
 
     def choose_form(*args):
-        how = choose(*args)
-        assert how.unrolled and how.block == min(64, shape[1])
-        return how if unrolled else how._replace(unrolled=False)
+        return choose(*args)._replace(unrolled=unrolled, block=min(64, shape[1]))
 
     monkeypatch.setattr(blockwise, "choose_options", choose_form)
     softcap = fields.get("softcap", 0.0)
@@ -170,16 +168,20 @@ def test_portions_of_attention_fit_the_platform(monkeypatch):
     def choose(P, R, L, loop=False):
         return blockwise.choose_options(P, R, L, scale=1.0, cap=0.0, window=0, loop=loop)
 
-    how = choose(64, 2, 256)
-    assert (how.block, how.unrolled, how.pairs_at_once) == (64, True, 4)
-    assert choose(6, 1, 4096).unrolled and not choose(6, 1, 4097).unrolled
-    assert not choose(6, 1, 256, loop=True).unrolled
+    assert choose(64, 2, 256)[-3:] == (64, False, 16)
+    assert choose(64, 2, 257)[-3:] == (128, False, 4)
     for how in (choose(7, 1, 64), choose(6, 4, 4096), choose(5, 2, 32768)):
         assert 1 <= how.pairs_at_once <= 7
     monkeypatch.setattr(blockwise, "platform", lambda: "gpu")
-    how = choose(64, 2, 1024)
-    assert (how.block, how.unrolled, how.pairs_at_once) == (256, True, 64)
-    assert choose(64, 2, 8192)[-3:] == (512, False, 64)
+    assert choose(64, 2, 4096)[-3:] == (256, True, 64)
+    assert choose(64, 2, 4097)[-3:] == choose(64, 2, 4096, loop=True)[-3:] == (512, False, 64)
+
+
+@pytest.mark.parametrize("unrolled", [True, False])
+@pytest.mark.parametrize("window, n_keys", [(0, 4 + 8 + 12 + 16), (5, 4 + 8 + 8 + 8)])
+def test_keys_that_are_later_or_before_the_window_cost_nothing(unrolled, window, n_keys):
+    how = blockwise.Options(1.0, 0.0, window, block=4, unrolled=unrolled, pairs_at_once=1)
+    assert blockwise.visit_blocks(lambda total, i, j, n: total + n, 0, 16, how) == n_keys
 
 
 def test_memory_of_attention_grows_with_the_row_and_not_with_its_square():
