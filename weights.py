@@ -21,6 +21,7 @@ from jax.extend.random import threefry2x32_p
 from jax.nn import initializers
 from jax.sharding import PartitionSpec as P
 
+from errors import USAGE, UserError
 from utils import AXES, with_slices
 
 
@@ -177,7 +178,9 @@ class LocalPart:
         self.n_layers = self.sizes[0] if p.is_stacked else 1
         self.n_numbers = math.prod(p.of_one_layer(self.sizes))
         """In each layer."""
-        assert self.n_numbers < 2**32, "draw_chunk counts them in 32 bits"
+        if self.n_numbers >= 2**32:  # draw_chunk counts them in 32 bits
+            what = f"a layer's weight has {self.n_numbers:,} numbers on a device, 2**32 or more"
+            raise UserError(USAGE, what, "give a mesh of more devices")
 
         def four_dims(values, missing):
             values = p.of_one_layer(values)

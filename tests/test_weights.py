@@ -12,6 +12,7 @@ from jax import lax
 from jax.extend.random import threefry_2x32
 
 import config
+import errors
 import model
 import runstate
 import utils
@@ -65,6 +66,13 @@ def test_no_device_needs_more_than_its_part_and_the_weights_once_more(preset, me
     weights = parts(shapes.params, specs.params)
     copied = max(weights) if jax.__version_info__ >= (0, 11) else 0  # that XLA copies one of them
     assert found.temp_size_in_bytes < 1.05 * (sum(weights) + copied)
+
+
+def test_a_weight_that_no_device_could_hold_is_refused():
+    cfg = on_mesh(config.PRESETS["deepseek_v3"]())
+    with pytest.raises(errors.UserError, match="7,516,192,768 numbers.*\n.*more devices") as e:
+        jax.eval_shape(lambda: runstate.new_state(cfg))
+    assert e.value.code == errors.USAGE
 
 
 @pytest.mark.parametrize("middle", [7 * 2**32, 3132 * 9_600_000 + 100])
