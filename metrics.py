@@ -6,6 +6,7 @@ step returns needs no line here; a dict of arrays needs an entry in panels.PANEL
 
 import gc
 import time
+from functools import lru_cache
 
 import jax
 import numpy as np
@@ -97,7 +98,7 @@ class MetricsLog:
         """step: the update the run resumes from.  tokens_by_source: as Dataset.tokens_by_source.
         fingerprints: {(kind, set): fingerprint} of what this start evaluates."""
         self.cfg, self.run, self.steps_before = cfg, run, step
-        self.tokens_by_source = tokens_by_source
+        self.tokens_by_source = lru_cache(2)(tokens_by_source)  # an update asks five times
         self.flops_per_token, self.peak = flops_per_token(cfg), utils.peak_flops(cfg)
         self.start = self.clock = time.perf_counter()  # of this start, and of the update under way
         self.compiled = set()  # the functions that run_untimed has called

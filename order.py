@@ -6,6 +6,7 @@ import math
 import zlib
 from bisect import bisect_left
 from fractions import Fraction
+from heapq import heappop, heappush
 
 import numpy as np
 
@@ -70,20 +71,25 @@ class Pattern:
             raise UserError(DATA, f"the weights {given} {repeat}", "give weights of fewer digits")
         self.weights = np.array([int(share * self.period) for share in shares])
         self.sources = spread(self.weights.tolist())
-        one_hot = self.sources[:, None] == np.arange(len(names))
-        # Each source's rows before a row of a period.
-        self.before_row = np.pad(one_hot.cumsum(0), ((1, 0), (0, 0)))
+        # The rows of a period by source: row r of source s is s * period + r, so that a search
+        # finds how many of the source's rows come before r.
+        self.places = np.sort(self.sources * self.period + np.arange(self.period))
+        self.first_places = self.weights.cumsum() - self.weights
+
+    def count_before(self, sources, rows) -> np.ndarray:
+        """How many of a source's rows come before a row; both numbers or arrays."""
+        periods, rest = np.divmod(rows, self.period)
+        before = np.searchsorted(self.places, sources * self.period + rest)
+        return periods * self.weights[sources] + before - self.first_places[sources]
 
     def count_rows(self, n_rows) -> np.ndarray:
         """How many of the first n_rows are each source's; n_rows: a number or an array."""
-        periods, rest = np.divmod(n_rows, self.period)
-        return np.multiply.outer(periods, self.weights) + self.before_row[rest]
+        return self.count_before(np.arange(len(self.weights)), np.expand_dims(n_rows, -1))
 
     def locate_rows(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(source, how many rows of it come before) of each row."""
-        periods, rest = np.divmod(rows, self.period)
-        sources = self.sources[rest]
-        return sources, periods * self.weights[sources] + self.before_row[rest, sources]
+        sources = self.sources[rows % self.period]
+        return sources, self.count_before(sources, rows)
 
 
 def spread(weights: list[int]) -> np.ndarray:
@@ -93,11 +99,15 @@ def spread(weights: list[int]) -> np.ndarray:
     A source may have the row if that does not put it ahead of its share.  Among those, the one with
     the earliest deadline gets it: Pfair scheduling (Baruah and others 1996), for one processor.
     """
-    period, had, order = sum(weights), [0] * len(weights), []
+    period, had, order, may = sum(weights), [0] * len(weights), [], []
+    begin = [[] for _ in range(period + 1)]  # the sources that may have each row, from then on
+    begin[0] = [i for i, w in enumerate(weights) if w]
     for row in range(period):
-        may = [i for i, w in enumerate(weights) if had[i] < w and had[i] * period // w <= row]
-        chosen = min(may, key=lambda i: -(-(had[i] + 1) * period // weights[i]))
+        for i in begin[row]:
+            heappush(may, (-(-(had[i] + 1) * period // weights[i]), i))
+        _, chosen = heappop(may)
         had[chosen] += 1
+        begin[max(row + 1, had[chosen] * period // weights[chosen])].append(chosen)
         order.append(chosen)
     return np.array(order)
 
@@ -211,10 +221,9 @@ class Order:
     def trained_on(self, step: int) -> dict[str, int]:
         """{name: rows of that source that the first `step` updates of the run trained on}."""
         end = self.stream_index(step - 1) + 1 if step else 0
-        rows = self.rows_by_source(end)
-        for first, stop in self.skip:
-            if stop <= end:
-                rows = rows - self.rows_by_source(stop) + self.rows_by_source(first)
+        skipped = np.array([pair for pair in self.skip if pair[1] <= end]).reshape(-1, 2)
+        first, stop = self.rows_by_source(skipped.T)
+        rows = self.rows_by_source(end) - (stop - first).sum(0)
         return dict(zip(self.names, rows.tolist(), strict=True))
 
     def first_beyond(self, epochs: int) -> tuple[str, int] | None:

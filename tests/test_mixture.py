@@ -73,6 +73,12 @@ def test_weights_of_too_many_digits_are_refused(time_limit):
         weights_of(**large)
 
 
+def test_stages_of_many_sources_begin_soon(time_limit):
+    for _ in range(4):
+        weights = {f"s{n}": "0.00333" for n in range(299)} | dict(rest="0.00433")
+        assert weights_of(**weights).period == 100_000
+
+
 @pytest.mark.parametrize("n", [1, 2, 5, 64, 1000, 5_000_000_000])
 def test_a_permutation_has_an_inverse(n):
     i = np.unique(np.linspace(0, n - 1, 1000).astype(np.int64))
@@ -131,6 +137,13 @@ def test_updates_that_are_left_out_move_the_later_ones_up(sized):
         for earlier in kept[: step + 1]:
             counted.update(whole.batch(earlier)[0].tolist())
         assert [*cut.trained_on(step + 1).values()] == [counted[n] for n in range(3)]
+
+
+def test_thousands_of_updates_that_are_left_out_take_no_time(cfg, time_limit):
+    ranges = ",".join(f"{n}:{n + 2}" for n in range(1, 80_000, 4))
+    order = order_of(cfg, train="a=x:0.7,b=y:0.2,c=z:0.1", skip=ranges)
+    for step in range(39_980, 40_000):
+        assert sum(order.trained_on(step).values()) == step * cfg.train.batch_size
 
 
 @pytest.mark.parametrize("at_once", [7, 1000])
