@@ -22,7 +22,7 @@ from conftest import ROOT
 from runs import finish, flags, free_port, losses, rows, start_two, wait_for_step
 
 import config
-from errors import CHECKPOINT, INTERRUPTED, USAGE
+from errors import CHECKPOINT, DATA, INTERRUPTED, USAGE
 from scripts.launch import CloudError, Tpu, remote
 
 # Looks often at what in a real cloud takes minutes.
@@ -582,6 +582,15 @@ def test_a_folder_that_a_host_lacks_is_told_in_two_lines(tmp_path):
     assert code == USAGE and out.count("\n") == 2 and "exit code 2" in err, err
     assert out.startswith(f"error: {tmp_path}/no one's is no folder on this host\n  fix: ")
     assert finish(launch(*words, tmp_path, "--", "true"))[0] == 0
+
+
+def test_of_many_hosts_that_end_the_one_that_failed_is_shown_first(tmp_path):
+    ends = 'case "$*" in *host70*) n=3;; *) n=7;; esac; echo ended; echo launch: exit code $n'
+    words = fake_ssh(tmp_path / "bin", ends)
+    (tmp_path / "bin" / "hosts").write_text("\n".join(f"host{n}" for n in range(80)))
+    code, _, err = finish(launch(*words, tmp_path, "--", "true"))
+    shown = [line for line in err.splitlines() if "its last lines" in line]
+    assert code == DATA and "on host70 ended with exit code 3" in shown[0] and len(shown) == 8, err
 
 
 def test_a_second_ctrl_c_ends_the_ssh_of_a_host_that_hangs(tmp_path):
