@@ -83,22 +83,28 @@ def smooth(x, n: int):
 
 def draw(out: str, runs: list[Curves], sets: list[str], n: int):
     """Losses over tokens, seconds and FLOPs; validation as points, a shape for each set."""
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(15, 4.5), layout="constrained")
+    height, shapes = max(4.5, 0.2 * (len(runs) + len(sets))), [*zip(cycle("osD^v*"), sets)]
+    figure = Figure(figsize=(18, height), layout="constrained")
     for axes, cost in zip(figure.subplots(1, 3, sharey=True), runs[0].costs, strict=True):
         for number, run in enumerate(runs):
-            x, style = run.costs[cost], dict(color=f"C{number}")
-            axes.plot(x, smooth(run.loss, n), lw=1, label=run.label, **style)
-            for shape, name in zip(cycle("osD^v*"), sets):
+            x, is_few = run.costs[cost], len(runs) <= 10  # matplotlib has ten colours of its own
+            color = f"C{number}" if is_few else colormaps["turbo"](number / len(runs))
+            axes.plot(x, smooth(run.loss, n), lw=1, label=run.label, color=color)
+            for shape, name in shapes:
                 found = run.evals.get(name, {})
-                label = f"{run.label}, validation {name}".strip()
-                axes.plot(x[[*found]], [*found.values()], shape, ms=5, label=label, **style)
+                axes.plot(x[[*found]], [*found.values()], shape, ms=5, color=color)
         axes.set(xlabel=cost)
         axes.ticklabel_format(axis="x", style="sci", scilimits=(0, 4))
         axes.grid(alpha=0.3)
+    for shape, name in shapes:
+        axes.plot([], [], shape, color="gray", label=f"validation {name}".strip())
     figure.axes[0].set_ylabel("loss (nats per token)")
-    figure.axes[-1].legend(fontsize="small")
+    # Beside the plots, because that of many runs would hide the curves.
+    handles = axes.get_legend_handles_labels()
+    figure.legend(*handles, loc="outside right upper", fontsize="small")
     write_png(epath.Path(out), figure)
 
 

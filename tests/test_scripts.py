@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -300,6 +301,22 @@ def test_compare_draws_the_means_of_what_is_finite(n):
     windows = [[y for y in x[max(0, i - n) : i + 1] if y == y] for i in range(len(x))]
     want = [np.mean(window) if window else np.nan for window in windows]
     np.testing.assert_allclose(compare.smooth(x, n), want, rtol=1e-12)
+
+
+def test_compare_can_draw_many_runs(monkeypatch):
+    """Their colours repeated, and their legend hid the curves."""
+    figures, x = [], np.arange(9.0)
+    run = dict(costs={"tokens": x, "seconds": x, "FLOPs": x}, evals=dict(web={3: 1.0}))
+    runs = [SimpleNamespace(**run, loss=x + n, label=f"run {n}") for n in range(40)]
+    monkeypatch.setattr(compare, "write_png", lambda path, figure: figures.append(figure))
+    compare.draw("", runs, ["web"], 0)
+    (figure,) = figures
+    figure.draw_without_rendering()
+    legend = figure.legends[0].get_window_extent()
+    assert figure.bbox.y0 <= legend.y0 < legend.y1 <= figure.bbox.y1
+    for axes in figure.axes:
+        assert axes.get_window_extent().x1 < legend.x0
+        assert len({str(line.get_color()) for line in axes.lines[:80]}) == 40
 
 
 def test_compare_shows_what_differs(trained, tmp_path):
