@@ -293,7 +293,8 @@ def print_scores(step: int, scores: dict):
 def draw_loss(path: epath.Path, train_losses: dict, eval_losses: dict, scores: dict):
     """The loss curves as a PNG, and beside them those of eval.tasks.  train_losses: {step: loss or
     None}; eval_losses: {name of a set: the same}; scores: {step: row of kind "tasks"}."""
-    from matplotlib.figure import Figure  # imported here because it takes 0.3 s
+    from matplotlib import colormaps  # imported here because they take 0.3 s
+    from matplotlib.figure import Figure
 
     width = 2 if scores else 1
     figure = Figure(figsize=(8 * width, 4.5), layout="constrained")
@@ -312,5 +313,11 @@ def draw_loss(path: epath.Path, train_losses: dict, eval_losses: dict, scores: d
             axes.plot(list(curve), list(curve.values()), "o-", label=name.replace("_", " "))
     for axes in figure.axes:
         axes.grid(alpha=0.3)
-        axes.legend()
+        if (n := len(axes.lines)) <= 8:
+            axes.legend()
+        else:  # beside the plot, because it would hide the curves
+            for i, line in enumerate(axes.lines):  # matplotlib's own ten colours would repeat
+                line.set_color(colormaps["turbo"](i / n))
+            place = dict(loc="upper left", bbox_to_anchor=(1, 1), ncols=1 + n // 24)
+            axes.legend(**place, fontsize="small")
     write_png(path, figure)

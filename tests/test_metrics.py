@@ -205,6 +205,16 @@ def test_the_curve_is_drawn(tmp_path):
     metrics.draw_loss(path, {}, {"": {}}, {})
 
 
+def test_the_legend_of_many_sets_hides_no_curve(tmp_path, monkeypatch):
+    figures, losses = [], {1: 3.0, 2: 2.0}
+    monkeypatch.setattr(metrics, "write_png", lambda path, figure: figures.append(figure))
+    metrics.draw_loss(epath.Path(tmp_path), losses, {f"set {n}": losses for n in range(40)}, {})
+    figures[0].draw_without_rendering()
+    (axes,) = figures[0].axes
+    assert axes.get_window_extent().x1 < axes.get_legend().get_window_extent().x0
+    assert len({str(line.get_color()) for line in axes.lines}) == 41
+
+
 def test_a_run_goes_on_without_the_package_of_its_pictures(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     log = open_log(tmp_path, on_mesh(config.tiny()), 0)
