@@ -101,23 +101,24 @@ def score(args: Args, cfg: config.Config, params, data: Dataset):
     # stdout is for the result.
     path = read_sets(cfg.data.val)[data.name].path
     utils.say(f"evaluating in {cfg.train.dtype} on {path}: {data.source}", file=sys.stderr)
-    parts = []
+    parts, total, n_scored = [], 0.0, 0
     for i in train.progress(range(data.n_batches)):
         tokens, targets = data.batch(i)
         _, _, nll_AMBL, _ = train.eval_step(params, tokens, targets, cfg)
-        parts.append(utils.host_rows(jnp.where(targets >= 0, nll_AMBL, NOT_SCORED)))
-    n_targets = data.source.n_tokens - 1  # the rest is the padding of the last batch
-    nll = np.concatenate(parts).ravel()[:n_targets]
-    loss_mask = nll != NOT_SCORED
-    n_scored = int(loss_mask.sum())
-    loss = nll[loss_mask].sum(dtype=np.float64) / n_scored if n_scored else math.nan
+        nll = utils.host_rows(jnp.where(targets >= 0, nll_AMBL, NOT_SCORED))
+        scored = nll[nll != NOT_SCORED]
+        total, n_scored = total + scored.sum(dtype=np.float64), n_scored + scored.size
+        if args.per_token:  # otherwise a large set would fill the memory
+            parts.append(nll)
+    loss = total / n_scored if n_scored else math.nan
     bits = loss / math.log(2) / (data.source.bytes_per_token or math.nan)
     scores = dict(loss=loss, perplexity=np.exp(loss), bits_per_byte=bits)
     scores = {name: utils.finite_or_none(x) for name, x in scores.items()}  # JSON has no NaN
     name = dict(set=data.name) if data.name else {}
     utils.say(json.dumps(name | scores | dict(tokens=n_scored)))
     if args.per_token and utils.is_lead():
-        logprob = np.where(loss_mask, -nll, np.float32(np.nan))
+        nll = np.concatenate(parts).ravel()[: data.source.n_tokens - 1]  # without the padding
+        logprob = np.where(nll != NOT_SCORED, -nll, np.float32(np.nan))
         files.write_whole(files.absolute_path(args.per_token), files.npy_bytes(logprob))
 
 
