@@ -10,6 +10,7 @@ Dimension key: A accumulation steps, M microbatches, B sequences, L sequence len
 import hashlib
 import json
 import operator
+import sys
 from bisect import bisect_right
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -228,7 +229,9 @@ class Mixture(Source):
     """Several sources.  Its windows are those of the first, then those of the second, and so on."""
 
     def __init__(self, cfg: Config, split: str, parts: dict[str, Part]):
-        self.parts = {name: open_source(cfg, split, part.path) for name, part in parts.items()}
+        with ThreadPoolExecutor(16) as pool:  # in a bucket, each takes a moment
+            found = pool.map(lambda part: open_source(cfg, split, part.path), parts.values())
+            self.parts = dict(zip(parts, found, strict=True))
         self.cfg, sources, L = cfg, [*self.parts.values()], cfg.train.seq_len
         # Of each source, and at last the number of all windows.
         self.first_windows = np.cumsum([0, *((source.n_tokens - 1) // L for source in sources)])
@@ -272,7 +275,11 @@ def check_tokenizers(sources: dict[str, Source]):
     parts = {}
     for name, source in sources.items():
         parts |= {f"{name} {part}".strip(): x for part, x in parts_of(source).items()}
-    texts = {name: shards.tokenizer_text(x.tokenizer) for name, x in parts.items() if x.tokenizer}
+    with_text = {name: x.tokenizer for name, x in parts.items() if x.tokenizer}
+    with ThreadPoolExecutor(16) as pool:  # in a bucket, each takes a moment
+        # Equal texts, of up to 20 MB, are kept once.
+        texts = pool.map(lambda path: sys.intern(shards.tokenizer_text(path)), with_text.values())
+        texts = dict(zip(with_text, texts, strict=True))
     ends = {name: x.end_id for name, x in parts.items() if x.end_id >= 0}
     for stated, differ, how in (
         (texts, shards.are_different, "has another tokenizer than"),
@@ -420,10 +427,10 @@ class Dataset:
         (problem,) = error.problems
         return UserError(DATA, f"{problem.what}; it feeds {feeds}", problem.fix)
 
-    def make_batch(self, windows: np.ndarray) -> tuple[jax.Array, jax.Array]:
-        """(tokens, targets) of these windows on the mesh."""
+    def make_batch(self, i: int) -> tuple[jax.Array, jax.Array]:
+        """(tokens, targets) of batch i on the mesh."""
         t = self.cfg.train
-        window_AMB = windows.reshape(t.grad_accum, t.microbatches, -1)
+        window_AMB = self.batch_windows(i).reshape(t.grad_accum, t.microbatches, -1)
         shape = (*window_AMB.shape, t.seq_len)
         places = self.sharding.addressable_devices_indices_map(shape).values()
         # This process's windows, read at once, because each request to a bucket takes its time.
@@ -446,7 +453,7 @@ class Dataset:
             del self.reading[n]
         for n in numbers:
             if n not in self.reading:
-                self.reading[n] = self.workers.submit(self.make_batch, self.batch_windows(n))
+                self.reading[n] = self.workers.submit(self.make_batch, n)
         return [self.reading[n] for n in numbers]
 
     def batch(self, i: int):
