@@ -50,8 +50,9 @@ def choose_options(
     layers, such as that of a prompt.
 
     On an Intel Xeon updates of models of 2 to 24 million parameters took 0.75 to 1.02 times as many
-    CPU seconds with the loop as unrolled, and compiled in 0.22 to 1.05 times as many.  A CPU's cache should hold the scores of a portion: in a study of 16 rows of 256
-    tokens, with 8 query and 4 key heads of 32, all pairs at once took 1.7 times as long.
+    CPU seconds with the loop as unrolled, and compiled in 0.22 to 1.05 times as many.  A CPU's
+    cache should hold the scores of a portion: in a study of 16 rows of 256 tokens, with 8 query and
+    4 key heads of 32, all pairs at once took 1.7 times as long.
     """
     on_cpu = platform() == "cpu"
     unrolled = not on_cpu and L <= 4096 and not loop
