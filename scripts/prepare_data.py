@@ -273,7 +273,7 @@ def make_plan(args: Args, out, pieces: list[Piece], options, recipe: dict, times
     if path.exists() and tokenizer_path.exists():
         return json.loads(path.read_text())
     val_below = choose_val_below(pieces, options, args.val_fraction)
-    texts = list(sample_texts(pieces, options, 0, 1_000_000, 16))
+    texts = [text[:PIECE] for text in sample_texts(pieces, options, 0, 1_000_000, 16)]
     tokenizer = make_tokenizer(args, pieces, options, val_below)
     encodings = shard_tasks.encode_texts(tokenizer, texts)
     n_bytes = sum(len(text.encode()) for text in texts)
