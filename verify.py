@@ -196,7 +196,9 @@ class SavedCheckpoints:
             return found
         found = self.manager.all_steps()
         if step not in found:
-            what = f"{self.path} has no checkpoint {step}, only {or_list(found or ['none'])}"
+            near = sorted(sorted(found, key=lambda x: abs(x - step))[:10]) or ["none"]
+            what = f"{self.path} has no checkpoint {step}, only {or_list(near)}"
+            what += f", and {len(found) - 10:,} further away" if len(found) > 10 else ""
             fix = "give one of those as the step, or none for the newest"
             raise UserError(CHECKPOINT, what, fix)
         return step

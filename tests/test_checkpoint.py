@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import jax
@@ -296,6 +297,10 @@ def test_a_reader_moves_no_damaged_checkpoint(copy):
     assert (run / "checkpoints" / "20").exists()
     with pytest.raises(UserError, match="has no checkpoint 15, only 10 or 20"):
         verify.SavedCheckpoints(run).restore(abstract, step=15)
+    store = verify.SavedCheckpoints(run)
+    store.manager = SimpleNamespace(all_steps=lambda: range(0, 50_000, 10))
+    with pytest.raises(UserError, match="15, only 0, 10,.*, 80 or 90, and 4,990 further away"):
+        store.find_step(15)
     os.symlink("nowhere", run / "checkpoints" / "30")
     with pytest.raises(UserError, match="30 is damaged: 30 is not a regular file"):
         verify.SavedCheckpoints(run)
