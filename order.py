@@ -221,7 +221,7 @@ class Order:
     def trained_on(self, step: int) -> dict[str, int]:
         """{name: rows of that source that the first `step` updates of the run trained on}."""
         end = self.stream_index(step - 1) + 1 if step else 0
-        skipped = np.array([pair for pair in self.skip if pair[1] <= end]).reshape(-1, 2)
+        skipped = np.array([pair for pair in self.skip if pair[1] <= end], int).reshape(-1, 2)
         first, stop = self.rows_by_source(skipped.T)
         rows = self.rows_by_source(end) - (stop - first).sum(0)
         return dict(zip(self.names, rows.tolist(), strict=True))

@@ -136,7 +136,8 @@ def test_updates_that_are_left_out_move_the_later_ones_up(sized):
         counted = Counter()
         for earlier in kept[: step + 1]:
             counted.update(whole.batch(earlier)[0].tolist())
-        assert [*cut.trained_on(step + 1).values()] == [counted[n] for n in range(3)]
+        trained_on = [*cut.trained_on(step + 1).values()]
+        assert trained_on == [counted[n] for n in range(3)] and {*map(type, trained_on)} == {int}
 
 
 def test_thousands_of_updates_that_are_left_out_take_no_time(cfg, time_limit):
