@@ -585,12 +585,13 @@ def test_a_folder_that_a_host_lacks_is_told_in_two_lines(tmp_path):
 
 
 def test_of_many_hosts_that_end_the_one_that_failed_is_shown_first(tmp_path):
-    ends = 'case "$*" in *host70*) n=3;; *) n=7;; esac; echo ended; echo launch: exit code $n'
-    words = fake_ssh(tmp_path / "bin", ends)
+    ends = 'case "$*" in *host70*) n=3;; *host7*) n=137;; *) n=7;; esac; echo ended; '
+    words = fake_ssh(tmp_path / "bin", ends + "echo launch: exit code $n")
     (tmp_path / "bin" / "hosts").write_text("\n".join(f"host{n}" for n in range(80)))
     code, _, err = finish(launch(*words, tmp_path, "--", "true"))
     shown = [line for line in err.splitlines() if "its last lines" in line]
     assert code == DATA and "on host70 ended with exit code 3" in shown[0] and len(shown) == 8, err
+    assert "on host7 ended with exit code 137" in shown[1]
 
 
 def test_a_second_ctrl_c_ends_the_ssh_of_a_host_that_hangs(tmp_path):
