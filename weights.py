@@ -113,7 +113,7 @@ def init_weights(table, seed: int):
 
 
 def can_draw(p: Param) -> bool:
-    """Whether `draw_normals` can draw a weight; no preset reaches the limits of `draw_chunk`."""
+    """Whether `draw_normals` can draw a weight; on enough devices, those of every preset."""
     dims = p.of_one_layer(p.shape)
     fits = len(dims) <= 4 and math.prod(dims[-3:]) < 2**32 and math.prod(dims[:-3]) < 2**16
     return isinstance(p.init, Normal) and fits
