@@ -203,16 +203,16 @@ def join_pieces(pieces: list[Piece]) -> list[Piece]:
 
 
 def sample_texts(
-    pieces: list[Piece], options: Options, val_below: int, limit: int, n_pieces: int = 256
+    pieces: list[Piece], options: Options, val_below: int, limit: int, n_parts: int = 256
 ) -> Iterator[str]:
     """The texts whose split_hash is not below val_below.  From a corpus of more than `limit` bytes
-    about that many, from the beginnings of `n_pieces` parts of equal size."""
+    about that many, from the beginnings of `n_parts` parts of equal size."""
     total = sum(piece.size for piece in pieces)
     # A part may be many small files: one of each would be too little to train a tokenizer on.
-    size = total / n_pieces if total > limit else 0
+    size = total / n_parts if total > limit else 0
     parts = [*shard_tasks.group_by_size(pieces, size)]
     limit //= len(parts) if size else 1
-    for part in progress_bar(parts, desc="read a sample", unit="piece"):
+    for part in progress_bar(parts, desc="read a sample", unit="part"):
         left = limit
         for found in chain.from_iterable(readers.read_documents(x, options) for x in part):
             if isinstance(found, Document) and found.split_hash >= val_below:

@@ -554,7 +554,7 @@ def test_pydocs_are_sentences_and_the_same_each_time(tmp_path):
 @pytest.mark.parametrize("n, size", [(2000, 10), (10, 2000)])
 def test_a_sample_of_a_large_corpus_has_the_size_that_is_asked_for(n, size):
     pieces = [readers.Piece("text", b"x" * size, 0, size, size)] * n
-    texts = [*prepare_data.sample_texts(pieces, readers.Options(), 0, 4000, n_pieces=8)]
+    texts = [*prepare_data.sample_texts(pieces, readers.Options(), 0, 4000, n_parts=8)]
     assert 4000 <= sum(map(len, texts)) <= 4000 + 10 * size
 
 
