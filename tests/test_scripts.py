@@ -429,4 +429,4 @@ def test_an_evaluation_without_data_of_its_own_asks_for_data(trained, tmp_path):
     done = run("scripts/evaluate.py", "--run", run_copy)
     assert done.returncode == DATA and "give a data set as --data" in done.stderr
     done = run("scripts/evaluate.py", "--run", run_copy, "--data", tmp_path / "none")
-    assert done.returncode == DATA and "set --data\n" in done.stderr
+    assert done.returncode == DATA and "try --data synthetic\n" in done.stderr
