@@ -180,7 +180,8 @@ class Train:
     microbatches: int = 0
     """Pipeline microbatches in each accumulation step.
     0 takes 1 if mesh.pp is 1, else the largest of pp, 2, 3 and 4 pp that divides a rank's rows.
-    On a CPU: the fewest, in multiples of pp, of at most 512 tokens, or as many as can be."""
+    On a CPU: the fewest, in multiples of pp, with at most 512 tokens in each.
+    If no number gives so few tokens, the largest that the batch allows."""
     grad_accum: int = 1
     """Accumulation steps: the parts into which a batch is cut, to save memory.
     gpipe runs them one after another; 1f1b and interleaved run all of them as one."""

@@ -239,9 +239,10 @@ class MetricsLog:
         self.write(dict(kind=kind, step=step) | result)
         (print_eval if kind == "eval" else print_scores)(step, result)
         if utils.is_lead():
-            # Frees the figures of the evaluations before, each with 4 MB of pixels: they refer to
-            # themselves, and with the thresholds of cli.start the collector seldom runs.  All of
-            # its generations (0.1 to 0.6 s), because matplotlib lets go of some only now.
+            # Frees the figures of earlier evaluations, each with 4 MB of pixels: they refer to
+            # themselves, and with the thresholds of cli.start the collector seldom runs.  It looks
+            # at all objects (0.1 to 0.6 s), because matplotlib still refers to the newest figure,
+            # which this call makes an old object, and the next call has to free.
             gc.collect()
             try:
                 self.past.draw(self.run)

@@ -75,7 +75,8 @@ def smooth(x, n: int):
     """The moving mean of n + 1 numbers, without those that are NaN."""
     ends = np.arange(len(x)) + 1
     begins = np.maximum(ends - n - 1, 0)
-    # Differences of running sums, because n grows with the run: 200,000 updates took 8 s before.
+    # Differences of running sums, because n grows with the run: with a sum for each point, two
+    # runs of 300,000 updates together took 28 s instead of 7.
     sums, counts = (np.append(0.0, y.cumsum()) for y in (np.nan_to_num(x), ~np.isnan(x)))
     with np.errstate(invalid="ignore"):  # 0 / 0
         return (sums[ends] - sums[begins]) / (counts[ends] - counts[begins])

@@ -168,9 +168,8 @@ def run_on_all(commands: dict[str, list[str]], dry_run: bool) -> tuple[int, int]
                 worker.end()
         if {w.code for w in workers} - {0, INTERRUPTED}:
             # Of hundreds some: first those with an error, then those that were killed or lost.
-            for worker in sorted(
-                workers, key=lambda w: (w.code in {0, *TEMPORARY}, (w.code or 128) > 127)
-            )[:8]:
+            workers.sort(key=lambda w: (w.code in {0, *TEMPORARY}, w.code is None or w.code > 127))
+            for worker in workers[:8]:
                 worker.report()
     codes = {DISTRIBUTED if w.code is None or w.code > 127 else w.code for w in workers} - {0}
     return min(codes - TEMPORARY.keys() or codes, default=0), max(w.update for w in workers)
