@@ -7,15 +7,18 @@ those of FlashAttention-2 (Dao 2023, section 3.1).
 Dimension key (a suffix on every array's name spells its logical shape):
   B  sequences   L  sequence length   H  query heads   G  key and value heads   K  head dim
   W  value dim   R  query heads per key head   P  pairs of a sequence and a key head
-  Q  queries of a block   S  the keys that they are compared with   1  a dim of size 1
+  X  L * R: the R queries of the first token, then those of the second, and so on
+  Z  queries of a block   S  the keys that they are compared with   1  a dim of size 1
 """
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from layers import multiply, softcap
@@ -31,8 +34,10 @@ class Options(NamedTuple):
     """Bound on the scores; 0 sets none."""
     window: int
     """How many keys back each query sees, itself included; 0 is all."""
+    heads: int
+    """R, the query heads per key head."""
     block: int
-    """Queries in a block; rows are padded to a multiple of it."""
+    """Tokens whose queries are a block; rows are padded to a multiple of it."""
     unrolled: bool
     """True: a block meets all of its keys at once, and each block is another part of the program.
     False: one loop, in which a block of queries meets a block of keys."""
@@ -60,144 +65,162 @@ def choose_options(
     room = 2**17 // (R * block**2)  # half a megabyte of scores
     divisors = [n for n in range(1, P + 1) if P % n == 0]
     pairs_at_once = max(n for n in divisors if n <= max(1, room)) if on_cpu else P
-    return Options(scale, cap, window, block, unrolled, pairs_at_once)
+    return Options(scale, cap, window, R, block, unrolled, pairs_at_once)
 
 
-slice_at, update_at = lax.dynamic_slice_in_dim, lax.dynamic_update_slice_in_dim
+class Part(NamedTuple):
+    """A part of arrays in two dims: some of the P pairs, their first dim, and of another dim."""
+
+    start: tuple
+    sizes: tuple
+
+    def start_in(self, x, dim: int) -> list:
+        start = [0] * x.ndim
+        start[0], start[dim] = self.start
+        return start
+
+    def cut(self, x, dim: int = 1):
+        sizes = list(x.shape)
+        sizes[0], sizes[dim] = self.sizes
+        return lax.dynamic_slice(x, self.start_in(x, dim), sizes)
+
+    def put(self, x, new, dim: int = 1):
+        return lax.dynamic_update_slice(x, new, self.start_in(x, dim))
+
+    def add(self, x, new, dim: int = 1):
+        return self.put(x, self.cut(x, dim) + new, dim)
 
 
-def add_at(x, new, start, dim: int):
-    return update_at(x, slice_at(x, start, new.shape[dim], dim) + new, start, dim)
-
-
-def visit_blocks(visit: Callable, carry, L: int, how: Options):
-    """The last carry of carry = visit(carry, i, j, n), called for each block of queries, from index
-    i on, with the keys that it sees, in one or more calls: the n keys from index j on.
+def visit_blocks(visit: Callable, carry, P: int, L: int, how: Options):
+    """The last carry of carry = visit(carry, queries, keys), called for each block of queries with
+    the keys that it sees, in one or more calls.  queries is a Part of arrays [P, X, ...], and keys
+    one of arrays [P, L, ...].
 
     The first call of a block has its own keys: each query sees itself there, so that its running
     maximum is that of scores that count.
     """
-    starts = range(0, L, how.block)
+    starts, groups = range(0, L, how.block), range(0, P, how.pairs_at_once)
     first_key = {i: max(0, i - how.window + 1) if how.window else 0 for i in starts}
+
+    def visit_part(carry, p, i, j, n_keys):
+        queries = Part((p, i * how.heads), (how.pairs_at_once, how.block * how.heads))
+        return visit(carry, queries, Part((p, j), (how.pairs_at_once, n_keys)))
+
     if how.unrolled:
-        for i, j in first_key.items():
-            carry = visit(carry, i, j, i + how.block - j)
+        for p, (i, j) in product(groups, first_key.items()):
+            carry = visit_part(carry, p, i, j, i + how.block - j)
         return carry
-    block_starts = [(i, j) for i in starts for j in range(i, first_key[i] - how.block, -how.block)]
+    blocks = [(i, j) for i in starts for j in range(i, first_key[i] - how.block, -how.block)]
+    block_starts = jnp.array(blocks)
 
-    def visit_next(carry, start):
-        return visit(carry, *start, how.block), None
+    def visit_next(carry, n):
+        group, block = n // len(blocks), n % len(blocks)
+        return visit_part(carry, group * how.pairs_at_once, *block_starts[block], how.block), None
 
-    return lax.scan(visit_next, carry, jnp.array(block_starts))[0]
+    return lax.scan(visit_next, carry, jnp.arange(len(groups) * len(blocks)))[0]
 
 
-def block_scores(q_PRQK, k_PSK, document_PL, i, j, how: Options):
-    """(score_PRQS, seen_P1QS): the scores of the queries from index i on with the keys from index j
-    on, float32, and which of them count."""
-    Q, S = q_PRQK.shape[2], k_PSK.shape[1]
-    score_PRQS = how.scale * multiply("PRQK,PSK->PRQS", q_PRQK, k_PSK, jnp.float32)
-    distance_QS = i + jnp.arange(Q)[:, None] - (j + jnp.arange(S))
-    seen_P1QS = (distance_QS >= 0)[None, None]
+def block_scores(
+    q_PZK, k_PSK, queries: Part, keys: Part, documents, how: Options, keys_first=False
+):
+    """(score_PZS, seen_PZS): the scores of these queries with these keys, float32, and which of
+    them count; with keys_first both are [P, S, Z]."""
+    products = ("PSK,PZK->PSZ", k_PSK, q_PZK) if keys_first else ("PZK,PSK->PZS", q_PZK, k_PSK)
+    score = softcap(how.scale * multiply(*products, jnp.float32), how.cap)
+    (_, first_query), (_, Z) = queries
+    (_, first_key), (_, S) = keys
+    token_Z = first_query // how.heads + np.arange(Z) // how.heads
+    distance_1ZS = (token_Z[:, None] - (first_key + np.arange(S)))[None]
+    seen_PZS = distance_1ZS >= 0
     if how.window:
-        seen_P1QS &= distance_QS < how.window
-    if document_PL is not None:
-        document_PQ, document_PS = slice_at(document_PL, i, Q, 1), slice_at(document_PL, j, S, 1)
-        seen_P1QS &= (document_PQ[..., None] == document_PS[:, None])[:, None]
-    return softcap(score_PRQS, how.cap), seen_P1QS
+        seen_PZS &= distance_1ZS < how.window
+    if documents is not None:
+        document_PX, document_PL = documents
+        seen_PZS &= queries.cut(document_PX)[..., None] == keys.cut(document_PL)[:, None]
+    return score, seen_PZS.swapaxes(1, 2) if keys_first else seen_PZS
 
 
-def forward(q_PRLK, k_PLK, v_PLW, document_PL, sink_PR, how: Options):
-    """(y_PRLW, z_PRL1): the output, and the logarithm of the sum of the scores' exponentials."""
+def forward(q_PXK, k_PLK, v_PLW, documents, sink_PX, how: Options):
+    """(y_PXW, z_PX): the output, and the logarithm of the sum of the scores' exponentials."""
 
-    def add_keys(sums, i, j, n):
-        y_PRQW, total_PRQ1, max_PRQ1 = (slice_at(x, i, how.block, 2) for x in sums)
-        q_PRQK, k_PSK = slice_at(q_PRLK, i, how.block, 2), slice_at(k_PLK, j, n, 1)
-        v_PSW = slice_at(v_PLW, j, n, 1)
-        score_PRQS, seen_P1QS = block_scores(q_PRQK, k_PSK, document_PL, i, j, how)
-        score_PRQS = jnp.where(seen_P1QS, score_PRQS, -1e30)
-        new_max_PRQ1 = jnp.maximum(max_PRQ1, score_PRQS.max(-1, keepdims=True))
-        exp_PRQS = jnp.exp(score_PRQS - new_max_PRQ1)
-        rescale_PRQ1 = jnp.exp(max_PRQ1 - new_max_PRQ1)  # the sums are relative to the old maximum
-        new_PRQW = multiply("PRQS,PSW->PRQW", exp_PRQS.astype(v_PSW.dtype), v_PSW, jnp.float32)
+    def add_keys(sums, queries, keys):
+        y_PZW, total_PZ1, max_PZ1 = map(queries.cut, sums)
+        q_PZK, k_PSK, v_PSW = queries.cut(q_PXK), keys.cut(k_PLK), keys.cut(v_PLW)
+        score_PZS, seen_PZS = block_scores(q_PZK, k_PSK, queries, keys, documents, how)
+        score_PZS = jnp.where(seen_PZS, score_PZS, -1e30)
+        new_max_PZ1 = jnp.maximum(max_PZ1, score_PZS.max(-1, keepdims=True))
+        exp_PZS = jnp.exp(score_PZS - new_max_PZ1)
+        rescale_PZ1 = jnp.exp(max_PZ1 - new_max_PZ1)  # the sums are relative to the old maximum
+        new_PZW = multiply("PZS,PSW->PZW", exp_PZS.astype(v_PSW.dtype), v_PSW, jnp.float32)
         new = (
-            rescale_PRQ1 * y_PRQW + new_PRQW,
-            rescale_PRQ1 * total_PRQ1 + exp_PRQS.sum(-1, keepdims=True),
-            new_max_PRQ1,
+            rescale_PZ1 * y_PZW + new_PZW,
+            rescale_PZ1 * total_PZ1 + exp_PZS.sum(-1, keepdims=True),
+            new_max_PZ1,
         )
-        return tuple(update_at(x, y, i, 2) for x, y in zip(sums, new, strict=True))
+        return tuple(map(queries.put, sums, new))
 
-    *PRL, _ = q_PRLK.shape
-    zeros = partial(jnp.zeros_like, q_PRLK, jnp.float32)  # varies over mesh axes as q does
-    y_PRLW, zero_PRL1 = zeros(shape=(*PRL, v_PLW.shape[-1])), zeros(shape=(*PRL, 1))
-    total_PRL1, max_PRL1 = zero_PRL1, zero_PRL1 - 1e30
-    if sink_PR is not None:  # as if each query had seen a key of this score, and of value 0
-        total_PRL1, max_PRL1 = zero_PRL1 + 1, zero_PRL1 + sink_PR[..., None, None]
-    start = y_PRLW, total_PRL1, max_PRL1
-    y_PRLW, total_PRL1, max_PRL1 = visit_blocks(add_keys, start, PRL[-1], how)
-    return (y_PRLW / total_PRL1).astype(q_PRLK.dtype), max_PRL1 + jnp.log(total_PRL1)
+    (P, X, _), L = q_PXK.shape, k_PLK.shape[1]
+    zeros = partial(jnp.zeros_like, q_PXK, jnp.float32)  # varies over mesh axes as q does
+    y_PXW, zero_PX1 = zeros(shape=(P, X, v_PLW.shape[-1])), zeros(shape=(P, X, 1))
+    total_PX1, max_PX1 = zero_PX1, zero_PX1 - 1e30
+    if sink_PX is not None:  # as if each query had seen a key of this score, and of value 0
+        total_PX1, max_PX1 = zero_PX1 + 1, zero_PX1 + sink_PX[..., None]
+    y_PXW, total_PX1, max_PX1 = visit_blocks(add_keys, (y_PXW, total_PX1, max_PX1), P, L, how)
+    return (y_PXW / total_PX1).astype(q_PXK.dtype), (max_PX1 + jnp.log(total_PX1))[..., 0]
 
 
-def backward(q_PRLK, k_PLK, v_PLW, document_PL, sink_PR, y_PRLW, z_PRL1, g_PRLW, how: Options):
-    """The gradients of q, k, v and sink, from g, the gradient of y."""
-    dtype = q_PRLK.dtype
-    y_dot_g_PRL1 = (y_PRLW.astype(jnp.float32) * g_PRLW).sum(-1, keepdims=True)
+def backward(q_PXK, k_PLK, v_PLW, documents, sink_PX, y_PXW, z_PX, g_PXW, how: Options):
+    """The gradients of q, k, v and sink, from g, the gradient of y.
 
-    def add_gradients(grads, i, j, n):
-        q_PRQK, g_PRQW, z_PRQ1, y_dot_g_PRQ1 = (
-            slice_at(x, i, how.block, 2) for x in (q_PRLK, g_PRLW, z_PRL1, y_dot_g_PRL1)
+    Scores are [keys, queries] here, and q's gradient is [K, X]: XLA on a CPU takes nearly twice as
+    long for the products of gradients in the other order.
+    """
+    dtype = q_PXK.dtype
+    y_dot_g_PX = (y_PXW.astype(jnp.float32) * g_PXW).sum(-1)
+
+    def add_gradients(grads, queries, keys):
+        q_PZK, g_PZW, z_PZ, y_dot_g_PZ = map(queries.cut, (q_PXK, g_PXW, z_PX, y_dot_g_PX))
+        k_PSK, v_PSW = keys.cut(k_PLK), keys.cut(v_PLW)
+        score_PSZ, seen_PSZ = block_scores(
+            q_PZK, k_PSK, queries, keys, documents, how, keys_first=True
         )
-        k_PSK, v_PSW = slice_at(k_PLK, j, n, 1), slice_at(v_PLW, j, n, 1)
-        score_PRQS, seen_P1QS = block_scores(q_PRQK, k_PSK, document_PL, i, j, how)
-        prob_PRQS = jnp.where(seen_P1QS, jnp.exp(score_PRQS - z_PRQ1), 0)
-        prob_grad_PRQS = multiply("PRQW,PSW->PRQS", g_PRQW, v_PSW, jnp.float32)
-        grad_PRQS = prob_PRQS * (prob_grad_PRQS - y_dot_g_PRQ1)
+        prob_PSZ = jnp.where(seen_PSZ, jnp.exp(score_PSZ - z_PZ[:, None]), 0)
+        prob_grad_PSZ = multiply("PSW,PZW->PSZ", v_PSW, g_PZW, jnp.float32)
+        grad_PSZ = prob_PSZ * (prob_grad_PSZ - y_dot_g_PZ[:, None])
         if how.cap:
-            grad_PRQS *= 1 - (score_PRQS / how.cap) ** 2
-        grad_PRQS, prob_PRQS = (how.scale * grad_PRQS).astype(dtype), prob_PRQS.astype(dtype)
-        # One sum over R and Q, which XLA on a CPU does faster than two.
-        P, S = k_PSK.shape[:2]
-        grad_PQS, prob_PQS = grad_PRQS.reshape(P, -1, S), prob_PRQS.reshape(P, -1, S)
-        q_PQK, g_PQW = (x.reshape(P, -1, x.shape[-1]) for x in (q_PRQK, g_PRQW))
-        q_grad, k_grad, v_grad = grads
+            grad_PSZ *= 1 - (score_PSZ / how.cap) ** 2
+        grad_PSZ, prob_PSZ = (how.scale * grad_PSZ).astype(dtype), prob_PSZ.astype(dtype)
+        q_grad_PKZ = multiply("PSK,PSZ->PKZ", k_PSK, grad_PSZ, jnp.float32)
+        k_grad_PSK = multiply("PSZ,PZK->PSK", grad_PSZ, q_PZK, jnp.float32)
+        v_grad_PSW = multiply("PSZ,PZW->PSW", prob_PSZ, g_PZW, jnp.float32)
+        q_grad_PKX, k_grad_PLK, v_grad_PLW = grads
         return (
-            add_at(q_grad, multiply("PRQS,PSK->PRQK", grad_PRQS, k_PSK, jnp.float32), i, 2),
-            add_at(k_grad, multiply("PQS,PQK->PSK", grad_PQS, q_PQK, jnp.float32), j, 1),
-            add_at(v_grad, multiply("PQS,PQW->PSW", prob_PQS, g_PQW, jnp.float32), j, 1),
+            queries.add(q_grad_PKX, q_grad_PKZ, dim=2),
+            keys.add(k_grad_PLK, k_grad_PSK),
+            keys.add(v_grad_PLW, v_grad_PSW),
         )
 
-    zeros = tuple(jnp.zeros_like(x, jnp.float32) for x in (q_PRLK, k_PLK, v_PLW))
-    grads = visit_blocks(add_gradients, zeros, q_PRLK.shape[2], how)
-    sink_grad_PR = None
-    if sink_PR is not None:
-        sink_prob_PRL1 = jnp.exp(sink_PR[..., None, None] - z_PRL1)
-        sink_grad_PR = -(sink_prob_PRL1 * y_dot_g_PRL1).sum((2, 3))
-    return *(x.astype(dtype) for x in grads), sink_grad_PR
-
-
-def map_pairs(f: Callable, arrays: tuple, pairs_at_once: int):
-    """f(*arrays), computed for some of the P pairs, their first dim, at a time."""
-    groups = jax.tree.map(lambda x: x.reshape(-1, pairs_at_once, *x.shape[1:]), arrays)
-    if len(groups[0]) == 1:
-        return f(*arrays)
-    results = lax.map(lambda group: f(*group), groups)
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), results)
+    (P, L, _), q_PKX = k_PLK.shape, q_PXK.swapaxes(1, 2)
+    zeros = tuple(jnp.zeros_like(x, jnp.float32) for x in (q_PKX, k_PLK, v_PLW))
+    q_grad_PKX, *kv_grads = visit_blocks(add_gradients, zeros, P, L, how)
+    grads = [x.astype(dtype) for x in (q_grad_PKX.swapaxes(1, 2), *kv_grads)]
+    return *grads, None if sink_PX is None else -jnp.exp(sink_PX - z_PX) * y_dot_g_PX
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
-def attend_in_blocks(q_PRLK, k_PLK, v_PLW, document_PL, sink_PR, how: Options):
-    """y_PRLW.  Its own backward pass, because JAX's would keep the scores."""
-    return attend_forward(q_PRLK, k_PLK, v_PLW, document_PL, sink_PR, how)[0]
+def attend_in_blocks(q_PXK, k_PLK, v_PLW, documents, sink_PX, how: Options):
+    """y_PXW.  Its own backward pass, because JAX's would keep the scores."""
+    return forward(q_PXK, k_PLK, v_PLW, documents, sink_PX, how)[0]
 
 
-def attend_forward(q_PRLK, k_PLK, v_PLW, document_PL, sink_PR, how):
-    inputs = q_PRLK, k_PLK, v_PLW, document_PL, sink_PR
-    y_PRLW, z_PRL1 = map_pairs(partial(forward, how=how), inputs, how.pairs_at_once)
-    return y_PRLW, (*inputs, y_PRLW, z_PRL1)
+def attend_forward(q_PXK, k_PLK, v_PLW, documents, sink_PX, how):
+    y_PXW, z_PX = forward(q_PXK, k_PLK, v_PLW, documents, sink_PX, how)
+    return y_PXW, (q_PXK, k_PLK, v_PLW, documents, sink_PX, y_PXW, z_PX)
 
 
-def attend_backward(how, saved, g_PRLW):
-    *grads, sink_grad = map_pairs(partial(backward, how=how), (*saved, g_PRLW), how.pairs_at_once)
-    return *grads, None, sink_grad
+def attend_backward(how, saved, g_PXW):
+    *grads, sink_grad_PX = backward(*saved, g_PXW, how)
+    return *grads, None, sink_grad_PX
 
 
 attend_in_blocks.defvjp(attend_forward, attend_backward)
@@ -220,12 +243,15 @@ def block_attention(
         """x with rows of a multiple of the block; no query sees the padding, which comes last."""
         return jnp.pad(x, ((0, 0), (0, -L % how.block), *((0, 0),) * (x.ndim - 2)))
 
-    q_BLGRK = pad(q_BLHK).reshape(B, -1, G, R, K)
-    q_PRLK = q_BLGRK.transpose(0, 2, 3, 1, 4).reshape(P, R, -1, K)
+    q_PXK = pad(q_BLHK).reshape(B, -1, G, R, K).swapaxes(1, 2).reshape(P, -1, K)
     k_PLK = pad(k_BLGK).swapaxes(1, 2).reshape(P, -1, K)
     v_PLW = pad(v_BLGW).swapaxes(1, 2).reshape(P, -1, W)
-    document_PL = None if document_BL is None else jnp.repeat(pad(document_BL), G, 0)
-    sink_PR = None if sink_H is None else jnp.tile(sink_H.reshape(G, R), (B, 1))
-    y_PRLW = attend_in_blocks(q_PRLK, k_PLK, v_PLW, document_PL, sink_PR, how)
-    y_BLGRW = y_PRLW.reshape(B, G, R, -1, W).transpose(0, 3, 1, 2, 4)
+    documents = sink_PX = None
+    if document_BL is not None:
+        document_PL = jnp.repeat(pad(document_BL), G, 0)
+        documents = jnp.repeat(document_PL, R, 1), document_PL
+    if sink_H is not None:
+        sink_PX = jnp.tile(sink_H.reshape(G, R), (B, k_PLK.shape[1]))
+    y_PXW = attend_in_blocks(q_PXK, k_PLK, v_PLW, documents, sink_PX, how)
+    y_BLGRW = y_PXW.reshape(B, G, -1, R, W).swapaxes(1, 2)
     return y_BLGRW.reshape(B, -1, H, W)[:, :L]

@@ -180,8 +180,14 @@ def test_portions_of_attention_fit_the_platform(monkeypatch):
 @pytest.mark.parametrize("unrolled", [True, False])
 @pytest.mark.parametrize("window, n_keys", [(0, 4 + 8 + 12 + 16), (5, 4 + 8 + 8 + 8)])
 def test_keys_that_are_later_or_before_the_window_cost_nothing(unrolled, window, n_keys):
-    how = blockwise.Options(1.0, 0.0, window, block=4, unrolled=unrolled, pairs_at_once=1)
-    assert blockwise.visit_blocks(lambda total, i, j, n: total + n, 0, 16, how) == n_keys
+    options = dict(heads=2, block=4, unrolled=unrolled, pairs_at_once=1)
+    how = blockwise.Options(1.0, 0.0, window, **options)
+
+    def count_keys(total, queries, keys):
+        assert queries.sizes == (1, 8)
+        return total + keys.sizes[1]
+
+    assert blockwise.visit_blocks(count_keys, 0, 3, 16, how) == 3 * n_keys
 
 
 def test_memory_of_attention_grows_with_the_row_and_not_with_its_square():
