@@ -388,12 +388,13 @@ class Dataset:
         L = self.cfg.train.seq_len
         return {name: n * L for name, n in self.order.trained_on(step).items()}
 
-    def eval_indices(self, step: int) -> list[int]:
+    def eval_indices(self, step: int) -> np.ndarray:
         """The batches of the evaluation after `step` updates."""
         t, n = self.cfg.train, self.n_batches
         count = n if t.eval_batches == -1 else min(t.eval_batches, n)
         n_before = max(0, -(-step // t.eval_every) - 1) if t.eval_every and t.eval_rolling else 0
-        return [(n_before * count + k) % n for k in range(count)]
+        # Not a list: each update asks for it, and each batch for the rest of it.
+        return (n_before * count + np.arange(count)) % n
 
     def read_windows(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(tokens, targets) of these windows, both int32 [len(numbers), seq_len]; those after the

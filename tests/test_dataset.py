@@ -114,7 +114,8 @@ def evaluate(cfg, mesh, step, **fields) -> tuple[dict, list[int]]:
     """The eval row of the initial weights, and the batches that it is the mean of."""
     cfg = on_mesh(cfg, mesh, train=fields)
     data = Dataset(cfg, "val")
-    return train.evaluate(runstate.init_state(cfg).params, data, step, cfg), data.eval_indices(step)
+    result = train.evaluate(runstate.init_state(cfg).params, data, step, cfg)
+    return result, data.eval_indices(step).tolist()
 
 
 @pytest.mark.slow
