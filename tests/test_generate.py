@@ -50,6 +50,7 @@ def test_greedy_text_is_the_argmax_of_a_plain_decoder(mesh):
 @pytest.mark.parametrize("cfg, mesh", [
     pytest.param(MOE_ALLTOALL, (2, 2, 2), id="mla+moe"),
     pytest.param(GPT2, (2, 2, 2), id="gpt2"),
+    pytest.param(ALL_EXPERTS, (1, 2, 2), id="mla", marks=SLOW),  # weights by columns, as in mixed-1
     pytest.param(MIXED, (2, 2, 2), id="mixed", marks=SLOW),
     pytest.param(MIXED, (1, 1, 1), id="mixed-1", marks=SLOW),
     pytest.param(golden("gemma3_text"), (2, 2, 2), id="gemma3", marks=SLOW),
@@ -106,10 +107,10 @@ def test_decoding_copies_no_cache_and_no_weights(n_rows, sizes, dtype):
 
 def test_unpacking_leaves_the_packed_weights_as_they_are():
     """JAX may trace the function that unpacks them more than once."""
-    cfg = utils.start_mesh(replace(PLAIN, mesh=config.Mesh(fsdp="none")), rows=1)
-    packed = generate.pack_layer(dict(k_IHK=np.zeros((3, 2, 4))))
+    cfg = utils.start_mesh(replace(ALL_EXPERTS, mesh=config.Mesh(fsdp="none")), rows=1)
+    packed = generate.pack_layer(dict(k_IHK=np.zeros((3, 2, 4))), "moe", cfg)
     for _ in range(2):
-        assert generate.unpack_layer(packed, "dense", cfg)["k_IHK"].shape == (3, 2, 4)
+        assert generate.unpack_layer(packed, "moe", cfg)["k_IHK"].shape == (3, 2, 4)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
