@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import relative_errors
 from conftest import ROOT, needs
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -28,8 +29,10 @@ import generate
 import layers
 import model
 import runstate
+import train
 import utils
 from scripts import convert_hf, hf_config, hf_families
+from tasks import put_batch
 
 GOLDENS = ROOT / "tests" / "goldens"
 FAMILIES = sorted(p.name for p in GOLDENS.iterdir())
@@ -42,7 +45,7 @@ def with_marks(family: str, *more):
 
 
 live = needs("torch", "transformers")
-DTYPES = dict(F32=np.float32, BF16=jnp.bfloat16, I32=np.int32)
+DTYPES = dict(F64=np.float64, F32=np.float32, BF16=jnp.bfloat16, I32=np.int32)
 
 
 def tensors(path: Path) -> dict:
@@ -223,19 +226,41 @@ def test_a_config_from_before_transformers_5_is_the_same_model(family):
 # ---- transformers itself
 
 
-def transformers_logits(folder: Path, tokens):
-    """What AutoModelForCausalLM computes with the weights in folder.  It must know and use them
-    all."""
+def load_network(folder: Path, dtype: str):
+    """What AutoModelForCausalLM makes of the weights in folder.  It must know and use them all."""
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)
+    options = dict(attn_implementation="eager", experts_implementation="eager", dtype=dtype)
     network, info = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+        folder, **options, output_loading_info=True
     )
     assert not any(info.values()), info
+    return network.eval()
+
+
+def transformers_logits(folder: Path, tokens):
+    import torch
+
     with torch.no_grad():
-        return network.eval()(torch.tensor(tokens, dtype=torch.long)).logits.numpy()
+        network = load_network(folder, "float32")
+        return network(torch.tensor(tokens, dtype=torch.long)).logits.numpy()
+
+
+def transformers_gradient(folder: Path, tokens, scratch: Path) -> dict:
+    """{tensor: gradient of the mean loss}, in float64, named as in a file."""
+    import torch
+
+    network = load_network(folder, "float64")
+    # Without this, the embedding of pad_token_id would get no gradient.
+    network.get_input_embeddings().padding_idx = None
+    tokens = torch.tensor(tokens, dtype=torch.long)
+    network(tokens, labels=tokens).loss.backward()
+    for x in network.parameters():
+        x.data = x.grad
+    network.save_pretrained(scratch)
+    return exported_tensors(scratch)
 
 
 @live
@@ -259,6 +284,22 @@ def test_transformers_computes_the_same_from_an_export(family, imported, tmp_pat
     tokens = golden(family)["tokens"]
     want = transformers_logits(tmp_path, tokens)
     record("exported", family, scores(params, tokens, cfg)[0], want, 1e-4)
+
+
+@live
+def test_transformers_has_the_same_gradient(family, imported, tmp_path, record):
+    cfg, params = load(imported, (1, 1, 1))
+    tokens = golden(family)["tokens"]
+    targets = np.pad(tokens[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
+    f = jax.jit(train.loss_and_grads, static_argnames="cfg")
+    _, grads, _ = f(params, *put_batch(tokens, targets, cfg), jax.random.key(0), cfg)
+    grads = utils.leaf_table(jax.device_get(grads))
+    tensors = hf_families.tensor_maps(read_config(GOLDENS / family)["model_type"], cfg)
+    got = {x.name: x.from_weights([grads[p.weight][p.entry] for p in x.parts]) for x in tensors}
+    want = transformers_gradient(GOLDENS / family, tokens, tmp_path)
+    want |= {name: 0 * got[name] for name in want if name.endswith("correction_bias")}
+    errors = relative_errors(got, want)
+    record("gradient", family, max(errors.values()), 0, 1e-4)
 
 
 @live
