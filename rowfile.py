@@ -9,7 +9,7 @@ from etils import epath
 
 from checks import check_row
 from errors import describe, is_storage_error
-from files import is_remote, local_folder, write_whole
+from files import exists, is_remote, local_folder, write_whole
 from utils import is_lead, warn
 
 
@@ -27,7 +27,7 @@ class RowFile:
         lines = read_lines(path, step, track)
         self.path, self.patience = path, patience
         self.local_path = local_folder(path.parent) / path.name
-        if is_lead() and (lines or path.exists()):
+        if is_lead() and (lines or exists(path)):
             write_whole(self.local_path, "".join(lines))
         self.size, self.unwritten = sum(len(line.encode()) for line in lines), b""
         self.failing_since = None
@@ -42,7 +42,7 @@ class RowFile:
             self.attempt(self.append)
 
     def append(self):
-        if self.failing_since is not None and self.local_path.exists():
+        if self.failing_since is not None and exists(self.local_path):
             os.truncate(self.local_path, self.size)  # drop what a full disk has written in part
         with self.local_path.open("ab") as f:
             f.write(self.unwritten)
@@ -82,7 +82,7 @@ def read_lines(path: epath.Path, step: float = math.inf, track=None) -> list[str
     """The lines of a .jsonl file up to update `step`, without those that a crash left incomplete.
     track: called with each row; it drops the row by a ValueError, TypeError or LookupError."""
     lines = []
-    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
+    for line in path.read_bytes().splitlines(keepends=True) if exists(path) else []:
         try:
             text = line.decode()
             if text.endswith("\n") and (row := json.loads(text))["step"] <= step:

@@ -189,7 +189,7 @@ def roll_back(path: epath.Path, cfg: Config, source):
     where = files.free_name(path / "rolled_back" / str(to))
     where.mkdir(parents=True, exist_ok=True)
     for name in ("metrics.jsonl", "samples.jsonl"):  # copies; the run drops late rows as it resumes
-        if (path / name).exists():
+        if files.exists(path / name):
             files.write_whole(where / name, (path / name).read_bytes())
     # The newest first: a rollback that is interrupted can be repeated.
     for step in reversed(saved[saved.index(to) + 1 :]):
@@ -203,7 +203,7 @@ def check_is_run(path: epath.Path):
     for name in ("lock", "config.json", "history.jsonl", "metrics.jsonl", "samples.jsonl"):
         file = path / name
         # Not file.is_file(), which is True of a pipe.
-        if not files.is_remote(file) and file.exists() and not os.path.isfile(file):
+        if not files.is_remote(file) and files.exists(file) and not Path(file).is_file():
             what = f"{file} is not a file but a folder, pipe or device"
             fix = "move it away" + ("" if name == "lock" else ", and put the run's own file there")
             raise UserError(USAGE, what, fix)

@@ -12,6 +12,7 @@ import threading
 import tokenize
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import fsspec
@@ -208,7 +209,7 @@ def bin_shard(path: epath.Path) -> Shard:
 
 def check_is_file(path: epath.Path):
     """Raise UserError for a folder, pipe or device of this machine; a pipe may never end."""
-    if not is_remote(path) and path.exists() and not os.path.isfile(path):
+    if not is_remote(path) and exists(path) and not Path(path).is_file():
         fix = "put a file there, or set --data.train or --data.val to another data set"
         raise UserError(DATA, f"{path} is not a file but a folder, pipe or device", fix)
 
@@ -319,7 +320,7 @@ def bare_set(paths: list[epath.Path]) -> TokenSet:
 def with_mask(shard: Shard) -> Shard:
     """A shard without a manifest, with the mask beside it if there is one."""
     path = shard.path.with_suffix(".mask")
-    if not path.exists():
+    if not exists(path):
         return shard
     check_is_part(path)
     if (size := file_size(path)) != shard.n_tokens:
@@ -343,7 +344,7 @@ def find_shards(path: epath.Path, split: str) -> TokenSet:
     if not is_folder(path):
         check_is_file(path)
         return bare_set([path])
-    if (path / "manifest.json").exists():
+    if exists(path / "manifest.json"):
         check_is_part(path / "manifest.json")
         return read_manifest(path)
     # The other split's file, if nanoGPT's folder has it, is no shard of this one.

@@ -15,7 +15,7 @@ from etils import epath
 import utils
 from digests import digest_leaves
 from errors import CHECKPOINT, STORAGE, UserError, describe, first_ten, is_storage_error, or_list
-from files import is_remote, paths_in, saved_steps
+from files import exists, is_remote, paths_in, saved_steps
 
 
 class Damaged(ValueError):
@@ -174,7 +174,7 @@ class SavedCheckpoints:
             fix = "restore one from a copy, or start over with --fresh; they are in damaged/"
             raise UserError(CHECKPOINT, what, fix)
         metrics = self.run / "metrics.jsonl"
-        if metrics.exists() and metrics.read_bytes().strip():
+        if exists(metrics) and metrics.read_bytes().strip():
             what = f"{self.run} has trained, but {self.path} holds no checkpoint"
             fix = "restore the checkpoints from a copy, or start over with --fresh"
             raise UserError(CHECKPOINT, what, fix)

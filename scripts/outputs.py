@@ -5,7 +5,7 @@ import uuid
 from pathlib import Path
 
 from errors import STORAGE, USAGE, UserError
-from files import absolute_path, is_remote
+from files import absolute_path, exists, is_remote
 
 
 def nearest_folder(path):
@@ -34,7 +34,7 @@ def check_output(flag: str, path, is_folder: bool = False):
 def check_new(path, flag: str):
     """Raise UserError USAGE if something to keep is there, STORAGE if the folder cannot be made."""
     found = Path.iterdir if flag == "hf" else kept_files
-    is_there = path.exists() or os.path.islink(path)  # a link to nothing does not exist
+    is_there = exists(path) or os.path.islink(path)  # a link to nothing does not exist
     if is_there and (not path.is_dir() or any(found(path))):
         what = f"{path} exists, and nothing is overwritten"
         raise UserError(USAGE, what, f"choose another --{flag}, or move what is there away")

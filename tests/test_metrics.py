@@ -1,5 +1,6 @@
 """Rows of metrics.jsonl, console lines, pictures and Weights & Biases."""
 
+import errno
 import gc
 import io
 import json
@@ -64,6 +65,18 @@ def test_rows_after_the_checkpoint_and_incomplete_lines_are_dropped(tmp_path, ca
         assert f"dropped a line that is not a row: {text[:60]!r}" in warnings
     file.add(dict(kind="train", step=3))
     assert path.read_text() == kept + '{"kind": "train", "step": 3}\n'
+
+
+def test_a_file_that_cannot_be_looked_at_is_not_begun_anew(tmp_path, monkeypatch):
+    """A disk may fail once; the file was taken for a missing one, and its rows were lost."""
+    path = epath.Path(tmp_path / "metrics.jsonl")
+    path.write_text(line(1) + line(2))
+    answers = [OSError(errno.ESTALE, os.strerror(errno.ESTALE)), *[os.stat(path)] * 4]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", Mock(side_effect=answers))
+        with pytest.raises(OSError, match="Stale"):
+            rowfile.RowFile(path, 2)
+    assert path.read_text() == line(1) + line(2)
 
 
 @pytest.mark.parametrize("name", ["kind", "step", "loss", "grad_norm", "tokens"])
