@@ -40,10 +40,10 @@ def is_remote(path) -> bool:
 
 
 def is_folder(path: epath.Path) -> bool:
-    """Whether an existing path is a folder.  Raises the errors of a bucket's storage, which epath's
-    is_dir takes for the answer no."""
+    """Whether an existing path is a folder.  Raises the errors of the storage, which epath's is_dir
+    takes for the answer no."""
     if not is_remote(path):
-        return path.is_dir()
+        return Path(path).is_dir()
     fs, name = fsspec.url_to_fs(os.fspath(path))
     return fs.info(name)["type"] == "directory"
 
@@ -67,7 +67,7 @@ def saved_steps(run: epath.Path) -> list[int]:
     if is_remote(folder):  # there orbax writes this file last; locally it renames the folder
         paths = [path for path in paths if (path / "commit_success.txt").exists()]
     else:
-        paths = [path for path in paths if path.is_dir()]
+        paths = [path for path in paths if is_folder(path)]
     return sorted(int(path.name) for path in paths)
 
 

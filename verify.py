@@ -31,7 +31,7 @@ def meta_checksum(meta: dict) -> int:
 # An error with one of these in its text means that the storage cannot be reached, not that the
 # checkpoint is damaged.
 UNREACHABLE = "RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE_EXCEEDED|UNAUTHENTICATED|PERMISSION_DENIED"
-UNREACHABLE += "|[Pp]ermission denied"
+UNREACHABLE += "|[Pp]ermission denied|Stale file handle|timed out|endpoint is not connected"
 
 
 def find_fault(folder: Path) -> str:
@@ -125,7 +125,7 @@ class SavedCheckpoints:
         metadata of all checkpoints when it is opened, and would never end.  If this object saves,
         also a file in place of a checkpoint, which orbax would overwrite."""
         for path in [] if is_remote(self.path) else paths_in(self.path, "*"):
-            is_folder = path.is_dir()
+            is_folder = Path(path).is_dir()
             file = path / "_CHECKPOINT_METADATA" if is_folder else path
             if not (is_folder or path.name.isdigit()) or not os.path.lexists(file):
                 continue
@@ -234,22 +234,23 @@ class SavedCheckpoints:
         """Return items of checkpoint `step` without verification; items: {name: what orbax takes to
         restore it}.  Raises Damaged, or UserError STORAGE if the storage cannot be reached.
 
-        In a bucket it is read again before it is called damaged: where one request fails, gcsfs may
-        tell orbax that an item is not there.
+        It is read again before it is called damaged: a network disk may fail once, and where one
+        request to a bucket fails, gcsfs may tell orbax that an item is not there.
         """
         tree, error = self.try_to_restore(step, items)
-        if is_remote(self.path) and not utils.all_agree(error is None):
+        if not utils.all_agree(error is None):
             tree = error = None  # frees what has been read
             tree, error = self.try_to_restore(step, items)
         refused = isinstance(error, PermissionError | ConnectionError | TimeoutError)
         if is_remote(self.path):  # there only a missing object is damage, other errors may pass
             refused = is_storage_error(error) and not isinstance(error, FileNotFoundError)
-        if refused or re.search(UNREACHABLE, str(error)):
-            what = f"cannot read {self.path / str(step)}: {describe(error)}"
+        cause = getattr(error, "__cause__", None) or error  # orbax's own text may not say why
+        if refused or re.search(UNREACHABLE, f"{error} {cause}"):
+            what = f"cannot read {self.path / str(step)}: {describe(cause)}"
             fix = "fix the storage or the permissions, and run the same command again"
             raise UserError(STORAGE, what, fix) from error
         if not utils.all_agree(error is None):
-            why = f"{type(error).__name__}: {error}" if error else "another process failed"
+            why = f"{type(cause).__name__}: {cause}" if error else "another process failed"
             raise Damaged(re.sub(r"\s+", " ", why)[:160]) from error
         return tree
 

@@ -1,5 +1,6 @@
 """Digests and checkpoints: a restored state is bit for bit the saved one, or it is refused."""
 
+import errno
 import json
 import os
 import re
@@ -319,9 +320,35 @@ def test_a_checkpoint_in_a_bucket_that_does_not_answer_is_not_damaged(copy, monk
     assert refusal.value.code == STORAGE
 
 
-def test_a_checkpoint_in_a_bucket_is_read_twice_before_it_is_damaged(copy, monkeypatch):
+def test_a_checkpoint_of_a_disk_that_does_not_answer_is_not_damaged(copy, monkeypatch):
+    """Orbax's own text does not say why; the cause's does."""
+    error = Exception("Encountered error while reading array index")
+    error.__cause__ = ValueError("ABORTED: Failed to open: Stale file handle")
     store = open_store(copy[1])
-    store.path = epath.Path("gs://bucket/run/checkpoints")
+    monkeypatch.setattr(store.manager, "restore", mock.Mock(side_effect=error))
+    with pytest.raises(UserError, match="cannot read .*checkpoints/20: .*Stale") as refusal:
+        store.read(20)
+    assert refusal.value.code == STORAGE
+
+
+def test_a_checkpoint_that_cannot_be_looked_at_is_not_damaged(copy, monkeypatch):
+    store, stat_of = open_store(copy[1]), os.stat
+
+    def fail(path, **options):
+        if os.fspath(path).endswith("checkpoints/20"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return stat_of(path, **options)
+
+    monkeypatch.setattr(os, "stat", fail)
+    with pytest.raises(OSError, match="Input/output"):
+        store.reject_files()
+    assert not (copy[1] / "damaged").exists()
+
+
+@pytest.mark.parametrize("folder", ["gs://bucket/run", "/disk/run"])
+def test_a_checkpoint_is_read_twice_before_it_is_damaged(copy, monkeypatch, folder):
+    store = open_store(copy[1])
+    store.path = epath.Path(folder) / "checkpoints"
     always = mock.Mock(side_effect=FileNotFoundError())
     monkeypatch.setattr(store.manager, "restore", always)
     with pytest.raises(verify.Damaged):
