@@ -57,6 +57,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tensorstore
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -173,6 +174,18 @@ def room(cfg: Config, found: dict):
         yield grade(free, size, keep * size, what)
 
 
+def save(folder: Path):
+    """Write a file as orbax does: locked by tensorstore, in a folder that is renamed at the end."""
+    part = folder.with_suffix(".part")
+    try:
+        store = tensorstore.KvStore.open(dict(driver="file", path=f"{part}/")).result()
+        store.write("file", b"content").result()
+        os.rename(part, folder)
+    finally:
+        for path in part, folder:
+            shutil.rmtree(path, ignore_errors=True)
+
+
 def storage(cfg: Config, found: dict):
     """let this user write to --run.dir, or name another folder; --seconds 20 waits longer"""
     folder = run_folder(cfg)
@@ -180,6 +193,7 @@ def storage(cfg: Config, found: dict):
     steps = dict(write=partial(probe.write_bytes, os.urandom(2**20)), read=probe.read_bytes)
     if not files.is_remote(folder):  # a run locks its directory
         steps |= dict(lock=lambda: FileLock(probe).release())
+        steps |= dict(save=partial(save, Path(f"{probe}-folder")))
     steps |= dict(list=lambda: [*folder.iterdir()], delete=probe.unlink)
     try:
         ms = {name: 1000 * timeit(step, number=1) for name, step in steps.items()}

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -94,6 +95,16 @@ def test_without_a_config_it_looks_at_the_machine_and_tells_no_secret(tmp_path):
     assert len(report["table"]) == out.count("\n") - out.count("  fix: ")  # such as of versions
     for printed in (text, out, err):
         assert "canary" not in printed and "rapunzel" not in printed
+
+
+def test_a_disk_on_which_no_folder_can_be_renamed_is_told(tmp_path, monkeypatch):
+    """Such as a bucket that is mounted: files can be written there, but no checkpoint."""
+    cfg = replace(config.tiny(), run=config.Run(dir=str(tmp_path)))
+    (row,) = doctor.run_check(doctor.storage, cfg, {})
+    assert row.status == OK and re.search(r"lock [0-9.]+ ms, save [0-9.]+ ms", row.what)
+    monkeypatch.setattr(os, "rename", Mock(side_effect=OSError("Function not implemented")))
+    (row,) = doctor.run_check(doctor.storage, cfg, {})
+    assert row.status == FAIL and "not implemented" in row.what and not [*tmp_path.iterdir()]
 
 
 def test_faults_are_told_all_at_once_and_each_with_its_cure(corpus, tmp_path):
