@@ -16,7 +16,7 @@ import errors
 import utils
 from errors import AGAIN, UserError, describe, write_error
 from files import free_name, is_remote, move_folder, paths_in
-from processes import LOST_IN_COLLECTIVE, PeerFailed, SaveBarrier
+from processes import LOST_IN_COLLECTIVE, SAVE_FAILED, PeerFailed, SaveBarrier
 from verify import UNREACHABLE, Damaged, SavedCheckpoints, digests_of, meta_checksum
 
 # This handler leaves out orbax's notes on the shapes of shards: nothing here reads them, and to
@@ -256,6 +256,7 @@ class Checkpoints(SavedCheckpoints):
         retries = self.retries
         if utils.all_agree(retries.error is None):
             return True
+        SAVE_FAILED.set()  # in all processes, which have to end alike
         utils.run_on_lead(retries.raise_if_final)
         # As process 0 knows it, so that all go on from the same checkpoint.
         is_time = time.monotonic() >= retries.retry_at

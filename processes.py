@@ -272,6 +272,9 @@ class SaveBarrier:
 
 HANGS = threading.Event()
 """Set once a Watchdog ends the process."""
+SAVE_FAILED = threading.Event()
+"""Set once a save has failed.  Its threads may wait 600 s for a folder that was not made, and a
+normal exit for them."""
 
 
 class Watchdog:
@@ -388,7 +391,13 @@ def run_main(main, *args):
         join_processes(args[-1])
         result = main(*args)
         sys.stdout.flush()  # here, so that a full disk under it is a storage error
+        if SAVE_FAILED.is_set():
+            exit_with(None, 0)
         return result
+    except SystemExit as e:
+        if SAVE_FAILED.is_set():
+            exit_with(None, e.code)
+        raise
     except UserError as e:
         exit_with(e)
     except KeyboardInterrupt:  # before Stop has replaced the signal's handler
@@ -434,8 +443,8 @@ def leave_last(seconds: float):
             call_within(seconds, leave)
 
 
-def exit_with(error: UserError | None):
-    """Print the error, if any, and end the process with its code, or with 1.
+def exit_with(error: UserError | None, code: int = 1):
+    """Print the error, if any, and end the process with its code, or with `code`.
 
     At once, because a normal exit waits for lost peers and for failed saves.
     """
@@ -446,4 +455,4 @@ def exit_with(error: UserError | None):
     flush_output()
     leave_last(5)
     remove_local_folders()
-    errors.exit_at_once(1 if error is None else error.code)
+    errors.exit_at_once(code if error is None else error.code)

@@ -418,6 +418,36 @@ def test_one_process_of_two_that_cannot_write_is_waited_for(base, number, recove
         assert not [*run.glob("checkpoints/*tmp*")]
 
 
+ENDS_AFTER_A_FAILED_SAVE = """
+import errno, os, sys
+import jax.numpy as jnp
+from etils import epath
+import checkpoint, config, processes
+
+def fail(*args, **options):
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+def main(cfg):
+    store = checkpoint.Checkpoints(epath.Path(sys.argv[1]), patience=60)
+    items = dict(params=dict(x=jnp.ones(4)))
+    assert store.save(0, items, last=True)
+    mkdir, os.mkdir = os.mkdir, fail
+    assert not store.save(1, items, last=True)
+    os.mkdir, store.retries.retry_at = mkdir, 0
+    assert store.save(1, items, last=True)
+    sys.exit(int(sys.argv[2]))
+
+processes.run_main(main, config.Config())
+"""
+
+
+@pytest.mark.parametrize("code", [0, INTERRUPTED])
+def test_the_end_of_a_run_does_not_wait_for_a_failed_save(tmp_path, code):
+    """Orbax's threads wait 600 s for a folder that could not be made."""
+    command = [sys.executable, "-c", ENDS_AFTER_A_FAILED_SAVE, tmp_path, str(code)]
+    assert subprocess.run(command, cwd=ROOT, timeout=60).returncode == code
+
+
 @pytest.mark.parametrize("part", ["params", "params/manifest.ocdbt", "params/d", "meta/metadata"])
 def test_a_save_of_which_a_part_is_missing_has_failed(tmp_path, capsys, monkeypatch, part):
     """orbax reports success where a listing of a bucket, and so a copy, lacks what is new."""
