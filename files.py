@@ -5,6 +5,7 @@ This module does not import jax, so that scripts that only prepare files start a
 """
 
 import atexit
+import errno
 import glob
 import io
 import logging
@@ -184,7 +185,12 @@ def move_folder(path: epath.Path, where: epath.Path):
     """
     if not is_remote(path):
         where.parent.mkdir(parents=True, exist_ok=True)
-        path.rename(where)
+        try:
+            path.rename(where)
+        except OSError as e:
+            if e.errno != errno.EXDEV:
+                raise
+            shutil.move(path, where)  # copies: overlayfs renames no folder of a container's image
         return
     fs, old = fsspec.url_to_fs(os.fspath(path))
     new = os.fspath(where).partition("://")[2]

@@ -188,6 +188,17 @@ def test_a_pipe_among_a_runs_files_is_refused(base, reference, name, time_limit)
     assert error.code == USAGE and f"{name} is not a file but" in str(error)
 
 
+def test_a_folder_of_a_container_image_is_moved_too(tmp_path, monkeypatch):
+    """Overlayfs renames no folder that is in the image; --fresh ended with code 5."""
+    run, old = epath.Path(tmp_path / "run"), epath.Path(tmp_path / "run.old")
+    run.mkdir()
+    (run / "config.json").write_text("{}")
+    refused = OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+    monkeypatch.setattr(os, "rename", Mock(side_effect=refused))
+    files.move_folder(run, old)
+    assert (old / "config.json").read_text() == "{}" and not run.exists()
+
+
 BRANCH = dict(start_with="state", step="2")
 
 
