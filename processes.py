@@ -391,12 +391,10 @@ def run_main(main, *args):
         join_processes(args[-1])
         result = main(*args)
         sys.stdout.flush()  # here, so that a full disk under it is a storage error
-        if SAVE_FAILED.is_set():
-            exit_with(None, 0)
+        leave_failed_saves(0)
         return result
     except SystemExit as e:
-        if SAVE_FAILED.is_set():
-            exit_with(None, e.code)
+        leave_failed_saves(e.code)
         raise
     except UserError as e:
         exit_with(e)
@@ -441,6 +439,12 @@ def leave_last(seconds: float):
     if len(process_ids()) > 1:
         with suppress(TimeoutError, jax.errors.JaxRuntimeError):
             call_within(seconds, leave)
+
+
+def leave_failed_saves(code: int):
+    """End the process at once if a save has failed; a notebook goes on."""
+    if SAVE_FAILED.is_set() and not errors.is_interactive():
+        exit_with(None, code)
 
 
 def exit_with(error: UserError | None, code: int = 1):
