@@ -174,7 +174,8 @@ def npy_shard(path: epath.Path) -> Shard:
     except FileNotFoundError:
         raise missing_error(path) from None
     except NPY_ERRORS as e:
-        if isinstance(e, PermissionError) or (isinstance(e, OSError) and is_remote(path)):
+        is_folder = isinstance(e, IsADirectoryError) and not is_remote(path)
+        if isinstance(e, OSError) and not is_folder:
             raise  # becomes STORAGE: the data may be sound
         raise shard_error(path, str(e)[:200], fix) from None
     if dtype.hasobject or dtype.name not in DTYPES or dtype.byteorder == ">":

@@ -750,8 +750,9 @@ def test_a_cache_that_cannot_be_made_is_named_by_its_flag(tmp_path):
     assert error.value.code == STORAGE
 
 
-def test_a_bucket_that_refuses_a_shard_is_not_a_damaged_shard(monkeypatch):
-    path = epath.Path("gs://bucket/a.npy")
+@pytest.mark.parametrize("folder", ["gs://bucket", "/data"])
+def test_a_shard_that_storage_refuses_is_not_a_damaged_shard(folder, monkeypatch):
+    path = epath.Path(f"{folder}/a.npy")
     monkeypatch.setattr(type(path), "open", mock.Mock(side_effect=OSError("Forbidden")))
     with pytest.raises(OSError, match="Forbidden"):  # becomes STORAGE
         shards.npy_shard(path)
