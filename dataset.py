@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding
 import shards
 from config import Config
 from errors import DATA, Problem, UserError, first_ten
-from files import absolute_path
+from files import absolute_path, exists
 from model import token_spec
 from order import Order, scramble
 from pages import Block, DamagedPage, PageReader
@@ -97,7 +97,7 @@ class TokenFiles(Source):
             self.bytes_per_token = manifest["bytes"] / self.n_tokens
         tokenizer = path / "tokenizer.json"
         shards.check_is_part(tokenizer)
-        self.tokenizer = tokenizer if tokenizer.exists() else None
+        self.tokenizer = tokenizer if exists(tokenizer) else None
         self.is_incomplete = "tokenizer" in manifest and self.tokenizer is None
 
     def __str__(self):

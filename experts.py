@@ -112,8 +112,8 @@ def routing_stats(score_BLE, expert_BLX):
 
     load_E: pairs that each expert gets.  entropy: of the scores, in nats.  balance: for each
     sequence E * sum over experts of (share of the pairs) * (mean score), which is 1 when balanced
-    and E / X at worst (DeepSeek-V3, eq. 17 to 20; but eq. 18 counts the experts of the best scores,
-    without biases and groups).  It is counted by sequence because no mesh, microbatch or
+    and E / X at worst (DeepSeek-V3, eq. 17 to 20, except that eq. 18 counts the experts of the best
+    scores, without biases and groups).  It is counted by sequence because no mesh, microbatch or
     accumulation changes what a sequence is.
     """
     E, L = score_BLE.shape[-1], score_BLE.shape[1] * lax.axis_size("tp")

@@ -169,7 +169,7 @@ def make_private_folder(path: str, name: str) -> Path:
 def free_name(path: epath.Path) -> epath.Path:
     """path, or if it exists the first of path.2, path.3, ... that does not."""
     names = (path if n == 1 else path.with_name(f"{path.name}.{n}") for n in range(1, 10_000))
-    return next(name for name in names if not name.exists())
+    return next(name for name in names if not exists(name))
 
 
 MOVING = "moving_to"
@@ -177,7 +177,7 @@ MOVING = "moving_to"
 
 
 def move_folder(path: epath.Path, where: epath.Path):
-    """Rename a folder.
+    """Rename a folder, or copy it where the disk cannot rename it.
 
     An object store has no folders, so each object in it is renamed, except the lease of a live run
     and MOVING.  The deepest objects go first, and last the one that makes the folder a run or a

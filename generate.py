@@ -4,7 +4,8 @@ Dimension key (a suffix on every array's name spells its logical shape):
   M  microbatches, one for each stage   B  sequences   L  sequence length of the new tokens
   S  sequence length of the cache   D  d_model   V  vocabulary
   R  rows: sequences of all microbatches   E  experts   C  gate and up   F  hidden units
-  H  query heads   K  head dim   I  latent of keys and values   W  value dim
+  H  query heads   G  key and value heads   K  head dim
+  J  latent of the queries   I  latent of keys and values   T  rotary dim of a key   W  value dim
 
 Inside shard_map the letters still name the whole dims; a sharded dim is only as long as this
 device's part.
@@ -80,19 +81,23 @@ def decoding_weights(params, cfg: Config) -> dict:
     return per_device(params)
 
 
+BY_COLUMNS = {"q_DHK", "k_DGK", "v_DGK", "o_HKD", "o_HWD", "out_FD", "shared_out_FD"}
+BY_COLUMNS |= {"q_down_DJ", "kv_down_DI", "k_rope_DT"}  # mla
+"""Weights of layers that are kept as ByColumns, as gate and up are.  Only `einsum` takes them."""
+
+
 def stored_by_columns(cfg: Config) -> bool:
     """Whether dense weights are kept as ByColumns: on CPUs, see layers.multiply.  A token of
     gpt2_124m in float32 takes 40 instead of 54 ms for one row, and 73 instead of 112 for 8.  Not
-    where layers gather their weights."""
+    where layers gather their weights, along a dim of the weight's own order."""
     is_gathered = cfg.mesh.fsdp == "layer" and cfg.mesh.shape["dp"] > 1
     is_fast = cfg.train.dtype == "float32" or not has_slow_bfloat16()
     return platform() == "cpu" and is_fast and not is_gathered
 
 
 def pack_layer(w: dict, kind: str, cfg: Config) -> dict:
-    """A layer's weights as they are kept between tokens.  On CPUs those that read or write the
-    residual stream are ByColumns, see `stored_by_columns`.  Where XLA would copy others for each
-    token:
+    """A layer's weights as they are kept between tokens.  On CPUs some are ByColumns, see
+    `stored_by_columns`.  Others are kept so that XLA does not copy them for each token:
 
     - gate and up apart, in a list of [1, D, F].  CPUs and GPUs would cut them apart: a token of a
       Llama-style model took 4 times as long on a CPU (4 layers of 768, d_ff 3,072, float32, one
@@ -105,12 +110,12 @@ def pack_layer(w: dict, kind: str, cfg: Config) -> dict:
     """
     packed, table, by_columns = {}, layer_table(cfg, kind), stored_by_columns(cfg)
     for name, x in w.items():
-        p, dims = table[name], name.rpartition("_")[2]
+        dims = name.rpartition("_")[2]
         if dims == "CDF" and (len(x) > 1 or by_columns):
             parts = jnp.split(x, len(x))
             x = [ByColumns(part.swapaxes(1, 2)) for part in parts] if by_columns else parts
-        elif by_columns and p.rows and "D" in dims and not (p.is_routed or p.keep_float32):
-            x = ByColumns(x.transpose(p.columns + p.rows))
+        elif by_columns and name in BY_COLUMNS:
+            x = ByColumns(x.transpose(table[name].columns + table[name].rows))
         elif dims in ("IHK", "IHW"):
             x = x.swapaxes(0, 1)
         elif dims in ("EDCF", "EFD"):

@@ -205,8 +205,8 @@ def has_slow_bfloat16() -> bool:
 
 
 class ByColumns(NamedTuple):
-    """A weight of which the dims of the product's result come first, and those it sums over last.
-    The dims of `multiply` name them in the order of the weight itself."""
+    """A weight with the dims of the product's result first, and those it sums over last.  The dims
+    given to `multiply` are still in the weight's own order."""
 
     array: jax.Array
 

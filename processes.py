@@ -274,7 +274,7 @@ HANGS = threading.Event()
 """Set once a Watchdog ends the process."""
 SAVE_FAILED = threading.Event()
 """Set once a save has failed.  Its threads may wait 600 s for a folder that was not made, and a
-normal exit for them."""
+normal exit would wait for the threads."""
 
 
 class Watchdog:

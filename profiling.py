@@ -16,7 +16,7 @@ from etils import epath
 from jax.experimental.profiler import get_profiled_instructions_proto
 
 from config import SLICE, Config
-from files import local_folder, paths_in, upload_folder, write_whole
+from files import exists, local_folder, paths_in, upload_folder, write_whole
 from metrics import MetricsLog
 from step_picture import step_svg
 from utils import AXES, exchange, is_lead, only_warn, run_on_lead, say, warn
@@ -315,5 +315,5 @@ class Profile:
             lines.append(f"  {row:<28}{ms:12.3f}{ms / wall:8.1%}")
         path, text = self.path / "ledger.txt", "\n".join(lines)
         say(text)
-        before = path.read_text() if path.exists() else ""
+        before = path.read_text() if exists(path) else ""
         write_whole(path, before + text + "\n")

@@ -202,7 +202,7 @@ def check_is_run(path: epath.Path):
     which may never end, has the name of one of a run's files."""
     for name in ("lock", "config.json", "history.jsonl", "metrics.jsonl", "samples.jsonl"):
         file = path / name
-        # Not file.is_file(), which is True of a pipe.
+        # Not file.is_file(): epath's is True of a pipe.
         if not files.is_remote(file) and files.exists(file) and not Path(file).is_file():
             what = f"{file} is not a file but a folder, pipe or device"
             fix = "move it away" + ("" if name == "lock" else ", and put the run's own file there")

@@ -83,7 +83,7 @@ def are_different(one: str, other: str) -> bool:
 def check_tokenizer(ours: epath.Path, theirs: epath.Path | None):
     """Raise UserError DATA if a run's tokenizer.json, `ours`, and that of data, `theirs`, are of
     different tokenizers.  A run or data may have none."""
-    if theirs and ours.exists() and are_different(tokenizer_text(ours), tokenizer_text(theirs)):
+    if theirs and exists(ours) and are_different(tokenizer_text(ours), tokenizer_text(theirs)):
         what = f"{theirs} is another tokenizer than that of the run, {ours}"
         raise UserError(DATA, what, f"prepare the data with --tokenizer {ours}")
 
@@ -174,8 +174,7 @@ def npy_shard(path: epath.Path) -> Shard:
     except FileNotFoundError:
         raise missing_error(path) from None
     except NPY_ERRORS as e:
-        is_folder = isinstance(e, IsADirectoryError) and not is_remote(path)
-        if isinstance(e, OSError) and not is_folder:
+        if isinstance(e, OSError):
             raise  # becomes STORAGE: the data may be sound
         raise shard_error(path, str(e)[:200], fix) from None
     if dtype.hasobject or dtype.name not in DTYPES or dtype.byteorder == ">":
@@ -219,7 +218,7 @@ def check_is_part(path: epath.Path):
     """check_is_file, and raise UserError for a link that leaves the folder of the data set."""
     check_is_file(path)
     # A bucket has no links, and a request for each shard takes longer than the first batch.
-    if not is_remote(path) and path.exists() and leaves_folder(path, path.parent):
+    if not is_remote(path) and exists(path) and leaves_folder(path, path.parent):
         target = os.path.realpath(path)
         what = f"{path} is a link to {target}, outside of its data set"
         raise UserError(DATA, what, "copy the file, or name the folder that it is in")

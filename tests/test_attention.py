@@ -190,8 +190,8 @@ def test_keys_that_are_later_or_before_the_window_cost_nothing(unrolled, window,
     assert blockwise.visit_blocks(count_keys, 0, 3, 16, how) == 3 * n_keys
 
 
-def test_memory_of_attention_grows_with_the_row_and_not_with_its_square():
-    """A row of 32,768 tokens, forward and backward, compiled for a CPU."""
+def lowered_attention(L: int):
+    """Forward and backward of a row of L tokens."""
     cfg = on_mesh(PLAIN)
 
     def gradients(q, k, v, g):
@@ -199,10 +199,20 @@ def test_memory_of_attention_grows_with_the_row_and_not_with_its_square():
         span = attention.Span(index_BL, index_BL)
         return value_and_gradients(attention.xla_attention, q, k, v, g, span, cfg)
 
+    shapes = ((1, L, 8, 32), (1, L, 4, 32), (1, L, 4, 32), (1, L, 8, 32))
+    return jax.jit(gradients).lower(*(jax.ShapeDtypeStruct(x, jnp.float32) for x in shapes))
+
+
+def test_an_unrolled_program_holds_no_masks(monkeypatch):
+    monkeypatch.setattr(blockwise, "platform", lambda: "gpu")
+    assert len(lowered_attention(1024).as_text()) < 2**20
+
+
+def test_memory_of_attention_grows_with_the_row_and_not_with_its_square():
+    """A row of 32,768 tokens, compiled for a CPU."""
+
     def temporary_bytes(L):
-        shapes = ((1, L, 8, 32), (1, L, 4, 32), (1, L, 4, 32), (1, L, 8, 32))
-        args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-        return jax.jit(gradients).lower(*args).compile().memory_analysis().temp_size_in_bytes
+        return lowered_attention(L).compile().memory_analysis().temp_size_in_bytes
 
     n_bytes = temporary_bytes(32768)
     assert n_bytes < 2**31 and n_bytes < 2.2 * temporary_bytes(16384)

@@ -31,6 +31,7 @@ from runs import open_log
 
 import boards
 import config
+import files
 import metrics
 import norm_metrics
 import panels
@@ -77,6 +78,12 @@ def test_a_file_that_cannot_be_looked_at_is_not_begun_anew(tmp_path, monkeypatch
         with pytest.raises(OSError, match="Stale"):
             rowfile.RowFile(path, 2)
     assert path.read_text() == line(1) + line(2)
+
+
+def test_a_name_that_cannot_be_looked_at_is_not_free(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "stat", Mock(side_effect=OSError(errno.ESTALE, "Stale file handle")))
+    with pytest.raises(OSError, match="Stale"):
+        files.free_name(epath.Path(tmp_path / "run.old"))
 
 
 @pytest.mark.parametrize("name", ["kind", "step", "loss", "grad_norm", "tokens"])
