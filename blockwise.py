@@ -185,7 +185,9 @@ def backward(q_PXK, k_PLK, v_PLW, documents, sink_PX, y_PXW, z_PX, g_PXW, how: O
         score_PSZ, seen_PSZ = block_scores(
             q_PZK, k_PSK, queries, keys, documents, how, keys_first=True
         )
-        prob_PSZ = jnp.where(seen_PSZ, jnp.exp(score_PSZ - z_PZ[:, None]), 0)
+        # At most 1 also where scores are in the millions, of which z has the rounding of `forward`.
+        prob_PSZ = jnp.exp(jnp.minimum(score_PSZ - z_PZ[:, None], 0))
+        prob_PSZ = jnp.where(seen_PSZ, prob_PSZ, 0)
         prob_grad_PSZ = multiply("PSW,PZW->PSZ", v_PSW, g_PZW, jnp.float32)
         grad_PSZ = prob_PSZ * (prob_grad_PSZ - y_dot_g_PZ[:, None])
         if how.cap:

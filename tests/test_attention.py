@@ -190,6 +190,22 @@ def test_keys_that_are_later_or_before_the_window_cost_nothing(unrolled, window,
     assert blockwise.visit_blocks(count_keys, 0, 3, 16, how) == 3 * n_keys
 
 
+@pytest.mark.parametrize("factor", [1e4, 1e6])
+def test_gradients_of_huge_scores_are_bounded(factor):
+    """The backward pass may round scores in another way than the forward pass."""
+    cfg = on_mesh(PLAIN, model=dict(d_head=16))
+    q, k, v, g = random_attention(2, 16, 4, 2, 16, 16, jnp.float32)
+    index_BL = jnp.arange(16)[None]
+    span = attention.Span(index_BL, index_BL)
+
+    @jax.jit
+    def results(q, k, v, g):
+        return value_and_gradients(attention.xla_attention, q, k, v, g, span, cfg)
+
+    for x in results(factor * q, factor * k, v, g):
+        assert np.abs(x).max() < 100
+
+
 def lowered_attention(L: int):
     """Forward and backward of a row of L tokens."""
     cfg = on_mesh(PLAIN)
