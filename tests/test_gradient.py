@@ -310,8 +310,8 @@ def test_no_weights_wait_for_the_backward_pass(pattern, fields, blocks, remat, m
         inputs = n_layers * t.batch_size // t.microbatches * t.seq_len * m.d_model
         assert inputs <= sum(x.size for x in waiting) < inputs + 10
     elif "moe" not in pattern:  # whose rows have no dim of their own for the sequence
-        matrices = [x.shape for x in waiting if x.size > 1000 and t.seq_len not in x.shape]
-        assert waiting and not matrices
+        has_tokens = [any(n % t.seq_len == 0 for n in x.shape) for x in waiting if x.size > 1000]
+        assert has_tokens and all(has_tokens)
 
 
 def test_inputs_of_layers_can_wait_in_host_memory():
