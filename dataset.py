@@ -393,7 +393,8 @@ class Dataset:
         t, n = self.cfg.train, self.n_batches
         count = n if t.eval_batches == -1 else min(t.eval_batches, n)
         n_before = max(0, -(-step // t.eval_every) - 1) if t.eval_every and t.eval_rolling else 0
-        # Not a list: each update asks for it, and each batch for the rest of it.
+        # An array, because each batch takes the rest of it: with 125,000 batches, copies of a list
+        # took 23 s.
         return (n_before * count + np.arange(count)) % n
 
     def read_windows(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

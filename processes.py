@@ -391,10 +391,10 @@ def run_main(main, *args):
         join_processes(args[-1])
         result = main(*args)
         sys.stdout.flush()  # here, so that a full disk under it is a storage error
-        leave_failed_saves(0)
+        exit_if_a_save_failed(0)
         return result
     except SystemExit as e:
-        leave_failed_saves(e.code)
+        exit_if_a_save_failed(e.code)
         raise
     except UserError as e:
         exit_with(e)
@@ -441,7 +441,7 @@ def leave_last(seconds: float):
             call_within(seconds, leave)
 
 
-def leave_failed_saves(code: int):
+def exit_if_a_save_failed(code: int):
     """End the process at once if a save has failed; a notebook goes on."""
     if SAVE_FAILED.is_set() and not errors.is_interactive():
         exit_with(None, code)

@@ -144,9 +144,8 @@ class Shard:
 DTYPES = ("uint16", "uint32", "int32", "int64")
 
 
-# What numpy raises for a damaged header, which it parses as a Python literal, and for a file that
-# cannot be read.
-NPY_ERRORS = (ValueError, OSError, SyntaxError, TypeError, IndexError, MemoryError, RecursionError)
+# What numpy raises for a damaged header, which it parses as a Python literal.
+NPY_ERRORS = (ValueError, SyntaxError, TypeError, IndexError, MemoryError, RecursionError)
 NPY_ERRORS += (tokenize.TokenError,)
 
 
@@ -173,9 +172,7 @@ def npy_shard(path: epath.Path) -> Shard:
         size = file_size(path)
     except FileNotFoundError:
         raise missing_error(path) from None
-    except NPY_ERRORS as e:
-        if isinstance(e, OSError):
-            raise  # becomes STORAGE: the data may be sound
+    except NPY_ERRORS as e:  # not OSError, which becomes STORAGE: the data may be sound
         raise shard_error(path, str(e)[:200], fix) from None
     if dtype.hasobject or dtype.name not in DTYPES or dtype.byteorder == ">":
         raise shard_error(path, f"dtype {dtype} is not one of {', '.join(DTYPES)}", fix)
