@@ -8,6 +8,7 @@ import ctypes
 import gc
 import json
 import math
+import mmap
 import os
 import re
 import sys
@@ -279,8 +280,9 @@ def config_of_run(run: str, mesh: Mesh, *flags: str) -> Config:
 # ---- simulated devices, and the start
 
 
-def keep_freed_memory():
-    """Without an accelerator, have the C library keep freed memory for the next allocation.
+def tune_heap():
+    """Without an accelerator, have the C library, if it is glibc, keep freed memory for the next
+    allocation, and use pages of 2 MiB instead of 4 KiB.
 
     On a CPU XLA allocates a program's temporary memory in every call.  When that is freed, glibc
     returns large pieces to the system, which then clears each page again.  With all of it kept, an
@@ -289,14 +291,28 @@ def keep_freed_memory():
     that have a heap of their own go on with it, and pieces above 64 MiB do not fit into such a one.
     With four heaps the demo took 0.95 times as long on (1,1,1), and 1.08 times on (1,2,1), which
     has such pieces.
+
+    With large pages an update of the demo takes 0.92 times the CPU seconds on (1,1,1) and 0.96
+    times on (2,2,2), the benchmark's 0.94 in float32 and 0.91 in bfloat16.
     """
     accelerators = find_spec("libtpu") or find_spec("jax_plugins")
     if accelerators and os.environ.get("JAX_PLATFORMS") != "cpu":
         return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: None)  # glibc has it
-    mallopt(-8, 1)  # M_ARENA_MAX: one heap for all threads
-    mallopt(-4, 0)  # M_MMAP_MAX: large pieces come from the heap too
-    mallopt(-1, -1)  # M_TRIM_THRESHOLD: the free end of the heap is kept, whatever its size
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallopt"):
+        return
+    libc.mallopt(-8, 1)  # M_ARENA_MAX: one heap for all threads
+    libc.mallopt(-4, 0)  # M_MMAP_MAX: large pieces come from the heap too
+    libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: the free end of the heap is kept, whatever its size
+    # The system gives large pages to memory that is marked before it is first written.  So the heap
+    # grows by a quarter of the machine's memory, which takes addresses only, and that is marked.
+    size = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE // 4
+    libc.malloc.restype = ctypes.c_size_t
+    if start := libc.malloc(ctypes.c_size_t(size)):
+        page = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        marked = ctypes.c_size_t(size - mmap.PAGESIZE)
+        libc.madvise(ctypes.c_void_p(page), marked, mmap.MADV_HUGEPAGE)
+        libc.free(ctypes.c_void_p(start))
 
 
 def read_number(name: str) -> int:
@@ -380,6 +396,6 @@ def start() -> Config:
     # JAX's programs are a million long-lived objects.  With Python's defaults, scanning them took a
     # twentieth of the start.
     gc.set_threshold(100_000, 50)
-    keep_freed_memory()
+    tune_heap()
     quit_on_error(simulate_devices, cfg.mesh, cfg.run.num_processes)
     return cfg

@@ -69,7 +69,7 @@ def parse() -> tuple[Args, Config, dict[str, Config]]:
     others = parse_meshes(args.meshes, rest)
     meshes = [x.mesh for x in (cfg, *others.values())]
     largest = max(meshes, key=lambda mesh: math.prod(n for n in mesh.sizes if n > 0))
-    cli.keep_freed_memory()
+    cli.tune_heap()
     cli.simulate_devices(largest, cfg.run.num_processes)
     if {*args.peers} - {"plain"}:
         # Otherwise JAX would take most of a GPU's memory and leave torch none.

@@ -61,7 +61,7 @@ def parse() -> tuple[Args, config.Config]:
             rule = f"multiples of {D_HEAD}" if is_width else f"from {low} to {high}"
             what = f"{name}={values} must be {n} or more different numbers, {rule}"
             raise UserError(USAGE, what, f"set --{name} to such numbers")
-    cli.keep_freed_memory()
+    cli.tune_heap()
     cli.simulate_devices(config.Mesh(1, 1, 1))
     return args, make_config(args)
 
