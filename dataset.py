@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding
 import shards
 from config import Config
 from errors import DATA, Problem, UserError, first_ten
-from files import absolute_path, exists
+from files import absolute_path, exists, thread_map
 from model import token_spec
 from order import Order, scramble
 from pages import Block, DamagedPage, PageReader
@@ -229,9 +229,8 @@ class Mixture(Source):
     """Several sources.  Its windows are those of the first, then those of the second, and so on."""
 
     def __init__(self, cfg: Config, split: str, parts: dict[str, Part]):
-        with ThreadPoolExecutor(16) as pool:  # in a bucket, each takes a moment
-            found = pool.map(lambda part: open_source(cfg, split, part.path), parts.values())
-            self.parts = dict(zip(parts, found, strict=True))
+        found = thread_map(lambda part: open_source(cfg, split, part.path), parts.values())
+        self.parts = dict(zip(parts, found, strict=True))
         self.cfg, sources, L = cfg, [*self.parts.values()], cfg.train.seq_len
         # Of each source, and at last the number of all windows.
         self.first_windows = np.cumsum([0, *((source.n_tokens - 1) // L for source in sources)])
@@ -276,10 +275,9 @@ def check_tokenizers(sources: dict[str, Source]):
     for name, source in sources.items():
         parts |= {f"{name} {part}".strip(): x for part, x in parts_of(source).items()}
     with_text = {name: x.tokenizer for name, x in parts.items() if x.tokenizer}
-    with ThreadPoolExecutor(16) as pool:  # in a bucket, each takes a moment
-        # Equal texts, of up to 20 MB, are kept once.
-        texts = pool.map(lambda path: sys.intern(shards.tokenizer_text(path)), with_text.values())
-        texts = dict(zip(with_text, texts, strict=True))
+    # Equal texts, of up to 20 MB, are kept once.
+    texts = thread_map(lambda x: sys.intern(shards.tokenizer_text(x)), with_text.values())
+    texts = dict(zip(with_text, texts, strict=True))
     ends = {name: x.end_id for name, x in parts.items() if x.end_id >= 0}
     for stated, differ, how in (
         (texts, shards.are_different, "has another tokenizer than"),

@@ -15,6 +15,7 @@ import shutil
 import stat
 import tempfile
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fsspec
@@ -38,6 +39,12 @@ for package in ("gcsfs", "fsspec"):  # they log errors that they also raise
 
 def is_remote(path) -> bool:
     return "://" in os.fspath(path)
+
+
+def thread_map(f, *lists) -> list:
+    """[*map(f, *lists)] with several calls at once, because each may wait for a bucket."""
+    with ThreadPoolExecutor(32) as pool:
+        return [*pool.map(f, *lists)]
 
 
 def is_folder(path: epath.Path) -> bool:

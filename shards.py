@@ -10,7 +10,6 @@ import os
 import re
 import threading
 import tokenize
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +19,7 @@ import numpy as np
 from etils import epath
 
 from errors import DATA, UserError, describe, or_list
-from files import exists, file_size, is_folder, is_remote, leaves_folder, read_limited
+from files import exists, file_size, is_folder, is_remote, leaves_folder, read_limited, thread_map
 
 
 def missing_error(path: epath.Path) -> UserError:
@@ -310,8 +309,7 @@ def format_2_shard(folder: epath.Path, entry: dict, manifest: dict) -> Shard:
 
 def bare_set(paths: list[epath.Path]) -> TokenSet:
     """Shards without a manifest.  Their headers are read in parallel."""
-    with ThreadPoolExecutor(32) as pool:
-        return TokenSet(list(pool.map(with_mask, pool.map(read_shard, paths))), {})
+    return TokenSet(thread_map(lambda path: with_mask(read_shard(path)), paths), {})
 
 
 def with_mask(shard: Shard) -> Shard:
@@ -404,7 +402,6 @@ def fingerprint(token_set: TokenSet) -> str:
         facts += [shard.offset] if shard.pages_digest else []
         return facts + ([f"mask {digest(shard.mask)}"] if shard.mask else [])
 
-    with ThreadPoolExecutor(32) as pool:  # samples in a bucket take a request each
-        each = map if token_set.manifest else pool.map  # with a manifest there is nothing to read
-        facts = [*each(facts_of, token_set.shards)]
+    each = map if token_set.manifest else thread_map  # with a manifest there is nothing to read
+    facts = [*each(facts_of, token_set.shards)]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]

@@ -24,7 +24,6 @@ import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass, fields
 from itertools import chain, repeat
@@ -40,7 +39,7 @@ from tqdm import tqdm
 from cli import quit_on_error, read_args, too_low
 from config import END, Flag
 from errors import DATA, USAGE, Problem, UserError, or_list
-from files import absolute_path, is_remote, paths_in, write_whole
+from files import absolute_path, is_remote, paths_in, thread_map, write_whole
 from scripts import readers, shard_tasks
 from scripts.corpus import File, find_files, find_input, real_path
 from scripts.outputs import check_output
@@ -181,9 +180,7 @@ def cut_corpus(files: list[File], options: Options, val_fraction: float) -> list
     not_empty = [file for file in files if file.size] or files
     if len(not_empty) == 1 and readers.kind_of(not_empty[0], options) == "text":
         return readers.split_text(not_empty[0], val_fraction)
-    with ThreadPoolExecutor(16) as pool:  # in a bucket, each file takes a moment
-        found = pool.map(readers.cut_file, files, repeat(options))
-        return list(chain.from_iterable(found))
+    return [*chain.from_iterable(thread_map(readers.cut_file, files, repeat(options)))]
 
 
 def join_pieces(pieces: list[Piece]) -> list[Piece]:
