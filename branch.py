@@ -11,7 +11,7 @@ from etils import epath
 import model
 import utils
 from config import Config
-from errors import CHECKPOINT, USAGE, Problem, UserError
+from errors import CHECKPOINT, USAGE, Problem, UserError, raise_problems
 from files import absolute_path, run_path
 from rowfile import read_lines
 from rundir import begin_of_rows, read_record, write_config
@@ -63,8 +63,7 @@ class Parent:
         if (there := record.get("model", {}).get("max_positions", 0)) > cfg.model.max_positions:
             what = f"model.max_positions={cfg.model.max_positions} is below the parent's {there}"
             problems.append(Problem(what, f"set --model.max_positions {there} or more"))
-        if problems:
-            raise UserError(CHECKPOINT, problems=problems)
+        raise_problems(CHECKPOINT, problems)
         check_tokenizer(self.path / "tokenizer.json", tokenizer)
 
     def restore(self, abstract: dict, cfg: Config) -> dict:

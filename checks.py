@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from architecture import Model, all_kinds, layer_kinds, n_blocks
 from config import SECTIONS, Config, settings
-from errors import USAGE, Problem, UserError, or_list
+from errors import USAGE, Problem, UserError, or_list, raise_problems
 from parsers import is_wrong_address, read_ramp, read_sets, read_skip, read_stages, read_tasks
 
 
@@ -27,8 +27,7 @@ def check(cfg: Config) -> Config:
         problems += [*divisor_problems(cfg), *pipeline_problems(cfg)]
         problems += [*no_effect_problems(cfg), *model_problems(cfg), *size_problems(cfg)]
     problems += other_problems(cfg)
-    if problems:
-        raise UserError(USAGE, problems=problems)
+    raise_problems(USAGE, problems)
     return cfg
 
 

@@ -22,19 +22,10 @@ from typing import Annotated, Literal
 
 import tyro
 
+import errors
 from checks import check, check_record
 from config import PRESETS, SECTIONS, Config, Mesh, YesNo, settings
-from errors import (
-    INTERRUPTED,
-    STORAGE,
-    USAGE,
-    Problem,
-    UserError,
-    describe,
-    is_storage_error,
-    or_list,
-    write_error,
-)
+from errors import USAGE, Problem, UserError, or_list
 from signals import leave_if_unread
 
 # ---- config files
@@ -137,7 +128,7 @@ def file_flags(path: str) -> list[str]:
         fix = "give the config.json of a run, or JSON of the same form"
         if isinstance(e, OSError) and "://" in path:  # the bucket may answer later
             fix = "look at the bucket and at your rights there, and run the command again"
-            raise UserError(STORAGE, what, fix) from None
+            raise UserError(errors.STORAGE, what, fix) from None
         raise UserError(USAGE, what, fix) from None
 
 
@@ -255,8 +246,7 @@ def too_low(args, **least: float) -> list[Problem]:
 
 def check_at_least(args, **least: float):
     """Raise UserError USAGE for the flags of a script that are below their least values."""
-    if found := too_low(args, **least):
-        raise UserError(USAGE, problems=found)
+    errors.raise_problems(USAGE, too_low(args, **least))
 
 
 def config_of_run(run: str, mesh: Mesh, *flags: str) -> Config:
@@ -374,20 +364,20 @@ def quit_on_error(f, *args):
         finally:
             sys.stdout.flush()  # here, because when Python ends it would print the error itself
     except UserError as e:
-        write_error(f"{e}\n")
+        errors.write_error(f"{e}\n")
         sys.exit(e.code)
     except Exception as e:  # what gcsfs raises is no OSError
         leave_if_unread(e)
-        if not is_storage_error(e):
+        if not errors.is_storage_error(e):
             raise
-        reason = getattr(e, "strerror", None) or describe(e)
+        reason = getattr(e, "strerror", None) or errors.describe(e)
         what = f"{getattr(e, 'filename', None) or 'storage'}: {reason}"
         fix = "free some space, or correct the path or its permissions, and run the command again"
-        write_error(f"{UserError(STORAGE, what, fix)}\n")
-        sys.exit(STORAGE)
+        errors.write_error(f"{UserError(errors.STORAGE, what, fix)}\n")
+        sys.exit(errors.STORAGE)
     except KeyboardInterrupt:
-        write_error("interrupted: run the same command again to go on\n")
-        sys.exit(INTERRUPTED)
+        errors.write_error("interrupted: run the same command again to go on\n")
+        sys.exit(errors.INTERRUPTED)
 
 
 def start() -> Config:

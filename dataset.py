@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding
 
 import shards
 from config import Config
-from errors import DATA, Problem, UserError, first_ten
+from errors import DATA, Problem, UserError, first_ten, raise_problems
 from files import absolute_path, exists, thread_map
 from model import token_spec
 from order import Order, scramble
@@ -319,8 +319,7 @@ class Dataset:
         self.n_batches = cfg.train.steps if split == "train" else n_eval_batches
         self.sharding = NamedSharding(jax.sharding.get_mesh(), token_spec())
         self.workers, self.reading = ThreadPoolExecutor(4), {}  # {number of a batch: its Future}
-        if found := list(self.problems()):
-            raise UserError(DATA, problems=found)
+        raise_problems(DATA, self.problems())
         if split == "train":
             n_windows = [(part.n_tokens - 1) // L for part in parts_of(self.source).values()]
             self.first_window = np.cumsum([0, *n_windows[:-1]])  # of each source

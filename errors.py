@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -65,6 +66,12 @@ class UserError(Exception):
 
     def __reduce__(self):  # it may come from another process
         return UserError, (self.code, "", "", self.problems)
+
+
+def raise_problems(code: int, problems: Iterable[Problem]):
+    """Raise a UserError of these problems, if there are any."""
+    if found := list(problems):
+        raise UserError(code, problems=found)
 
 
 def write_error(text: str):

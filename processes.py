@@ -76,9 +76,9 @@ def compare_settings(cfg: Config):
 
 def refuse_differences(facts: dict[str, str], fix: str):
     """Raise UserError USAGE if a fact, {name: value}, differs in another process."""
-    if differ := differences(facts):
-        problems = [Problem(f"{name} differs: {values}", fix) for name, values in differ.items()]
-        raise UserError(errors.USAGE, problems=problems)
+    differ = differences(facts).items()
+    problems = [Problem(f"{name} differs: {values}", fix) for name, values in differ]
+    errors.raise_problems(errors.USAGE, problems)
 
 
 # ---- stopping

@@ -17,7 +17,7 @@ import numpy as np
 from etils import epath
 
 from config import END, Config
-from errors import DATA, Problem, UserError
+from errors import DATA, Problem, UserError, raise_problems
 from files import absolute_path, read_limited
 from model import token_spec
 from parsers import read_tasks
@@ -137,8 +137,7 @@ class Tasks:
                 lines = fs.cat_file(file).splitlines()
                 digest.update(b"".join(lines))
                 problems += self.add_file(name, file, lines)
-        if problems:
-            raise UserError(DATA, problems=problems)
+        raise_problems(DATA, problems)
         self.fingerprint = digest.hexdigest()
         self.n_batches = -(-len(self.rows) // cfg.train.batch_size)
 

@@ -231,11 +231,8 @@ def check_tensors(found: dict[str, StoredTensor], tensors: list[TensorMap], hf: 
         (f"of {len(shapes)} tensors are missing", missing, "fetch the model again"),
         ("tensors have another shape than config.json says", misshaped, "fetch config.json again"),
     ]
-    if problems := [
-        Problem(f"{len(names)} {what}: {first_ten(names)}", fix)
-        for what, names, fix in table
-        if names
-    ]:
+    problems = [Problem(f"{len(x)} {what}: {first_ten(x)}", fix) for what, x, fix in table if x]
+    if problems:
         raise UserError(DATA, problems=problems)
 
 

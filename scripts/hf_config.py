@@ -8,7 +8,7 @@ import attention
 import checks
 from architecture import Model, all_kinds, moe_layers
 from config import Config
-from errors import DATA, Problem, UserError, or_list
+from errors import DATA, Problem, UserError, or_list, raise_problems
 from scripts import hf_families
 
 # Keys that are accepted with any value: they have no effect, or only on training with transformers,
@@ -117,8 +117,7 @@ def read_model(hf: dict) -> Model:
         if x is not False:
             fix = "if it changes nothing, delete it from config.json in a copy of the folder"
             keys.add_problem(f"config.json: {key}={x!r} is not known for {name}", fix)
-    if keys.problems:
-        raise UserError(DATA, problems=keys.problems)
+    raise_problems(DATA, keys.problems)
     unused = set(checks.unused_fields(m)) - checks.MAY_BE_UNUSED  # if set, checks.check refuses m
     return replace(m, **{field: getattr(Model(), field) for field in unused})
 
@@ -172,11 +171,10 @@ def write_config(cfg: Config, dtype: str, end_id: int | None, start_id: int | No
         del hf["sliding_window"]  # null is an error in gemma2, gemma3_text and gpt_oss
     ours, theirs = effective_fields(m), effective_fields(read_model(hf))
     differ = [n for n in ours | theirs if ours.get(n) != theirs.get(n)]
-    if differ:
-        fix = f"only models of {or_list(hf_families.FAMILIES)} can be exported"
-        has = f"but the {name} of transformers has"
-        found = [f"model.{n} is {ours.get(n)}, {has} {theirs.get(n)}" for n in differ]
-        raise UserError(DATA, problems=[Problem(what, fix) for what in found])
+    has = f"but the {name} of transformers has"
+    found = [f"model.{n} is {ours.get(n)}, {has} {theirs.get(n)}" for n in differ]
+    fix = f"only models of {or_list(hf_families.FAMILIES)} can be exported"
+    raise_problems(DATA, [Problem(what, fix) for what in found])
     return hf
 
 

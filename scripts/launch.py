@@ -578,8 +578,7 @@ def parse(words: list[str]) -> Tpu | Slurm | Ssh:
     if not args.dry_run and not shutil.which(args.tool):
         fix = f"install {args.tool}, or see with --dry_run what it would do"
         found.append(Problem(f"{args.tool} is not installed here", fix))
-    if found:
-        raise UserError(USAGE, problems=found)
+    errors.raise_problems(USAGE, found)
     return args
 
 

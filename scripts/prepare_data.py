@@ -38,7 +38,7 @@ from tqdm import tqdm
 
 from cli import quit_on_error, read_args, too_low
 from config import END, Flag
-from errors import DATA, USAGE, Problem, UserError, or_list
+from errors import DATA, USAGE, Problem, UserError, or_list, raise_problems
 from files import absolute_path, is_remote, paths_in, thread_map, write_whole
 from scripts import readers, shard_tasks
 from scripts.corpus import File, find_files, find_input, real_path
@@ -538,8 +538,7 @@ def problems(args: Args) -> Iterator[Problem]:
 def parse() -> Args:
     """The command line.  Raises UserError USAGE for all flags that cannot work."""
     args = read_args(Args, __doc__)
-    if found := list(problems(args)):
-        raise UserError(USAGE, problems=found)
+    raise_problems(USAGE, problems(args))
     return args
 
 

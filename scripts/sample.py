@@ -50,8 +50,7 @@ def parse() -> tuple[Args, config.Config]:
         problems.append(errors.Problem(what, "set --top_p 1 or less"))
     if "" in args.stop:
         problems.append(errors.Problem("stop has an empty text", "leave it out"))
-    if problems:
-        raise errors.UserError(errors.USAGE, problems=problems)
+    errors.raise_problems(errors.USAGE, problems)
     length = ["--train.seq_len", str(args.seq_len)] if args.seq_len else []
     return args, cli.config_of_run(args.run, args.mesh, *length, *args.flags)
 
