@@ -16,6 +16,7 @@ from pathlib import Path
 from platform import machine
 from types import ModuleType
 from typing import NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -105,11 +106,8 @@ def typed_kernel_outputs(module, axis_type):
     typed_shape.like = lambda x: typed_shape(x.shape, x.dtype)
     copy = ModuleType("jax")
     vars(copy).update(vars(jax), ShapeDtypeStruct=typed_shape)
-    original, module.jax = module.jax, copy
-    try:
+    with mock.patch.object(module, "jax", copy):
         yield
-    finally:
-        module.jax = original
 
 
 def uses_gloo() -> bool:
