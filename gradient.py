@@ -12,6 +12,7 @@ device's part.
 import copy
 import math
 from functools import partial
+from operator import add
 from typing import NamedTuple
 
 import jax
@@ -23,15 +24,7 @@ from architecture import layer_kinds
 from attention import Span, full_row_span
 from config import SLICE, Config
 from experts import MOE_STATS
-from layers import (
-    add_trees,
-    gather_rows,
-    mark_varying,
-    norm,
-    norm_table,
-    scatter_sum,
-    sequences_to_rows,
-)
+from layers import gather_rows, mark_varying, norm, norm_table, scatter_sum, sequences_to_rows
 from pipeline import branch_policy, layers_to_parts, make_schedule, run_schedule
 from utils import AXES, BATCH, STAGE, with_slices
 
@@ -146,7 +139,7 @@ def score_and_gradient(w, grads, y_BLD, target_BL, n_tokens, cfg: Config):
     target_BL = lax.dynamic_slice_in_dim(target_BL, s * L, L, 1)
     loss, unembed_grads, x_grad_BLD = score_chunks(unembed, grads, x_BLD, target_BL, n_tokens, cfg)
     gain_grads, y_grad_BLD = norm_backward(x_grad_BLD)
-    gain_grads = add_trees({name: grads[name] for name in gains}, gain_grads)
+    gain_grads = jax.tree.map(add, {name: grads[name] for name in gains}, gain_grads)
     return loss, unembed_grads | gain_grads, y_grad_BLD
 
 
@@ -165,7 +158,7 @@ def score_chunks(unembed, grads, x_BLD, target_BL, n_tokens, cfg: Config):
     def add_chunk(total, chunk):
         gradient = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
         (_, loss), (unembed_grads, x_grad) = gradient(unembed, *chunk)
-        return add_trees(total, (loss, unembed_grads)), x_grad
+        return jax.tree.map(add, total, (loss, unembed_grads)), x_grad
 
     chunks = model.split_chunks(x_BLD, target_BL, cfg)
     zero = lax.pcast(jnp.float32(0), with_slices(*BATCH), to="varying")
@@ -295,14 +288,14 @@ class ScheduledWork:
     def begin(self, m, x_BLD, total):
         """(x_BLD, total): the embedding of microbatch m, in place of the given x_BLD."""
         x_BLD, stats, _ = self.apply_front(m, self.front, None)
-        prefix = add_trees(total.stats["prefix"], stats)
+        prefix = jax.tree.map(add, total.stats["prefix"], stats)
         return x_BLD, total._replace(stats=total.stats | dict(prefix=prefix))
 
     def forward(self, m, r, x_BLD, total):
         """(y_BLD, saved, total): microbatch m through part r; saved: what `backward` needs."""
         y_BLD, stats, backward = self.forward_part(m, r, total, x_BLD)
         layers = total.stats["layers"]
-        part = add_trees(self.schedule.take_part(layers, r), stats)
+        part = jax.tree.map(add, self.schedule.take_part(layers, r), stats)
         layers = self.schedule.put_part(layers, r, part)
         total = total._replace(stats=total.stats | dict(layers=layers))
         return y_BLD, self.saved.pack(backward), total
@@ -331,7 +324,7 @@ class ScheduledWork:
         new, grads = backward((grad_BLD, balance_cotangent(stats, self.cfg), grads))
         # Of these, `summed_lookup` and `accumulate_gradient` have added the gradient already.
         others = self.front.keys() - {"embed_VD", "position_LD", "prefix"}
-        grads |= {name: add_trees(grads[name], new[name]) for name in others}
+        grads |= {name: jax.tree.map(add, grads[name], new[name]) for name in others}
         return total._replace(grads=total.grads | grads)
 
 

@@ -12,6 +12,7 @@ import math
 import re
 from contextlib import contextmanager
 from functools import cache, partial
+from operator import add
 from pathlib import Path
 from platform import machine
 from types import ModuleType
@@ -344,11 +345,6 @@ add_bias_on_gpu = jax.custom_vjp(add_in_float32)
 add_bias_on_gpu.defvjp(lambda x, bias: (add_in_float32(x, bias), bias), add_bias_backward)
 
 
-def add_trees(total, new):
-    """Trees: total + new, in the dtype of total."""
-    return jax.tree.map(lambda x, new: x + new.astype(x.dtype), total, new)
-
-
 def add_to_index(total, new, index):
     """total with `new` added to total[index], which must exist; index: a number for each leading
     dim.
@@ -381,7 +377,7 @@ def accumulate_gradient(acc, w, index):
 def accumulate_gradient_backward(index, sum_and_grad):
     total, grad = sum_and_grad
     if index is None:
-        return add_trees(total, grad), None, None
+        return jax.tree.map(add, total, grad), None, None
     return jax.tree.map(partial(add_to_index, index=index), total, grad), None, None
 
 
