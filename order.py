@@ -157,11 +157,6 @@ class Order:
         self.stage_starts = self.rows_before([*stages])
         self.before_stage = self.rows_by_source([*stages])  # rows of each source
 
-    def stream_index(self, step):
-        """The index in the stream of the batch that update step + 1 of the run trains on; step: a
-        number or an array."""
-        return stream_index(step, self.skip)
-
     def rows_before(self, index) -> np.ndarray:
         """How many rows the stream has before a batch; index: a number or an array."""
         n_batches = np.maximum(0, np.expand_dims(index, -1) - self.ramp_starts)
@@ -178,12 +173,12 @@ class Order:
 
     def batch_rows(self, step: int) -> np.ndarray:
         """The rows of the stream that update step + 1 of the run trains on."""
-        index = self.stream_index(step)
+        index = stream_index(step, self.skip)
         return np.arange(self.rows_before(index), self.rows_before(index + 1))
 
     def batch_sizes(self, first: int, last: int) -> list[int]:
         """The sizes of the batches of the run's updates first + 1 .. last, each once."""
-        indices = [self.stream_index(first), self.stream_index(last - 1)]
+        indices = [stream_index(first, self.skip), stream_index(last - 1, self.skip)]
         begin, end = np.searchsorted(self.ramp_starts, indices, side="right")
         return sorted({*self.ramp_sizes[begin - 1 : end].tolist()})
 
@@ -220,7 +215,7 @@ class Order:
 
     def trained_on(self, step: int) -> dict[str, int]:
         """{name: rows of that source that the first `step` updates of the run trained on}."""
-        end = self.stream_index(step - 1) + 1 if step else 0
+        end = stream_index(step - 1, self.skip) + 1 if step else 0
         skipped = np.array([pair for pair in self.skip if pair[1] <= end], int).reshape(-1, 2)
         first, stop = self.rows_by_source(skipped.T)
         rows = self.rows_by_source(end) - (stop - first).sum(0)
@@ -232,7 +227,7 @@ class Order:
         limit = self.n_windows * epochs
 
         def stream_is_beyond(step: int) -> bool:
-            return bool((self.rows_by_source(self.stream_index(step) + 1) > limit).any())
+            return bool((self.rows_by_source(stream_index(step, self.skip) + 1) > limit).any())
 
         steps = range(self.cfg.train.steps)
         for step in steps[bisect_left(steps, True, key=stream_is_beyond) :]:
@@ -249,7 +244,7 @@ class Order:
         windows = np.arange(windows.start, min(windows.stop, n))
         for first in range(0, self.cfg.train.steps, UPDATES_AT_ONCE):
             steps = np.arange(first, min(first + UPDATES_AT_ONCE, self.cfg.train.steps))
-            index = self.stream_index(steps)
+            index = stream_index(steps, self.skip)
             # Each update has the source's rows begin to end - 1.
             begin, end = (self.rows_by_source(i)[:, source] for i in (index, index + 1))
             for epoch in range(begin[0] // n, -(-end[-1] // n)):

@@ -67,6 +67,7 @@ import runstate
 import train
 import utils
 from dataset import Dataset, TokenFiles, parts_of
+from order import stream_index
 from scripts.outputs import check_output
 from tasks import load_tokenizer, put_batch
 
@@ -168,7 +169,7 @@ def read_rows(args: Args, cfg: config.Config, data_cfg: config.Config) -> list[R
     utils.say(f"update {args.step} of {args.run}: {len(windows)} rows of {cfg.train.seq_len}")
     if (made := last_update(run)) < args.step:
         utils.say(f"it has not been made yet: the run has made {made}")
-    if (number := data.order.stream_index(args.step - 1) + 1) != args.step:
+    if (number := stream_index(args.step - 1, data.order.skip) + 1) != args.step:
         what = f"data.skip also counts the updates left out before, so there it is {number}"
         utils.say(f"{what}: --data.skip {cfg.data.skip},{number} leaves it out too")
     if args.row >= len(windows):
