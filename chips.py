@@ -50,6 +50,11 @@ class Chip(NamedTuple):
         """JAX's name for the platform."""
         return "tpu" if self.kind.startswith("TPU") else "gpu"
 
+    @property
+    def flops(self) -> float:
+        """FLOP/s in bfloat16; used for float32 too, which is slower."""
+        return PEAK_TFLOPS[self.kind] * 1e12
+
     def speed(self, axis: str) -> float:
         """Bytes per second that a device receives over a mesh axis."""
         return self.slow if axis == SLICE else self.link

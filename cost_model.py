@@ -28,7 +28,7 @@ import model
 import pipeline
 import runstate
 import utils
-from chips import PEAK_TFLOPS, Chip
+from chips import Chip
 from config import Config
 
 # ---- the step as a list of operations
@@ -248,7 +248,7 @@ def count_cost(jaxpr: Jaxpr, cfg: Config, chip: Chip, busy_shares=()) -> Cost:
             total.add(count_cost(body, cfg, chip, work_shares(n, cfg)), n)
         if flops := count_flops(op, cfg):
             traffic = sum(n_bytes(x.aval) for x in [*op.eqn.invars, *op.eqn.outvars])
-            seconds = max(flops / peak_flops(chip), traffic / chip.hbm)
+            seconds = max(flops / chip.flops, traffic / chip.hbm)
             total.flops += flops
             total.matmul_seconds += seconds
             total.kernel_seconds += seconds * (op.name in KERNELS)
@@ -276,11 +276,6 @@ def work_shares(n: int, cfg: Config) -> tuple:
         return ()
     layers, ends = schedule.items / schedule.ticks, schedule.microbatches / schedule.ticks
     return ends, layers, ends, layers, ends
-
-
-def peak_flops(chip: Chip) -> float:
-    """FLOP/s in bfloat16; used for float32 too, which is slower."""
-    return PEAK_TFLOPS[chip.kind] * 1e12
 
 
 # ---- memory

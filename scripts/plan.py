@@ -96,7 +96,7 @@ def make_plan(cfg: Config, chip: Chip) -> dict:
     link = {axis: n / chip.speed(axis) for axis, n in received.items()}
     compute, tokens = sum(seconds.values()), t.batch_size * t.seq_len
     flops_per_token = model.flops_per_token(cfg)
-    ideal = flops_per_token * tokens / n_devices / cost_model.peak_flops(chip)
+    ideal = flops_per_token * tokens / n_devices / chip.flops
 
     def pace(step_time: float) -> dict:
         tokens_per_day = 86400 * tokens / step_time
