@@ -69,14 +69,15 @@ def run_path(cfg: Config) -> epath.Path:
 
 def saved_steps(run: epath.Path) -> list[int]:
     """The numbers of a run's complete checkpoints, in order."""
+
+    def is_complete(path) -> bool:
+        # In a bucket orbax writes this file last; on a disk it renames the folder.
+        return (path / "commit_success.txt").exists() if is_remote(path) else is_folder(path)
+
     folder = run / "checkpoints"
     paths = [*folder.iterdir()] if exists(folder) else []
-    paths = [path for path in paths if re.fullmatch("0|[1-9][0-9]*", path.name)]
-    if is_remote(folder):  # there orbax writes this file last; locally it renames the folder
-        paths = [path for path in paths if (path / "commit_success.txt").exists()]
-    else:
-        paths = [path for path in paths if is_folder(path)]
-    return sorted(int(path.name) for path in paths)
+    numbered = [path for path in paths if re.fullmatch("0|[1-9][0-9]*", path.name)]
+    return sorted(int(path.name) for path in numbered if is_complete(path))
 
 
 def is_writable(path: epath.Path) -> bool:

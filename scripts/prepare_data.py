@@ -16,6 +16,7 @@ missing.  A finished data set is not changed.
 # tokenizers in vocabularies.py.
 
 import hashlib
+import io
 import json
 import os
 import re
@@ -100,15 +101,12 @@ SAMPLE = 100_000_000
 """Bytes of text that a tokenizer is trained on, from places spread evenly over the corpus."""
 
 
-class LogFile:
+class LogFile(io.TextIOBase):
     """Stderr for a bar where there is no terminal: each text that the bar writes becomes a line."""
 
     def write(self, text: str):
         if text.strip():
             print(text.strip(), file=sys.stderr, flush=True)
-
-    def flush(self):
-        pass
 
 
 def progress_bar(*args, **kwargs) -> tqdm:
