@@ -95,8 +95,8 @@ import runstate
 import train
 import utils
 from layers import hidden_units, multiply
-from model import token_spec
 from scripts.outputs import check_output
+from tasks import put_batch
 
 # ---- the plain model: what training on one device takes, and no more.  m is cfg.model.
 
@@ -227,10 +227,7 @@ def compile_contestant(name: str, step, batch, cfg: Config) -> Contestant:
 def make_trifold(window_BL, cfg: Config, name: str = "trifold") -> Contestant:
     """train.train_step on the ambient mesh.  window_BL: the batch in windows of L + 1 tokens,
     int32."""
-    t, sharding = cfg.train, utils.shardings(token_spec())
-    shape = t.grad_accum, t.microbatches, -1, t.seq_len
-    inputs = window_BL[:, :-1], window_BL[:, 1:]
-    batch = [jax.device_put(x.reshape(shape), sharding) for x in inputs]
+    batch = put_batch(window_BL[:, :-1], window_BL[:, 1:], cfg)
     return compile_contestant(name, train.train_step, batch, cfg)
 
 
