@@ -606,10 +606,7 @@ def attend_to_latents(h_BLJ, ck_BSC, w, cfg, span: Span):
     return einsum("BLHI,IHW->BLHW", y_BLHI, w["v_IHW"])
 
 
-ATTENTION = dict(
-    gqa=(gqa_table, gqa),
-    mla=(mla_table, mla),
-)
+ATTENTION = dict(gqa=(gqa_table, gqa), mla=(mla_table, mla))
 """model.attention: the table of its weights, and the function (x_BLD, w, cfg, Span, cache) ->
 (y_BLD, the cache, statistics that are summed over devices).  In decoding without a cache the second
 result is what a cache would keep of the tokens; in training it is not used."""

@@ -385,9 +385,8 @@ def unused_fields(m: Model) -> dict[str, str]:
 
 # Not reported: presets set these, and a flag that makes them unused need not unset them.
 MAY_BE_UNUSED = {"n_kv_heads", "d_ff", "mlp_bias"}
-UNUSED_BY = dict(
-    adamw="muon_momentum muon_lr_ratio", lion="eps muon_momentum muon_lr_ratio", muon=""
-)
+OF_MUON = "muon_momentum muon_lr_ratio"
+UNUSED_BY = dict(adamw=OF_MUON, lion=f"eps {OF_MUON}", muon="")
 """{optim.name: the settings of optim that it does not use}"""
 ONLY_MOE = "train.balance_loss", "train.bias_rate", "train.capacity_factor", "mesh.experts"
 """Settings of other sections that only moe layers use."""

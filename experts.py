@@ -82,9 +82,8 @@ def route(x_BLD, w, cfg):
     In float32.  The groups and the bias for the choice are DeepSeek-V3's (section 2.1.2).
     """
     m = cfg.model
-    logit_BLE = jnp.einsum(
-        "BLD,DE->BLE", x_BLD.astype(jnp.float32), w["router_DE"], precision=lax.Precision.HIGHEST
-    )
+    x32_BLD = x_BLD.astype(jnp.float32)
+    logit_BLE = jnp.einsum("BLD,DE->BLE", x32_BLD, w["router_DE"], precision="highest")
     logit_BLE = add_bias(logit_BLE, w.get("router_logit_bias_E"))
     softmax = m.router == "softmax"
     score_BLE = jax.nn.softmax(logit_BLE, -1) if softmax else jax.nn.sigmoid(logit_BLE)
