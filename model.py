@@ -429,11 +429,6 @@ def arrange_layers(w: dict, cfg: Config, dim: int = 0) -> dict:
     return w | dict(prefix=arrange_group(w["prefix"], m.prefix, cfg, 0)) if m.prefix else w
 
 
-def has_lists(group: dict) -> bool:
-    """Whether `arrange_layers` has made lists of the layers in {kind: weights}."""
-    return any(isinstance(layers, list) for layers in group.values())
-
-
 def scan_layers(layer: Callable, x, kinds: list[str], inputs: dict, first_layer, unroll: int):
     """(x, outputs): x through all layers, which are blocks of `kinds`, one block after the other.
 
@@ -520,7 +515,7 @@ def apply_layers(
         x_BLD, stats = layer(kind, x_BLD, w, n)
         return (x_BLD, acc), stats
 
-    if has_lists(params):
+    if any(isinstance(w, list) for w in params.values()):
         if acc is not None:
             acc, params = accumulate_gradient(acc, params, None)
         stats = {kind: [] for kind in params}
