@@ -109,6 +109,11 @@ def draw(out: str, runs: list[Curves], sets: list[str], n: int):
     write_png(epath.Path(out), figure)
 
 
+def cells(numbers) -> list[str]:
+    """Each number with four decimals; - for None."""
+    return ["-" if x is None else f"{x:.4f}" for x in numbers]
+
+
 def table(rows: list[list[str]]) -> str:
     """Rows of words as aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -129,16 +134,13 @@ def main(args: Args):
     rows += [[cost, *(f"{run.costs[cost][-1]:.4g}" for run in runs)] for cost in runs[0].costs]
     n = min(lengths) // 50  # so that no run shows its first updates
     what = f"training loss of {n + 1} updates" if n else "training loss"
-    rows += [[what, *(f"{smooth(run.loss, n)[-1]:.4f}" for run in runs)]]
+    rows += [[what, *cells(smooth(run.loss, n)[-1] for run in runs)]]
     for name in sets:
-        last = [[*run.evals.get(name, {}).values()][-1:] for run in runs]
-        words = [f"{loss[0]:.4f}" if loss else "-" for loss in last]
-        rows += [[f"validation loss {name}".strip(), *words]]
-        bits = [run.bits.get(name) for run in runs]
-        rows += [[f"bits per byte {name}".strip(), *(f"{x:.4f}" if x else "-" for x in bits)]]
+        last = [next(reversed(run.evals.get(name, {}).values()), None) for run in runs]
+        rows += [[f"validation loss {name}".strip(), *cells(last)]]
+        rows += [[f"bits per byte {name}".strip(), *cells(run.bits.get(name) for run in runs)]]
     for name in dict.fromkeys(name for run in runs for name in run.scores):
-        scores = [run.scores.get(name) for run in runs]
-        rows += [[name, *("-" if x is None else f"{x:.4f}" for x in scores)]]
+        rows += [[name, *cells(run.scores.get(name) for run in runs)]]
     for name in dict.fromkeys(name for run in runs for name in run.facts):
         values = [json.dumps(run.facts.get(name)) for run in runs]
         if len(set(values)) > 1:
