@@ -111,9 +111,8 @@ def cpu_choices(cfg: Config) -> dict:
     inputs = 16 + (m.n_active if m.n_experts else 0)
     kept_bytes = 4 * waiting_tokens * m.n_layers * (inputs * m.d_model + 4 * width)
     layer_flops = 6 * 12 * m.d_model**2 * t.batch_size * t.seq_len
-    remat = t.remat
-    if remat == "auto":
-        remat = "none" if kept_bytes <= 2**30 else "layer"
+    best_remat = "none" if kept_bytes <= 2**30 else "layer"
+    remat = best_remat if t.remat == "auto" else t.remat
     # A loop compiles sooner, and compiling is most of a tiny model's run.  Without a loop XLA
     # recomputes layers too early: with remat=layer and 4 layers it then needs twice the memory.
     layers = n_blocks(m) * len(layer_kinds(m.pattern)) // (pp * mesh.virtual_stages)
