@@ -28,22 +28,12 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+import layers
 from architecture import Model
 from blockwise import block_attention
 from config import Config
 from errors import USAGE, UserError, look_up
-from layers import (
-    add_bias,
-    einsum,
-    gather,
-    rms_norm,
-    rows_to_sequences,
-    scatter_sum,
-    sequences_to_rows,
-    softcap,
-    to_residual,
-    typed_kernel_outputs,
-)
+from layers import add_bias, einsum, rms_norm
 from utils import GPUS, compute_capability, platform, warn, with_slices
 from weights import Param, norm_gain, normal, zero_bias
 
@@ -218,7 +208,7 @@ def decoding_attention(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg, sink_H=None):
     score_BGQS = einsum("BGQK,BGSK->BGQS", q_BGQK, k_BGSK, jnp.float32)
     score_BGRLS = score_BGQS.reshape(B, G, H // G, L, S)
     score_BGRLS *= softmax_scale(cfg.model)
-    score_BGRLS = softcap(score_BGRLS, cfg.model.attn_softcap)
+    score_BGRLS = layers.softcap(score_BGRLS, cfg.model.attn_softcap)
     distance_BLS = span.index_BL[..., None] - jnp.arange(S)
     seen_BLS = (distance_BLS >= 0) & (distance_BLS < (span.window or S))
     if span.document_BL is not None:
@@ -278,7 +268,7 @@ def splash_attention(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg):
     if span.document_BL is not None:
         segments = splash.SegmentIds(span.document_BL, span.document_BS)
     run = jax.vmap(kernel)
-    typed = typed_kernel_outputs(splash, jax.typeof(q_BLHK).manual_axis_type)
+    typed = layers.typed_kernel_outputs(splash, jax.typeof(q_BLHK).manual_axis_type)
 
     # JAX traces a backward pass after this function has returned, when the kernels declare plain
     # outputs again.  The functions of a custom_vjp can be `typed` each.
@@ -426,7 +416,7 @@ def to_heads(D: int, H: int, K: int) -> Param:
 
 def from_heads(H: int, K: int, m: Model) -> Param:
     """A projection of H heads of K to the residual stream."""
-    std = to_residual(m, H * K)
+    std = layers.to_residual(m, H * K)
     return Param((H, K, m.d_model), P("tp", None, "dp"), std, rows=(0, 1), columns=(2,))
 
 
@@ -452,13 +442,13 @@ def token_dim(span: Span) -> int:
 
 def whole_sequences(x_BL, span: Span):
     """What was computed from gathered tokens, as whole sequences."""
-    return rows_to_sequences(x_BL) if token_dim(span) < span.tp_dim else x_BL
+    return layers.rows_to_sequences(x_BL) if token_dim(span) < span.tp_dim else x_BL
 
 
 def sum_heads(dims: str, y_BLHK, w_HKD, span: Span):
     """The heads' outputs times w_HKD, summed over tp; each shard keeps its part of the tokens."""
-    y_BLHK = sequences_to_rows(y_BLHK) if token_dim(span) < span.tp_dim else y_BLHK
-    return scatter_sum(einsum(dims, y_BLHK, w_HKD), "tp", token_dim(span))
+    y_BLHK = layers.sequences_to_rows(y_BLHK) if token_dim(span) < span.tp_dim else y_BLHK
+    return layers.scatter_sum(einsum(dims, y_BLHK, w_HKD), "tp", token_dim(span))
 
 
 def gqa_table(cfg: Config) -> dict:
@@ -491,7 +481,7 @@ def gqa(x_BLD, w, cfg, span: Span, cache):
 
     x is gathered over tp; the outputs of the heads are summed over tp and scattered.
     """
-    x_BLD = gather(x_BLD, "tp", token_dim(span))
+    x_BLD = layers.gather(x_BLD, "tp", token_dim(span))
     q_BLHK = add_bias(einsum("BLD,DHK->BLHK", x_BLD, w["q_DHK"]), w.get("q_bias_HK"))
     k_BLGK = add_bias(einsum("BLD,DGK->BLGK", x_BLD, w["k_DGK"]), w.get("k_bias_GK"))
     v_BLGK = add_bias(einsum("BLD,DGK->BLGK", x_BLD, w["v_DGK"]), w.get("v_bias_GK"))
@@ -567,7 +557,7 @@ def mla_latents(x_BLD, w, cfg, span: Span):
     c_BLI = add_bias(einsum("BLD,DI->BLI", x_BLD, w["kv_down_DI"]), w.get("kv_down_bias_I"))
     c_BLI = rms_norm(c_BLI, w["kv_norm_I"], eps)
     k_BLT = add_bias(einsum("BLD,DT->BLT", x_BLD, w["k_rope_DT"]), w.get("k_rope_bias_T"))
-    latents = (gather(x, "tp", token_dim(span)) for x in (h_BLJ, c_BLI, k_BLT))
+    latents = (layers.gather(x, "tp", token_dim(span)) for x in (h_BLJ, c_BLI, k_BLT))
     h_BLJ, c_BLI, k_BLT = (whole_sequences(x, span) for x in latents)
     return h_BLJ, c_BLI, rope(k_BLT[:, :, None], span, cfg)[:, :, 0]
 

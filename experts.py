@@ -23,22 +23,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+import layers
 from architecture import layer_places
 from config import Config
 from grouped import grouped_matmul, grouped_outer, padded_rows
-from layers import (
-    activate,
-    add_bias,
-    einsum,
-    feed_forward,
-    gather_rows,
-    mlp_table,
-    rows_to_sequences,
-    scatter_rows,
-    sequences_to_rows,
-    to_residual,
-    tp_part,
-)
+from layers import add_bias, einsum, gather_rows
 from utils import warn
 from weights import Param, normal, zero_bias
 
@@ -57,7 +46,7 @@ def moe_table(cfg: Config) -> dict:
     table = dict(
         router_DE=router((D, E), P("dp", None), normal(D), columns=(1,)),
         in_EDCF=expert((E, D, C, F), in_spec, normal(D), columns=(3,)),
-        out_EFD=expert((E, F, D), out_spec, to_residual(m, F), columns=(2,)),
+        out_EFD=expert((E, F, D), out_spec, layers.to_residual(m, F), columns=(2,)),
     )
     if m.expert_bias:
         in_bias = partial(zero_bias, spec=P(in_spec[0], None, "tp"), stays_sharded=by_rank)
@@ -68,7 +57,7 @@ def moe_table(cfg: Config) -> dict:
     if m.router_bias:
         table |= dict(router_bias_E=zero_bias(E))
     if m.n_shared:
-        table |= mlp_table(cfg, m.n_shared * F, "shared_")
+        table |= layers.mlp_table(cfg, m.n_shared * F, "shared_")
     return table
 
 
@@ -200,7 +189,7 @@ def expert_hidden_units(x_OD, in_EDCF, bias_ECF, size_E, Z, cfg):
             bias_EJ = bias_ECF.reshape(E, C * F)
             h_OJ = add_bias(h_OJ, bias_EJ.at[expert_O].get(mode="fill", fill_value=0))
         parts = jnp.split(h_OJ, C, axis=1)
-        return activate(parts[0], parts[-1], cfg)
+        return layers.activate(parts[0], parts[-1], cfg)
 
     return jax.vjp(activation, h_OJ, bias_ECF)
 
@@ -288,13 +277,13 @@ def dispatch_with_capacity(x_BLD, gate_BLX, expert_BLX, w, cfg):
     to be dropped.  Only the sequence, which is whole on any mesh, decides.  Arguments and results
     are in the order of `gather_rows`.
     """
-    D, choice_BLX = x_BLD.shape[-1], rows_to_sequences(expert_BLX)
+    D, choice_BLX = x_BLD.shape[-1], layers.rows_to_sequences(expert_BLX)
     (B, L, X), E = choice_BLX.shape, cfg.model.n_experts  # the experts of all dp ranks
     Z = min(L, math.ceil(cfg.train.capacity_factor * L * X / E))
     expert_BU, row_B1 = choice_BLX.reshape(B, -1), jnp.arange(B)[:, None]
     position_BU = jax.vmap(partial(queue_positions, n=E))(expert_BU)
     slot_BU = jnp.where(position_BU < Z, (row_B1 * E + expert_BU) * Z + position_BU, B * E * Z)
-    slot_BLX = sequences_to_rows(slot_BU.reshape(B, L, X))
+    slot_BLX = layers.sequences_to_rows(slot_BU.reshape(B, L, X))
     x_QD, gate_U, slot_U = x_BLD.reshape(-1, D), gate_BLX.reshape(-1), slot_BLX.reshape(-1)
     x_OD, gate_O, pair_O = fill_slots(x_QD, gate_U, slot_U, B * E * Z)
     x_BEZD, gate_BEZ = x_OD.reshape(B, E, Z, D), gate_O.reshape(B, E, Z)
@@ -303,7 +292,7 @@ def dispatch_with_capacity(x_BLD, gate_BLX, expert_BLX, w, cfg):
     h_BEZCF = einsum("BEZD,EDCF->BEZCF", x_BEZD, w["in_EDCF"])
     if "in_bias_ECF" in w:
         h_BEZCF = add_bias(h_BEZCF, w["in_bias_ECF"][:, None])
-    h_BEZF = activate(h_BEZCF[:, :, :, 0], h_BEZCF[:, :, :, -1], cfg)
+    h_BEZF = layers.activate(h_BEZCF[:, :, :, 0], h_BEZCF[:, :, :, -1], cfg)
     gated_BEZF = gate_BEZ[..., None].astype(jnp.float32) * h_BEZF  # whose gradient is a sum over F
     y_BEZD = einsum("BEZF,EFD->BEZD", gated_BEZF.astype(h_BEZF.dtype), w["out_EFD"])
     if cfg.mesh.experts == "alltoall":
@@ -343,11 +332,11 @@ def moe(x_BLD, w, cfg, training: bool):
     dispatch = dispatch_with_capacity if drops else dispatch_dropless
     y_BLD, kept_BLX = dispatch(x_BLD, all_gate_BLX, all_expert_BLX, w, cfg)
     if cfg.model.n_shared:
-        y_BLD += feed_forward(x_BLD, w, cfg, "shared_")
-    kept_BLX = tp_part(kept_BLX, 0)
+        y_BLD += layers.feed_forward(x_BLD, w, cfg, "shared_")
+    kept_BLX = layers.tp_part(kept_BLX, 0)
     if training:
         stats["dropped"] = (~kept_BLX).sum(dtype=jnp.float32)
-    y_BLD = scatter_rows(y_BLD)
+    y_BLD = layers.scatter_rows(y_BLD)
     if "out_bias_ED" in w:
         bias_BLD = output_biases(gate_BLX, expert_BLX, kept_BLX, w["out_bias_ED"])
         y_BLD += bias_BLD.astype(y_BLD.dtype)

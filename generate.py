@@ -21,19 +21,11 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+import model
 from architecture import layer_places
 from attention import Span, attention_of, document_ids
 from config import Config
 from layers import ByColumns, has_slow_bfloat16, mark_varying, norm, tp_part
-from model import (
-    apply_embedding,
-    decoder_layer,
-    gather_layer,
-    layer_table,
-    logits,
-    param_specs,
-    prepare_weights,
-)
 from pipeline import forward_pipeline
 from utils import host_rows, platform, put_on_mesh, with_slices
 
@@ -65,9 +57,9 @@ def decoding_weights(params, cfg: Config) -> dict:
     compiles in 19 s instead of 2, once for prompts and once for a token.
     """
 
-    @jax.shard_map(in_specs=(param_specs(cfg),), out_specs=per_device_spec())
+    @jax.shard_map(in_specs=(model.param_specs(cfg),), out_specs=per_device_spec())
     def per_device(params):
-        w = prepare_weights(params, cfg, cfg.train.dtype)
+        w = model.prepare_weights(params, cfg, cfg.train.dtype)
         for group in layer_groups(w):
             layers = stage_layers(cfg, group)
             w[group] = [
@@ -109,7 +101,7 @@ def pack_layer(w: dict, kind: str, cfg: Config) -> dict:
     - routed experts in bfloat16 as their bits on a CPU, which would convert all of them to float32
       to choose some: 15 times as long, with 16 experts of which a token uses 2.
     """
-    packed, table, by_columns = {}, layer_table(cfg, kind), stored_by_columns(cfg)
+    packed, table, by_columns = {}, model.layer_table(cfg, kind), stored_by_columns(cfg)
     for name, x in w.items():
         dims = name.rpartition("_")[2]
         if dims == "CDF" and (len(x) > 1 or by_columns):
@@ -133,7 +125,7 @@ def unpack_layer(w: dict, kind: str, cfg: Config) -> dict:
     C = cfg.model.in_matrices
     w = w | {n: x.swapaxes(0, 1) for n, x in w.items() if n in ("k_IHK", "v_IHW")}
     w = w | {n: x.reshape(*x.shape[:2], C, -1) for n, x in w.items() if n == "in_EDCF"}
-    w = gather_layer(w, kind, cfg)
+    w = model.gather_layer(w, kind, cfg)
     lists = {n: x for n, x in w.items() if isinstance(x, list)}
     return w | jax.tree.map(itemgetter(0), lists)
 
@@ -187,7 +179,7 @@ def run_layers(w, group: str, x_BLD, cache: dict, span: Span, cfg: Config):
     new = []
     for (kind, _), layer, kv in zip(stage_layers(cfg, group), w[group], cache[group], strict=True):
         whole = unpack_layer(layer, kind, cfg)
-        x_BLD, kv, _ = decoder_layer(kind, x_BLD, whole, cfg, None, span, kv)
+        x_BLD, kv, _ = model.decoder_layer(kind, x_BLD, whole, cfg, None, span, kv)
         new.append(kv)
     return x_BLD, cache | {group: mark_varying(new)}
 
@@ -223,7 +215,7 @@ def next_logits(weights, cache, token_MBS, length_MB, n_new: int, cfg: Config):
         w, (_, B, S) = drop_device_dims(weights), token_MBS.shape
         cache = empty_cache(w, cfg, B, S) if prompt else drop_device_dims(cache)
         new_MBL, s = jnp.take_along_axis(token_MBS, index_MBL, 2), lax.axis_index("pp")
-        x_BLD, _ = apply_embedding(w, new_MBL[0], make_span(s), cfg)
+        x_BLD, _ = model.apply_embedding(w, new_MBL[0], make_span(s), cfg)
         if "prefix" in w:
             span = make_span(s)._replace(first_row=0)  # its cache has only this microbatch
             x_BLD, cache = run_layers(w, "prefix", x_BLD, cache, span, cfg)
@@ -236,7 +228,7 @@ def next_logits(weights, cache, token_MBS, length_MB, n_new: int, cfg: Config):
         x_MBD = jnp.take_along_axis(x_MBLD, last_MB[..., None, None], 2)[:, :, 0]
         x_MBD = norm(x_MBD, w, "norm", cfg)
         x_MBD = lax.all_gather(x_MBD, "tp", axis=1, tiled=True)
-        return logits(x_MBD, w, cfg), add_device_dims(cache)
+        return model.logits(x_MBD, w, cfg), add_device_dims(cache)
 
     return per_device(weights, cache, token_MBS, length_MB)
 

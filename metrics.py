@@ -12,11 +12,10 @@ import jax
 import numpy as np
 from etils import epath
 
-import errors
 import utils
 from boards import open_boards
 from config import Config
-from errors import UserError, describe
+from errors import DIVERGED, UserError, describe, is_storage_error
 from model import flops_per_token
 from panels import PANELS, write_png
 from rowfile import RowFile
@@ -215,7 +214,7 @@ class MetricsLog:
             o, first = self.cfg.optim, step - skips + 1
             what = f"diverged: {skips} updates in a row, {first} to {step}, were not finite"
             fix = f"lower optim.lr={o.lr} or optim.clip_norm={o.clip_norm}, or check their data"
-            raise UserError(errors.DIVERGED, what, fix)
+            raise UserError(DIVERGED, what, fix)
 
     def run_untimed(self, f, *args):
         """f(*args), once all earlier rows are written; no update's step_time includes it, and the
@@ -247,7 +246,7 @@ class MetricsLog:
             try:
                 self.past.draw(self.run)
             except Exception as e:  # the next evaluation draws them again
-                if not (errors.is_storage_error(e) or isinstance(e, ImportError)):
+                if not (is_storage_error(e) or isinstance(e, ImportError)):
                     raise
                 warn(f"no pictures ({describe(e)})")
         self.clock = time.perf_counter()  # the next update's step_time leaves the pictures out

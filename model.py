@@ -25,27 +25,12 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
+import layers
 from architecture import Model, all_kinds, kinds_by_group, layer_kinds
 from attention import Span, attention_of, full_row_span
 from config import Config
 from experts import moe, moe_table
-from layers import (
-    accumulate_gradient,
-    dropout,
-    einsum,
-    gather_over_dp,
-    gather_rows,
-    mark_varying,
-    mlp,
-    mlp_table,
-    norm,
-    norm_table,
-    rows_to_sequences,
-    scatter_rows,
-    sequences_to_rows,
-    softcap,
-    tp_part,
-)
+from layers import accumulate_gradient, dropout, einsum, gather_rows, mark_varying, norm, norm_table
 from pipeline import forward_pipeline
 from utils import leaf_table, with_slices
 from weights import Normal, Param, init_weights
@@ -69,7 +54,7 @@ NORM_NAMES = dict(
 
 def layer_table(cfg: Config, kind: str) -> dict:
     """The weights of one layer of a kind."""
-    mlp_or_moe = moe_table(cfg) if "moe" in kind else mlp_table(cfg, cfg.model.d_ff)
+    mlp_or_moe = moe_table(cfg) if "moe" in kind else layers.mlp_table(cfg, cfg.model.d_ff)
     attention_table, _ = attention_of(cfg)
     table = attention_table(cfg) | mlp_or_moe
     for name in NORM_NAMES[cfg.model.norm_place]:
@@ -195,13 +180,13 @@ def prepare_weights(params, cfg: Config, dtype) -> dict:
     table = param_table(cfg)
     w = jax.tree.map(cast, params, table)
     gathered_later = ("layers", "prefix") if cfg.mesh.fsdp == "layer" else ()
-    w |= {n: gather_over_dp(x, table[n]) for n, x in w.items() if n not in gathered_later}
+    w |= {n: layers.gather_over_dp(x, table[n]) for n, x in w.items() if n not in gathered_later}
     return mark_varying(w)
 
 
 def gather_layer(w, kind: str, cfg: Config) -> dict:
     """A layer's weights, whole over dp."""
-    return gather_over_dp(w, layer_table(cfg, kind)) if cfg.mesh.fsdp == "layer" else w
+    return layers.gather_over_dp(w, layer_table(cfg, kind)) if cfg.mesh.fsdp == "layer" else w
 
 
 # ---- embedding, logits, cross entropy
@@ -240,11 +225,11 @@ def embed(acc_VD, embed_VD, token_BL, tp_dim: int):
     Each tp shard looks up the tokens in its rows of the table; the sum over tp leaves each shard
     its part of the sequence (tp_dim 1) or of the rows (tp_dim 0).
     """
-    token_BL = sequences_to_rows(token_BL) if tp_dim == 1 else token_BL
+    token_BL = layers.sequences_to_rows(token_BL) if tp_dim == 1 else token_BL
     row_BL = token_BL - lax.axis_index("tp") * embed_VD.shape[0]
     is_here_BL = (row_BL >= 0) & (row_BL < embed_VD.shape[0])
     acc_VD, x_BLD = lookup(acc_VD, embed_VD, jnp.where(is_here_BL, row_BL, 0))
-    return acc_VD, scatter_rows(jnp.where(is_here_BL[..., None], x_BLD, 0))
+    return acc_VD, layers.scatter_rows(jnp.where(is_here_BL[..., None], x_BLD, 0))
 
 
 def logits(x_BLD, params, cfg):
@@ -256,7 +241,7 @@ def logits(x_BLD, params, cfg):
         logit_BLV = einsum("BLD,DV->BLV", x_BLD, params["unembed_DV"], jnp.float32)
     if base := cfg.model.mup_base_width:  # Yang et al. 2022, table 8
         logit_BLV *= base / cfg.model.d_model
-    logit_BLV = softcap(logit_BLV, cfg.model.logit_softcap)
+    logit_BLV = layers.softcap(logit_BLV, cfg.model.logit_softcap)
     if cfg.model.vocab_size == cfg.model.vocab_rows:
         return logit_BLV
     V = logit_BLV.shape[-1]
@@ -322,7 +307,7 @@ def decoder_layer(kind, x_BLD, w, cfg, key, span: Span, cache):
         y_BLD, moe_stats = moe(y_BLD, w, cfg, training=key is not None)
         stats |= moe_stats
     else:
-        y_BLD = mlp(y_BLD, w, cfg)
+        y_BLD = layers.mlp(y_BLD, w, cfg)
     y_BLD = norm_if_there(y_BLD, w, "mlp_post_norm", cfg)
     x_BLD = x_BLD + scale * dropout(y_BLD, mlp_key, span.row_B, cfg)
     return x_BLD, kv, stats
@@ -469,8 +454,8 @@ def scan_layers(layer: Callable, x, kinds: list[str], inputs: dict, first_layer,
 
 
 def stacked_shape(w) -> tuple[int, ...]:
-    """The leading dims of a kind's weights, before those that the names end with: of parts, if
-    there are any, and then of layers, also where these are a list."""
+    """(parts, layers), or (layers,) without parts: the leading dims of a kind's weights, for which
+    their names have no letters.  The layers may also be a list."""
     if isinstance(w, list):
         return *stacked_shape(w[0]), len(w)
     named = ((name.rpartition("_")[2], x) for name, x in w.items())
@@ -538,10 +523,10 @@ def apply_embedding(params, token_BL, span: Span, cfg: Config, key=None, acc=Non
     acc = {} if acc is None else dict(acc)
     acc["embed_VD"], x_BLD = embed(acc.get("embed_VD"), params["embed_VD"], token_BL, span.tp_dim)
     if cfg.model.positions == "learned":
-        position_BL = tp_part(jnp.broadcast_to(span.position_BL, token_BL.shape), span.tp_dim)
-        acc["position_LD"], position_BLD = lookup(
-            acc.get("position_LD"), params["position_LD"], position_BL
-        )
+        name = "position_LD"
+        position_BL = jnp.broadcast_to(span.position_BL, token_BL.shape)
+        position_BL = layers.tp_part(position_BL, span.tp_dim)
+        acc[name], position_BLD = lookup(acc.get(name), params[name], position_BL)
         x_BLD += position_BLD
     if cfg.model.scale_embedding:
         x_BLD *= cfg.model.embedding_scale
@@ -593,12 +578,13 @@ def score_tokens(params, token_MBL, target_MBL, cfg: Config):
     def score(microbatch):
         x_BLD, target_BL = microbatch
         x_BLD = gather_rows(norm(x_BLD, params, "norm", cfg))
-        target_BL = sequences_to_rows(target_BL)
+        target_BL = layers.sequences_to_rows(target_BL)
         chunks = split_chunks(x_BLD, target_BL, cfg)
         nll, _, is_top = lax.map(lambda chunk: cross_entropy(*chunk, params, cfg), chunks)
 
         def unchunk(x):
-            return rows_to_sequences(x.reshape(-1)[: target_BL.size].reshape(target_BL.shape))
+            x_BL = x.reshape(-1)[: target_BL.size].reshape(target_BL.shape)
+            return layers.rows_to_sequences(x_BL)
 
         return unchunk(nll), unchunk(is_top)
 

@@ -22,6 +22,7 @@ import jaxlib
 
 import config
 import errors
+import signals
 import utils
 from cli import call_within
 from config import Config
@@ -30,14 +31,6 @@ from errors import AGAIN, Problem, UserError, describe, is_storage_error, write_
 from files import remove_local_folders, run_path, write_whole
 from restart import has_parent
 from rundir import code_digest, record_end
-from signals import (
-    STOPS,
-    flush_output,
-    handle_stops,
-    ignore_stops,
-    leave_if_unread,
-    leave_terminal,
-)
 from utils import exchange, is_lead, process_id, process_ids, shared_store, warn
 
 # ---- agreeing
@@ -116,14 +109,14 @@ class Stop:
         self.polls, self.last_poll, self.last_update = 0, time.monotonic(), None
         self.update_seconds = deque(maxlen=20)
         """How long the last updates took."""
-        self.handlers = {number: signal.getsignal(number) for number in STOPS}
+        self.handlers = {number: signal.getsignal(number) for number in signals.STOPS}
         """The signals' handlers before this Stop."""
         signal.signal(signal.SIGUSR1, self.ask_to_save)
-        handle_stops(self.handle)
+        signals.handle_stops(self.handle)
 
     def handle(self, number, frame):
         if number == signal.SIGHUP:
-            leave_terminal()
+            signals.leave_terminal()
             self.wants_stop = True
             return  # not a first signal: shells may send it twice, and services SIGTERM after it
         now = time.monotonic()
@@ -143,7 +136,8 @@ class Stop:
 
     def ignore_signals(self):
         """Ignore signals from here on, because nothing is left to save."""
-        handle_stops(lambda *_: None)  # not SIG_IGN, which processes that this one starts inherit
+        # Not SIG_IGN, which processes that this one starts would inherit.
+        signals.handle_stops(lambda *_: None)
 
     def give_signals_back(self):
         """Let a notebook have its signals again.  train.py, which has handlers of its own before a
@@ -401,13 +395,13 @@ def run_main(main, *args):
     except KeyboardInterrupt:  # before Stop has replaced the signal's handler
         exit_with(UserError(errors.INTERRUPTED, "interrupted", AGAIN))
     except Exception as e:  # every error ends the process here: a normal exit could hang
-        leave_if_unread(e)
+        signals.leave_if_unread(e)
         if (error := explain(e)) is None:
             write_error(traceback.format_exc())
         exit_with(error)
     finally:  # nothing is left to save, and a signal must not change the exit code
         if not errors.is_interactive():
-            ignore_stops()
+            signals.ignore_stops()
 
 
 def explain(e: Exception) -> UserError | None:
@@ -456,7 +450,7 @@ def exit_with(error: UserError | None, code: int = 1):
         threading.Event().wait()
     if error is not None:
         write_error(f"{error}\n")
-    flush_output()
+    signals.flush_output()
     leave_last(5)
     remove_local_folders()
     errors.exit_at_once(code if error is None else error.code)

@@ -23,11 +23,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-import config
 import files
 from checks import check_record
 from cli import to_json
-from config import Config
+from config import SECTIONS, Config
 from errors import AGAIN, CHECKPOINT, STORAGE, USAGE, Problem, UserError, describe, is_storage_error
 from lock import FileLock, Lease, take_lock
 from order import trained_before
@@ -274,7 +273,7 @@ FINGERPRINT = "data.train fingerprint"
 def record_facts(record: dict) -> dict:
     """{name: value} of what may change the training in a config.json; settings have their flags'
     names."""
-    facts = {f"{s}.{name}": x for s in config.SECTIONS for name, x in record.get(s, {}).items()}
+    facts = {f"{s}.{name}": x for s in SECTIONS for name, x in record.get(s, {}).items()}
     facts = {name: x for name, x in facts.items() if name[:4] != "run." or name == "run.seed"}
     versions = record.get("versions", {}) | dict(trifold=record.get("git_commit"))
     facts |= {f"version of {name}": x for name, x in versions.items()}
@@ -299,7 +298,7 @@ def changes(old: dict, new: dict, step: int) -> dict[str, dict[str, list]]:
     steps changes nothing that was trained.
     """
     found = {group: {} for group in ("same numbers", "within rounding", "changes the training")}
-    usual = json.loads(to_json(config.Config())) if old else {}  # of settings newer than the run
+    usual = json.loads(to_json(Config())) if old else {}  # of settings newer than the run
     there, here = record_facts(usual) | record_facts(old), record_facts(new)
     for name, value in here.items():
         before = there.get(name)

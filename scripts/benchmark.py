@@ -28,9 +28,8 @@ from typing import Literal, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import cli
-import config
 import files
-from config import Config
+from config import Config, settings
 from errors import USAGE, UserError, describe
 
 
@@ -273,7 +272,7 @@ def is_lacking(name: str) -> bool:
 
 def make_peers(names, window_BL, cfg: Config) -> tuple[list[Contestant], dict[str, str]]:
     """The peers of these names, and the reason for each that is left out."""
-    usual, given = config.settings(Config()), config.settings(cfg)
+    usual, given = settings(Config()), settings(cfg)
     missing = [
         f"{name}={x}"
         for name, x in given.items()

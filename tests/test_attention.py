@@ -27,6 +27,7 @@ import attention
 import blockwise
 import checks
 import errors
+import layers
 import model
 import train
 from architecture import Model
@@ -312,7 +313,7 @@ def test_a_kernel_declares_outputs_of_the_given_type():
     def run(x):
         axis_type = jax.typeof(x).manual_axis_type
         assert axis_type.varying == {"dp"}
-        with attention.typed_kernel_outputs(splash_attention_kernel, axis_type):
+        with layers.typed_kernel_outputs(splash_attention_kernel, axis_type):
             shape_of = splash_attention_kernel.jax.ShapeDtypeStruct
             shapes = shape_of((3,), jnp.float32), shape_of.like(jnp.zeros((5, 7), jnp.int8))
             assert [(s.shape, s.dtype) for s in shapes] == [((3,), jnp.float32), ((5, 7), jnp.int8)]
