@@ -39,8 +39,8 @@ class Options(NamedTuple):
     block: int
     """Tokens whose queries are a block; rows are padded to a multiple of it."""
     unrolled: bool
-    """True: a block meets all of its keys at once, and each block is another part of the program.
-    False: one loop, in which a block of queries meets a block of keys."""
+    """True: a block of queries is compared with all of its keys at once, and the program has code
+    for each block.  False: one loop compares a block of queries with a block of keys."""
     pairs_at_once: int
     """How many of the P pairs are computed at once; it divides P."""
 

@@ -103,8 +103,8 @@ class Checkpoints(SavedCheckpoints):
 
     def keep_best(self, losses: dict[int, float | None]):
         """Keep the two checkpoints of lowest loss too.  losses: {step: loss}, which grows while the
-        run trains.  Checkpoints older than the newest `keep` that have no loss stay too: it may be
-        lost, and they may be here only because they were among the best."""
+        run trains.  Checkpoints older than the newest `keep` stay too if they have no loss: the row
+        with it may have been lost, and they may be among the best."""
         older = sorted(self.manager.all_steps())[: -self.keep]
         self.losses, self.no_loss = losses, set(older) - losses.keys()
 

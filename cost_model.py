@@ -280,8 +280,8 @@ def work_shares(n: int, cfg: Config) -> tuple:
 
 # ---- memory
 
-# XLA stores what these operations read, and values that two matmuls read: otherwise each would
-# compute them again.
+# XLA writes to memory what these operations read.  It also writes a value that two matmuls read, so
+# that it is computed only once.
 READ_FROM_MEMORY = {*COLLECTIVES, *HAVE_BODIES, *KERNELS}
 # It fuses most operations into those that use their outputs, but stores the outputs of these.
 STORED = {

@@ -193,8 +193,8 @@ def gather_layer(w, kind: str, cfg: Config) -> dict:
 
 
 def lookup(acc_VD, table_VD, row_BL):
-    """(acc_VD, table_VD[row_BL]).  acc_VD: as in `summed_lookup`; if None, table_VD gets the
-    gradient."""
+    """(acc_VD, table_VD[row_BL]).  If acc_VD is None, table_VD gets its gradient as usual; else it
+    is added to a sum, see `summed_lookup`."""
     if acc_VD is None:
         return None, table_VD[row_BL]
     return summed_lookup(acc_VD, table_VD, row_BL)
@@ -202,8 +202,8 @@ def lookup(acc_VD, table_VD, row_BL):
 
 @jax.custom_vjp
 def summed_lookup(acc_VD, table_VD, row_BL):
-    """`lookup`, whose backward pass adds each row's gradient to a running sum, for which acc_VD
-    stands as in `accumulate_gradient`.
+    """`lookup`, whose backward pass adds each row's gradient to a running sum.  acc_VD: the place
+    of the sum in the forward pass, as acc in `accumulate_gradient`.
 
     The sum is float32: in bfloat16 it would stop growing at 256 times the size of a term, which a
     frequent token's gradient soon reaches.

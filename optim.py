@@ -111,8 +111,8 @@ def adam(cfg: Config) -> optax.GradientTransformation:
 
 
 def with_direction(direction, cfg: Config, **scale) -> optax.GradientTransformation:
-    """The optimizer whose clipped gradients become updates in this direction; scale: see
-    `scale_layer_matrices`."""
+    """The parts that all optimizers share, around `direction`, which makes updates of the clipped
+    gradients.  scale: see `scale_layer_matrices`."""
     decay = optax.chain(scale_layer_matrices(cfg, **scale), decay_weights(cfg))
     return optax.chain(clip(cfg), direction, decay, scale_by_rate(cfg))
 

@@ -116,8 +116,8 @@ def spread(weights: list[int]) -> np.ndarray:
 
 
 def stream_index(step, skip: list[tuple[int, int]]):
-    """Which batch, counted as if data.skip left none out, update step + 1 trains on; step: a number
-    or an array."""
+    """The index of the batch that update step + 1 trains on, among the batches of a run without
+    data.skip.  step: a number or an array."""
     for first, stop in skip:
         step = step + (stop - first) * (first <= step)
     return step

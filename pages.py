@@ -76,7 +76,7 @@ class DiskCache:
         self.folder, self.limit = make_private_folder(folder, "data.cache"), limit
         self.added = limit  # bytes since the last trim; so many that the first page trims
         self.room = min(2**28, limit // 16)
-        """Bytes of the disk that stay free for others: the run itself may have its rows there."""
+        """Bytes of the disk that the cache leaves free: the run may write to the same disk."""
 
     def path(self, digest: bytes) -> Path:
         return self.folder / digest.hex()[:2] / digest.hex()

@@ -244,10 +244,10 @@ def run_forward(run_if_due, work, m, r, x_BLD, buffer, total, output_waits: bool
     """(y_BLD, buffer, total) after the forward pass of microbatch m and part r; (x_BLD, buffer,
     total) if none is due.  The buffer keeps what `work.forward` saves, and y if output_waits.
 
-    It is written inside of the branch, where XLA copies nothing: after the branch updates of the
-    demo on (2, 2, 2) take 1.08 times the CPU time.  On a GPU XLA would copy the whole buffer for
-    each write inside: llama_1b with dp 4, pp 2, 1f1b and remat=dots on H200s would need 21.6 GiB
-    instead of 14.2.
+    The buffer is written inside of the branch, where XLA copies nothing; if it were written after
+    the branch, updates of the demo on (2, 2, 2) would take 1.08 times the CPU time.  On a GPU it is
+    written after the branch, because inside XLA would copy all of it for each write: llama_1b with
+    dp 4, pp 2, 1f1b and remat=dots on H200s would need 21.6 GiB instead of 14.2.
     """
     writes_inside = platform() not in GPUS
 

@@ -171,7 +171,7 @@ def branch_state(run, source, cfg: Config) -> State:
 
 def items_of_parent(parent: Parent, abstract: dict, source, cfg: Config) -> set[str]:
     """The items of a checkpoint that a branch with run.start_with=state takes from its parent."""
-    # Those of which the parent has just the same arrays.
+    # Only items that have the same arrays in the parent.
     differ = parent.meta["leaves"].keys() ^ utils.leaf_table(abstract).keys()
     names = abstract.keys() - {name.split("/")[0] for name in differ} | {"params"}
     if not batch_settings(cfg, source.fingerprint).items() <= parent.meta["must"].items():

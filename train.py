@@ -20,8 +20,8 @@ def quit_early(number, frame):
     os._exit(75)  # errors.INTERRUPTED, which is not imported yet
 
 
-# Before jax is imported, which takes seconds, so that a signal, a bad command line or a live run is
-# answered at once, and because XLA reads its flags only once.
+# This comes before the import of jax, which takes seconds: a signal, a bad command line or a live
+# run is answered at once, and XLA, which reads its flags only once, finds those that are set here.
 if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))  # PYTHONSAFEPATH leaves it out
     import signals
@@ -308,8 +308,8 @@ def sample_if_due(params, step: int, train: Dataset, log: MetricsLog, cfg: Confi
 
 def read_upcoming(step: int, train: Dataset, vals, cfg: Config) -> BaseException | None:
     """Begin to read the next batches and the next evaluation.  Returns the error of a batch that
-    cannot be read; of the evaluation only once that is processes.REQUEST_DELAY updates away, which
-    is in time for all processes to stop before it."""
+    cannot be read.  An error of the evaluation is returned only when the evaluation is at most
+    processes.REQUEST_DELAY updates away: all processes can still stop before it."""
     with jax.profiler.TraceAnnotation(DATA_WAIT):
         due = next_evaluation(step, cfg)
         error = train.first_error(range(step, cfg.train.steps))
@@ -420,8 +420,8 @@ def main(cfg: Config, held=None) -> State | None:
 
 
 def plan_remat(cfg: Config, device_kind: str) -> str:
-    """What train.remat=auto is on accelerators of this kind: what scripts/plan.py chooses, or layer
-    if it does not know them."""
+    """The value of train.remat=auto on accelerators of this kind: the one that scripts/plan.py
+    chooses, or layer for a kind that is not in chips.py."""
     chip = chip_of(device_kind)
     return choose_remat(step_jaxpr, cfg, chip) if chip else "layer"
 

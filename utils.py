@@ -65,8 +65,8 @@ def is_lead() -> bool:
 
 
 on_lost_reader = None
-"""What training sets to be called when nothing reads stdout or stderr any more: Ctrl-C in
-`train.py | tee log` ends tee too."""
+"""A function that training sets, to be called when nothing reads stdout or stderr any more: Ctrl-C
+in `train.py | tee log` ends tee too."""
 
 
 def say(*words, file=None):
