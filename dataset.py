@@ -305,6 +305,8 @@ class Dataset:
     def __init__(self, cfg: Config, split: str, name: str = ""):
         """name: which of the sets of data.val."""
         parts, self.split, self.name = read_sets(getattr(cfg.data, split)), split, name
+        self.label = f"data.{split} {name}".strip()
+        """What messages call the set, such as data.val web."""
         if split == "train" and "" not in parts:
             self.source = Mixture(cfg, split, parts)
         else:

@@ -431,7 +431,7 @@ def open_data(cfg: Config) -> tuple[Dataset, list[Dataset], Tasks | None]:
     with utils.say_time("data"):
         train = run_on_each(Dataset, cfg, "train")
         vals = [run_on_each(Dataset, train.cfg, "val", name) for name in read_sets(cfg.data.val)]
-        sources = {f"data.{x.split} {x.name}".strip(): x.source for x in (train, *vals)}
+        sources = {x.label: x.source for x in (train, *vals)}
         run_on_each(check_tokenizers, sources)
         tasks = run_on_each(open_tasks, train.source.tokenizer, cfg) if cfg.eval.tasks else None
         sources |= {"eval.tasks": tasks} if tasks else {}

@@ -215,10 +215,10 @@ def data(cfg: Config, found: dict):
     """let this user read the data and tasks, or name others; --seconds 20 waits longer"""
     sources, one = {}, Mesh(np.array(jax.local_devices()[:1]).reshape(1, 1, 1), utils.AXES)
     for split, name in [("train", ""), *(("val", name) for name in read_sets(cfg.data.val))]:
-        label = f"data.{split} {name}".strip()
         try:
             with jax.set_mesh(one):
-                source = sources[label] = Dataset(cfg, split, name).source
+                dataset = Dataset(cfg, split, name)
+            source = sources[dataset.label] = dataset.source
             for part in parts_of(source).values():
                 # The last window of each shard, of at most 64 shards; reading verifies them.
                 ends = [part.n_tokens]
@@ -228,7 +228,7 @@ def data(cfg: Config, found: dict):
                 numbers = np.unique(np.maximum(np.array(ends) - 2, 0) // cfg.train.seq_len)
                 for read in part.windows, part.scored:
                     read(numbers[:: 1 + len(numbers) // 64])
-            yield Row(OK, f"{label}: {source}")
+            yield Row(OK, f"{dataset.label}: {source}")
         except UserError as e:
             yield from (Row(FAIL, *problem) for problem in e.problems)
     found["facts"] |= {name: source.fingerprint for name, source in sources.items()}

@@ -85,7 +85,7 @@ def main(args: Args, cfg: config.Config):
         raise errors.UserError(e.code, problems=problems) from None
     for data in sets:
         utils.run_on_lead(check_tokenizer, path, data.source.tokenizer)
-    fingerprints = {f"data.val {data.name}".strip(): data.source.fingerprint for data in sets}
+    fingerprints = {data.label: data.source.fingerprint for data in sets}
     fingerprints |= {"eval.tasks": tasks.fingerprint} if tasks else {}
     processes.refuse_differences(fingerprints, "let the path hold the same files on every host")
     params = runstate.load_params(run, cfg, args.step, args.weights)
