@@ -16,7 +16,6 @@ Inside shard_map the letters still name the whole dims; a sharded dim is only as
 device's part.
 """
 
-import functools
 import math
 from dataclasses import replace
 from functools import partial
@@ -34,7 +33,7 @@ from blockwise import block_attention
 from config import Config
 from errors import USAGE, UserError, look_up
 from layers import add_bias, einsum, rms_norm
-from utils import GPUS, compute_capability, platform, warn, with_slices
+from utils import GPUS, compute_capability, platform, warn_once, with_slices
 from weights import Param, norm_gain, normal, zero_bias
 
 # ---- what a token sees
@@ -319,9 +318,6 @@ def why_unsupported(kernel: str, q_BLHK, v_BSGW, span: Span, cfg: Config) -> str
     else:
         limits |= {f"takes rows of a multiple of 128 tokens, not {L}": L % 128}
     return next((limit for limit, applies in limits.items() if applies), "")
-
-
-warn_once = functools.cache(warn)
 
 
 def attend(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg, sink_H=None):

@@ -20,12 +20,11 @@ from types import CoroutineType
 import jax
 import jaxlib
 
-import config
 import errors
 import signals
 import utils
 from cli import call_within
-from config import Config
+from config import Config, settings
 from connect import join_processes, name_ids
 from errors import AGAIN, Problem, UserError, describe, is_storage_error, write_error
 from files import remove_local_folders, run_path, write_whole
@@ -58,8 +57,8 @@ def compare_settings(cfg: Config):
     """Raise UserError USAGE if another process of the run was started with other settings; warn if
     it has other versions."""
     # --fresh is left out, because a restart of process 0 may have dropped it.
-    settings = config.settings(cfg) | dict(eval_only=cfg.eval_only, rollback=cfg.rollback)
-    shared = {name: str(value) for name, value in settings.items() if name not in OWN_FLAGS}
+    flags = settings(cfg) | dict(eval_only=cfg.eval_only, rollback=cfg.rollback)
+    shared = {name: str(value) for name, value in flags.items() if name not in OWN_FLAGS}
     refuse_differences(shared, "start all processes of a run with the same flags")
     versions = dict(python=platform.python_version(), jax=jax.__version__)
     versions |= dict(jaxlib=jaxlib.__version__, trifold=code_digest())

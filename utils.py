@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from pathlib import Path
 
@@ -86,6 +86,9 @@ def say(*words, file=None):
 def warn(text: str):
     """Print a warning on stderr, from process 0."""
     say(f"warning: {text}", file=sys.stderr)
+
+
+warn_once = cache(warn)
 
 
 @contextmanager
