@@ -143,8 +143,8 @@ def scatter_sum(y, axis: str, dim: int):
 
 
 def gather_over_dp(w: dict, table: dict) -> dict:
-    """FSDP: gather weights over dp; one may be in parts, in a list.  The transpose scatters the sum
-    of their gradient."""
+    """FSDP: the weights, whole over dp.  The transpose sums their gradient over dp, and leaves each
+    rank its part.  A weight may be a list of arrays, see generate.pack_layer."""
 
     def gather_weight(p: Param, x):
         if p.stays_sharded or "dp" not in p.spec:

@@ -468,8 +468,8 @@ def count_layers(params) -> int:
 
 
 def fold_key(key, n):
-    """The key number n made from a key; None from None.  Layers have the numbers 0 .. n_layers - 1,
-    and the embedding has n_layers."""
+    """The key of layer n, or with n = n_layers of the embedding, made from an update's key; None
+    from None."""
     return None if key is None else jax.random.fold_in(key, n)
 
 

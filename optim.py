@@ -186,6 +186,6 @@ def is_spike(grad_norm, recent_U, cfg: Config):
 
 
 def add_norm(grad_norm, recent_U):
-    """The last finite norms, spikes included, so that a norm that stays high soon counts as
-    normal."""
+    """recent_U with a new norm in place of the oldest, if it is finite.  Spikes are added too, so
+    that a norm that stays high soon counts as normal."""
     return jnp.where(jnp.isfinite(grad_norm), jnp.append(recent_U[1:], grad_norm), recent_U)

@@ -65,8 +65,8 @@ def code_digest() -> str:
 @cache
 def git_commit() -> str:
     """The commit of this code.  Where files differ from it -dirty and a hash of the code follow;
-    where this is not a checkout it is that hash alone.  A start asks twice, and a commit in between
-    is not of the code that runs."""
+    where this is not a checkout it is that hash alone.  It is cached, because a start asks twice,
+    and a commit in between is not of the code that runs."""
     # From git 2.38 on safe.directory allows a checkout that another user owns, as in a container;
     # its code runs here in any case.
     command = ["git", "-c", "safe.directory=*", "describe", "--always", "--dirty", "--abbrev=40"]

@@ -109,7 +109,7 @@ def say_time(what: str):
 
 
 EXCHANGES = count()
-"""Numbers of the exchanges of this process; the others count the same ones."""
+"""Gives each exchange a number, the same in every process: all make the same exchanges in order."""
 
 
 def shared_store():

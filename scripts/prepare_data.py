@@ -96,7 +96,7 @@ class Args:
 
 
 MADE = ("byte", "char", "bpe")
-"""The tokenizers that are made; --tokenizer has the path of any other."""
+"""The tokenizers that this script makes; --tokenizer has the path of any other."""
 SAMPLE = 100_000_000
 """Bytes of text that a tokenizer is trained on, from places spread evenly over the corpus."""
 
