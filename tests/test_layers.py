@@ -126,6 +126,10 @@ def test_dropout_drops_each_element_independently_and_keeps_the_mean():
     for other_LD in (y_BLD[1], y_BLD[0, ::-1], other_key_LD):
         assert (other_LD != y_BLD[0]).mean() > 0.2
     assert (y_BLD[0, 0] != y_BLD[0, 1]).any()
+    # In bfloat16 too, which does not have 0.8.
+    x_BLD = jnp.linspace(1, 2, x_BLD.size, dtype=jnp.bfloat16).reshape(x_BLD.shape)
+    y_BLD = np.float64(drop(x_BLD, jax.random.key(3), row_B))
+    assert abs(y_BLD.sum() / np.float64(x_BLD)[y_BLD > 0].sum() - 1.25) < 3e-4
 
 
 @pytest.mark.slow
