@@ -29,7 +29,7 @@ class Model:
     """Multiply the embedding by the root of model.d_model, or of model.mup_base_width if set."""
     mup_base_width: int = 0
     """model.d_model of muP's base, whose learning rate this model is to share; 0 uses no muP.
-    The ratio of widths scales layers' rates, logits, and the initial values of the head."""
+    The ratio of widths scales layers' rates, logits, and the initial values of head and routers."""
     mup_base_depth: int = 0
     """model.n_layers of the base; the ratio scales layers' outputs (CompleteP); 0 scales none."""
     mup_base_head: int = 0

@@ -43,8 +43,10 @@ def moe_table(cfg: Config) -> dict:
         in_spec, out_spec = P(None, "dp", None, "tp"), P(None, "tp", "dp")
     expert = partial(Param, is_routed=True, stays_sharded=by_rank, rows=(1,))
     router = partial(Param, keep_float32=True, rows=(0,))
+    # With muP a router is an output, whose values fall as 1 / width (Yang et al. 2022, table 3).
+    router_std = normal(D**2 / (m.mup_base_width or D))
     table = dict(
-        router_DE=router((D, E), P("dp", None), normal(D), columns=(1,)),
+        router_DE=router((D, E), P("dp", None), router_std, columns=(1,)),
         in_EDCF=expert((E, D, C, F), in_spec, normal(D), columns=(3,)),
         out_EFD=expert((E, F, D), out_spec, layers.to_residual(m, F), columns=(2,)),
     )

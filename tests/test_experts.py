@@ -340,6 +340,13 @@ def test_router_biases_move_against_the_load():
     np.testing.assert_allclose(np.abs(change)[load != 256], 0.001, rtol=1e-5)
 
 
+def test_with_mup_the_first_values_of_a_router_are_those_of_an_output():
+    """They fall as 1 / width (Yang et al. 2022, table 3): the number of experts does not grow."""
+    table = experts.moe_table(replace(MOE, model=replace(MOE.model, mup_base_width=8)))
+    assert table["router_DE"].init.std == pytest.approx(8**0.5 / 32)
+    assert table["in_EDCF"].init == experts.moe_table(MOE)["router_DE"].init == layers.normal(32)
+
+
 def test_a_router_that_gets_no_gradient_is_said(capsys):
     for n_active, norm_scores in ((1, True), (1, False), (2, True)):
         fields = dict(n_active=n_active, norm_scores=norm_scores)
