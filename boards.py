@@ -105,20 +105,27 @@ class Wandb:
         self.session = session
 
     def send(self, row: dict):
+        if self.session is None:
+            return
         with only_warn("wandb lost a row"):
             import wandb
 
             fields = row_fields(row)
             lists = {name: x for name, x in fields.items() if isinstance(x, list)}
             histograms = {name: wandb.Histogram(x) for name, x in lists.items()}
-            self.session.log(fields | histograms | dict(step=row["step"]))
+            try:
+                self.session.log(fields | histograms | dict(step=row["step"]))
+            except ConnectionError as e:  # wandb's own process has ended
+                self.session = None
+                warn(f"wandb is off ({describe(e)}); metrics.jsonl has everything")
 
     def upload(self):
         """A process of wandb's own sends the rows."""
 
     def close(self):
         with only_warn("wandb did not finish"):
-            self.session.finish()
+            if self.session is not None:
+                self.session.finish()
 
 
 def start_wandb(run: epath.Path, cfg: Config):

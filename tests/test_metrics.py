@@ -542,6 +542,18 @@ def test_wandb_is_told_of_a_rollback_but_not_of_restarts_after_it(tmp_path, monk
     assert sent == [{"rollback/to": 4, "step": 4}]
 
 
+def test_wandb_whose_own_process_has_ended_is_off_with_one_warning(capsys):
+    def fail(*_):
+        raise ConnectionResetError("Connection lost")
+
+    board = boards.Wandb(SimpleNamespace(log=fail, finish=fail))
+    for step in (1, 2):
+        board.send(dict(kind="train", step=step, loss=1.0))
+    board.close()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "wandb is off (ConnectionResetError: Connection lost)" in line
+
+
 def test_wandb_gets_a_histogram_of_norms_and_tensorboard_no_wandb():
     sent, sizes = [], {name: [1.0, None] for name in panels.SIZES}
     row = dict(kind="norms", step=1, layer=["layer 1", "layer 2"], **sizes)
