@@ -190,11 +190,7 @@ def parse(words: list[str]) -> Config:
     if len(given.config) > 1:
         what = f"--config is given {len(given.config)} times: {', '.join(map(str, given.config))}"
         raise UserError(USAGE, what, "give one, and change its settings with flags")
-    names = [word.partition("=")[0] for word in rest]
-    for field, x in settings(Config()).items():
-        if isinstance(x, tuple) and (n := names.count(f"--{field}")) > 1:  # tyro takes the last
-            what = f"--{field} is given {n} times"
-            raise UserError(USAGE, what, "give it once, with all of its values behind it")
+    refuse_repeated(rest, settings(Config()))
     name = given.config[0] if given.config else None
     # tyro answers a misspelt --config with the right one.
     if name is None and not any(word.startswith(("-h", "--help", "--conf")) for word in rest):
@@ -207,11 +203,23 @@ def parse(words: list[str]) -> Config:
     return check(tyro.cli(CommandLine, args=flags + rest, **options).settings)
 
 
+def refuse_repeated(words: list[str], fields: dict):
+    """Raise UserError USAGE for a list that is given twice: tyro would take the last."""
+    names = [word.partition("=")[0] for word in words]
+    for field, x in fields.items():
+        if isinstance(x, tuple) and (n := names.count(f"--{field}")) > 1:
+            what = f"--{field} is given {n} times"
+            raise UserError(USAGE, what, "give it once, with all of its values behind it")
+
+
 def read_args(kind, about: str | None, **options):
     """A script's command line as the dataclass `kind`, or one of several; with return_unknown_args
     also the words of other flags.  about: the docstring of the script, the top of its --help."""
     about = (about or "").partition("Dimension key")[0]
-    return tyro.cli(kind, use_underscores=True, description=about, **options)
+    found = tyro.cli(kind, use_underscores=True, description=about, **options)
+    args = found[0] if isinstance(found, tuple) else found
+    refuse_repeated(sys.argv, settings(Config()) | vars(args))  # eval.tasks is of evaluate.py too
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

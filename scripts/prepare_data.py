@@ -480,10 +480,6 @@ def write_manifests(out: epath.Path, tasks: list[Task], facts: list[dict], recip
 def problems(args: Args) -> Iterator[Problem]:
     """Flags that cannot work."""
     yield from too_low(args, shard_tokens=1, vocab_size=257, workers=0)
-    n_inputs = sum(word.partition("=")[0] == "--input" for word in sys.argv)
-    if n_inputs > 1:  # tyro would take the last
-        fix = "give it once, with all files, folders and patterns behind it"
-        yield Problem(f"--input is given {n_inputs} times", fix)
     n_sources = bool(args.input) + args.stdlib + args.pydocs
     if n_sources != 1:
         what = f"{n_sources} of --input, --stdlib and --pydocs are given, not 1"

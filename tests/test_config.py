@@ -21,6 +21,7 @@ import checks
 import cli
 import config
 from errors import STORAGE, USAGE, Problem, UserError
+from scripts import evaluate, sample
 
 # A module imports only modules that stand before it here.
 MODULES = """
@@ -307,10 +308,14 @@ def test_two_configs_are_an_error_that_names_both():
         cli.parse(["--config", "demo", "--config=tiny"])
 
 
-def test_a_list_that_is_given_twice_is_an_error():
+def test_a_list_that_is_given_twice_is_an_error(monkeypatch):
     with pytest.raises(UserError, match="--data.stages is given 2 times"):
         cli.parse(["--config", "tiny", "--data.stages", "0:a=1", "--data.stages=9:a=1"])
     assert cli.parse(["--config", "tiny", "--optim.lr", "1", "--optim.lr", "2"]).optim.lr == 2
+    for script, flag in (sample, "--prompt"), (evaluate, "--eval.tasks"):
+        monkeypatch.setattr(sys, "argv", ["x.py", "--run", "r", flag, "a=x", f"{flag}=b=y"])
+        with pytest.raises(UserError, match=f"{flag} is given 2 times"):
+            script.parse()
 
 
 def test_a_config_file_goes_through_the_checks_of_the_command_line(tmp_path, capsys):

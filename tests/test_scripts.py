@@ -64,23 +64,23 @@ def text_of(trained, *args) -> str:
 
 @pytest.mark.slow
 def test_samples_are_the_same_text_from_any_mesh(trained):
-    args = ["--prompt", "import ", "--tokens", 12, "--temperature", 0.5, "--seed", 3]
-    want = text_of(trained, *args, "--mesh.dp", 1)
+    args = ["--tokens", 12, "--temperature", 0.5, "--seed", 3, "--prompt", "import "]
+    want = text_of(trained, "--mesh.dp", 1, *args)
     assert want.startswith("import ") and len(want) > 8
-    assert text_of(trained, *args, "--mesh.dp", 2, "--mesh.pp", 2, "--mesh.tp", 2) == want
-    several = text_of(trained, *args, "--mesh.dp", 1, "--prompt", "import ", "def ", "")
+    assert text_of(trained, "--mesh.dp", 2, "--mesh.pp", 2, "--mesh.tp", 2, *args) == want
+    several = text_of(trained, "--mesh.dp", 1, *args, "def ", "")
     assert several.startswith(want.rstrip("\n")) and several.count("-" * 80) == 3
 
 
 def test_a_sample_ends_before_a_stop(trained):
     """Also where the word lies over two tokens, and however many others are in the batch."""
-    args = ["--prompt", "import ", "--tokens", 12, "--temperature", 0.5, "--seed", 3]
-    whole = text_of(trained, *args, "--mesh.dp", 1).rstrip("\n")
+    args = ["--tokens", 12, "--temperature", 0.5, "--seed", 3, "--prompt", "import "]
+    whole = text_of(trained, "--mesh.dp", 1, *args).rstrip("\n")
     stop = whole[9:12]
     want = whole[:7] + whole[7:].partition(stop)[0]
-    args += ["--mesh.dp", 1, "--stop", "no such word", stop]
+    args = ["--mesh.dp", 1, "--stop", "no such word", stop, *args]
     assert text_of(trained, *args) == want + "\n"
-    lines = text_of(trained, *args, "--json", "--prompt", "import ", "def ").splitlines()
+    lines = text_of(trained, "--json", *args, "def ").splitlines()
     first, second = map(json.loads, lines)
     assert first["prompt"] + first["text"] == want and second["prompt"] == "def "
     assert 0 < first["tokens"] <= 12
