@@ -362,10 +362,19 @@ def prepare_streams():
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
+def quit_on_interrupt(kind, error, trace):
+    """Have Ctrl-C end the process with its code, and other errors with a traceback."""
+    if kind is KeyboardInterrupt and not errors.is_interactive():
+        errors.write_error("interrupted: run the same command again to go on\n")
+        sys.exit(errors.INTERRUPTED)
+    sys.__excepthook__(kind, error, trace)
+
+
 def quit_on_error(f, *args):
-    """f(*args).  A UserError, an error of storage or Ctrl-C is printed, and ends the process with
-    its code."""
+    """f(*args).  A UserError or an error of storage is printed, and ends the process with its code.
+    So does Ctrl-C, also later: a script imports jax, which takes seconds, after its first call."""
     prepare_streams()
+    sys.excepthook = quit_on_interrupt
     try:
         try:
             return f(*args)
@@ -383,9 +392,6 @@ def quit_on_error(f, *args):
         fix = "free some space, or correct the path or its permissions, and run the command again"
         errors.write_error(f"{UserError(errors.STORAGE, what, fix)}\n")
         sys.exit(errors.STORAGE)
-    except KeyboardInterrupt:
-        errors.write_error("interrupted: run the same command again to go on\n")
-        sys.exit(errors.INTERRUPTED)
 
 
 def start() -> Config:

@@ -148,6 +148,14 @@ def test_a_script_starts_without_docstrings():
     assert subprocess.run(command, capture_output=True).returncode == 0
 
 
+def test_ctrl_c_while_a_script_imports_its_packages_prints_no_traceback():
+    """They come after the command line, and take seconds."""
+    code = "import cli, os, signal; cli.quit_on_error(int); os.kill(os.getpid(), signal.SIGINT)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == errors.INTERRUPTED, done.stderr
+    assert done.stderr == "interrupted: run the same command again to go on\n"
+
+
 def test_what_goes_to_a_closed_stream_goes_to_no_file(tmp_path):
     work = "open(sys.argv[1], 'w'), print('out'), sys.stderr.write('err'), os.write(2, b'2')"
     code = f"import cli, os, sys; cli.quit_on_error(lambda: ({work}))"
