@@ -129,7 +129,7 @@ def read_fields(keys: Keys, name: str) -> dict:
     for key, value in family.supported.items():
         keys.require(key, keys.take(key, value), value)
     N, E = fields["n_layers"], fields.get("n_experts", 0)
-    if N not in range(1, 10_001):  # as in checks.py; lists of all layers follow
+    if type(N) is not int or not 0 < N <= 10_000:  # as in checks.py; lists of all layers follow
         raise ValueError(f"a number of layers from 1 to 10000 is needed, not {N!r:.40}")
     if type(E) is int and N * E > 10**6:  # each has tensors of its own, which are listed
         raise ValueError(f"at most 1000000 experts in all layers are read, not {N * E!r:.40}")

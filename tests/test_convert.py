@@ -506,6 +506,7 @@ def test_all_tensors_that_do_not_fit_are_reported_at_once(tmp_path):
         ("llama", dict(hidden_size="many"), "model.d_model would be 'many', no int"),
         ("llama", dict(model_type="bert"), "model_type='bert' is none of gpt2"),
         ("llama", dict(num_hidden_layers=10**30), f"from 1 to 10000 is needed, not {10**30}"),
+        ("llama", dict(num_hidden_layers=2.0), "from 1 to 10000 is needed, not 2.0"),
         ("llama", dict(rms_norm_eps=10**400), "OverflowError: int too large"),
         ("llama", dict(rope_theta=1, rope_scaling=dict(type="yarn", factor=2.0)), "must be above"),
         ("llama", dict(rope_scaling=dict(type="yarn", factor=2.0), max_position_embeddings=None),
