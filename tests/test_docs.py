@@ -388,6 +388,11 @@ def run_python(folder: Path, *words) -> str:
     return done.stdout
 
 
+def test_the_changes_of_extending_md_fit_the_code(extended):
+    for path in extended.glob("*.py"):
+        compile(path.read_text(), path, "exec")
+
+
 @pytest.mark.slow
 def test_all_extensions_train_alike_on_two_meshes(extended, corpus, tmp_path):
     """The new optimizer, schedule, setting, metric, attention, weight, format and source in one
