@@ -413,7 +413,7 @@ def test_a_run_ends_a_minute_after_its_last_update_where_the_network_of_wandb_is
     given = {}
     monkeypatch.setattr(wandb, "init", lambda **options: given.update(options) or Session())
     board = boards.Wandb(boards.init_wandb(epath.Path(run.path), run.cfg, "online"))
-    assert 0 < given["settings"].finish_timeout <= 60 and given["settings"].finish_timeout_raises
+    assert 0 < given["settings"].finish_timeout <= 20 and given["settings"].finish_timeout_raises
     board.close()
     assert "wandb did not finish (TimeoutError: Timed out" in capsys.readouterr().err
 
