@@ -11,6 +11,7 @@ import math
 import mmap
 import os
 import re
+import resource
 import sys
 import threading
 from concurrent.futures import Future, wait
@@ -214,11 +215,14 @@ def refuse_repeated(words: list[str], fields: dict):
 
 def read_args(kind, about: str | None, **options):
     """A script's command line as the dataclass `kind`, or one of several; with return_unknown_args
-    also the words of other flags.  about: the docstring of the script, the top of its --help."""
+    also the words of other flags.  about: the docstring of the script, the top of its --help.
+
+    Raises UserError USAGE for a list that is given twice."""
     about = (about or "").partition("Dimension key")[0]
     found = tyro.cli(kind, use_underscores=True, description=about, **options)
     args = found[0] if isinstance(found, tuple) else found
-    refuse_repeated(sys.argv, settings(Config()) | vars(args))  # eval.tasks is of evaluate.py too
+    # evaluate.py has --eval.tasks, which is no field of its Args
+    refuse_repeated(options.get("args", sys.argv), settings(Config()) | vars(args))
     return found
 
 
@@ -302,15 +306,15 @@ def tune_heap():
     libc.mallopt(-8, 1)  # M_ARENA_MAX: one heap for all threads
     libc.mallopt(-4, 0)  # M_MMAP_MAX: large pieces come from the heap too
     libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: the free end of the heap is kept, whatever its size
-    # The system gives large pages to memory that is marked before it is first written.  So the heap
+    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+        return  # what follows takes addresses, and threads would find none for their stacks
+    # Linux gives large pages to memory that is marked before it is first written.  So the heap
     # grows by a quarter of the machine's memory, which takes addresses only, and that is marked.
-    size = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE // 4
-    libc.malloc.restype = ctypes.c_size_t
-    if start := libc.malloc(ctypes.c_size_t(size)):
-        page = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-        marked = ctypes.c_size_t(size - mmap.PAGESIZE)
-        libc.madvise(ctypes.c_void_p(page), marked, mmap.MADV_HUGEPAGE)
-        libc.free(ctypes.c_void_p(start))
+    size = ctypes.c_size_t(os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE // 4)
+    libc.memalign.restype = ctypes.c_size_t
+    if address := libc.memalign(ctypes.c_size_t(mmap.PAGESIZE), size):
+        libc.madvise(ctypes.c_void_p(address), size, mmap.MADV_HUGEPAGE)
+        libc.free(ctypes.c_void_p(address))
 
 
 def read_number(name: str) -> int:
@@ -363,7 +367,7 @@ def prepare_streams():
 
 
 def quit_on_interrupt(kind, error, trace):
-    """Have Ctrl-C end the process with its code, and other errors with a traceback."""
+    """For sys.excepthook: Ctrl-C ends the process with its code, other errors with a traceback."""
     if kind is KeyboardInterrupt and not errors.is_interactive():
         errors.write_error("interrupted: run the same command again to go on\n")
         sys.exit(errors.INTERRUPTED)
@@ -372,7 +376,8 @@ def quit_on_interrupt(kind, error, trace):
 
 def quit_on_error(f, *args):
     """f(*args).  A UserError or an error of storage is printed, and ends the process with its code.
-    So does Ctrl-C, also later: a script imports jax, which takes seconds, after its first call."""
+    So does Ctrl-C, also after this call: scripts import jax, which takes seconds, after their first
+    one."""
     prepare_streams()
     sys.excepthook = quit_on_interrupt
     try:

@@ -468,8 +468,8 @@ def count_layers(params) -> int:
 
 
 def fold_key(key, n):
-    """The key of layer n, or with n = n_layers of the embedding, made from an update's key; None
-    from None."""
+    """The key of layer n, or of the embedding if n is n_layers, made from an update's key; None if
+    that is None."""
     return None if key is None else jax.random.fold_in(key, n)
 
 

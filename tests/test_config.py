@@ -593,6 +593,22 @@ print(*(x.split()[1] for x in open("/proc/self/smaps_rollup") if x.startswith("A
         assert int(large) > 30_000, done.stdout  # KiB
 
 
+def test_where_addresses_are_limited_none_are_reserved_for_large_pages():
+    code = """
+import ctypes, resource
+import cli
+c = ctypes.CDLL(None)
+c.sbrk.restype = ctypes.c_size_t
+begin = c.sbrk(0)
+resource.setrlimit(resource.RLIMIT_AS, (1 << 45, 1 << 45))
+cli.tune_heap()
+print(c.sbrk(0) - begin)
+"""
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert int(done.stdout) < 1 << 20, done
+
+
 def test_automatic_microbatches_and_axes():
     cfg = replace(config.tiny(), mesh=config.Mesh(-1, 2, 1))
     on_eight = checks.resolve(cfg, 8)
