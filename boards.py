@@ -176,7 +176,7 @@ def init_wandb(run: epath.Path, cfg: Config, mode: str):
         folder = local_folder(run)
     settings = dict(console="off", save_code=False, disable_git=True, init_timeout=30)
     # Without a limit a run would not end until a network that is gone comes back.  Most
-    # schedulers kill a process 30 s after SIGTERM, and its exit code is lost.
+    # schedulers kill a process 30 s after SIGTERM, and its exit code would be lost.
     settings |= dict(finish_timeout=20, finish_timeout_raises=True)
     session = wandb.init(
         project=cfg.log.wandb_project,

@@ -310,6 +310,7 @@ def tune_heap():
         return  # what follows takes addresses, and threads would find none for their stacks
     # Linux gives large pages to memory that is marked before it is first written.  So the heap
     # grows by a quarter of the machine's memory, which takes addresses only, and that is marked.
+    # Where a process needs more, the rest has small pages.
     size = ctypes.c_size_t(os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE // 4)
     libc.memalign.restype = ctypes.c_size_t
     if address := libc.memalign(ctypes.c_size_t(mmap.PAGESIZE), size):
@@ -376,8 +377,7 @@ def quit_on_interrupt(kind, error, trace):
 
 def quit_on_error(f, *args):
     """f(*args).  A UserError or an error of storage is printed, and ends the process with its code.
-    So does Ctrl-C, also after this call: scripts import jax, which takes seconds, after their first
-    one."""
+    Ctrl-C does the same, during this call and later, when a script imports jax for seconds."""
     prepare_streams()
     sys.excepthook = quit_on_interrupt
     try:
