@@ -542,6 +542,19 @@ def test_devices_are_simulated_after_the_import_of_jax_too():
     assert "without JAX_NUM_CPU_DEVICES and XLA_FLAGS" in done.stderr
 
 
+def test_flags_that_xla_does_not_know_are_left_out_with_a_warning():
+    """XLA itself ends the process at the first of them, with code 1."""
+    code = "import cli, config, os; cli.simulate_devices(config.Mesh());"
+    code += "print(os.environ['XLA_FLAGS']); import jax; print(jax.device_count())"
+    flags = "--xla_no_such=1 --xla_cpu_enable_fast_math=false --xla_tpu_no_such"
+    env = dict(os.environ, JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES="1", XLA_FLAGS=flags)
+    options = dict(cwd=ROOT, env=env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], **options)
+    assert done.stdout == "--xla_cpu_enable_fast_math=false\n1\n", done.stderr
+    assert done.stderr.startswith("warning: XLA knows no flag --xla_no_such=1: left out")
+    assert "--xla_tpu_no_such: left out of XLA_FLAGS; LIBTPU_INIT_ARGS takes" in done.stderr
+
+
 @pytest.mark.parametrize("name", ["NPROC", "JAX_NUM_CPU_DEVICES"])
 @pytest.mark.parametrize("text", ["two", "0", "-3"])
 def test_a_variable_that_is_no_number_is_named(name, text, monkeypatch):
