@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from types import CoroutineType
 
 import jax
@@ -99,6 +99,8 @@ class Stop:
         self.wants_stop = self.wants_save = False
         self.first_signal_at = None
         """When the first signal to stop came."""
+        self.loses_nothing = False
+        """Whether the first signal ends the run, because there is nothing to save."""
         self.error = None
         """Why this process asks to stop, if not because of a signal."""
         self.save_poll = 0
@@ -117,6 +119,7 @@ class Stop:
         if number == signal.SIGHUP:
             signals.leave_terminal()
             self.wants_stop = True
+            self.leave_if_allowed()
             return  # not a first signal: shells may send it twice, and services SIGTERM after it
         now = time.monotonic()
         if self.first_signal_at is not None:
@@ -124,8 +127,22 @@ class Stop:
                 return
             write_error("\ninterrupted before all was saved; run the same command again\n")
             errors.exit_at_once(errors.INTERRUPTED)
-        write_error("\nstopping after this update; a second signal stops at once\n")
         self.wants_stop, self.first_signal_at = True, now
+        self.leave_if_allowed()
+        write_error("\nstopping after this update; a second signal stops at once\n")
+
+    def leave_if_allowed(self):
+        if self.loses_nothing and self.wants_stop:
+            raise UserError(errors.INTERRUPTED, "interrupted, but nothing is lost", AGAIN)
+
+    @contextmanager
+    def nothing_to_save(self):
+        """In this block a signal, also one that came before, ends a run of one process at once.
+        Several processes stop together, at an update."""
+        self.loses_nothing = len(process_ids()) == 1
+        self.leave_if_allowed()
+        yield
+        self.loses_nothing = False
 
     def stop_unread(self):
         """Stop because nothing reads what the run prints."""

@@ -347,7 +347,8 @@ def train_loop(run, store, state: State, train: Dataset, vals, tasks, stop, cfg:
         stop.error = read_upcoming(start, train, vals, cfg)
         run_on_each(stop.raise_error)
     # Before the first checkpoint, because compiling may fail, or show that memory is too small.
-    programs = log.run_untimed(compile_steps, start, train, cfg)
+    with stop.nothing_to_save():
+        programs = log.run_untimed(compile_steps, start, train, cfg)
     if store.newest is None:
         with utils.say_time("first checkpoint"):
             log.run_untimed(store.save, start, runstate.checkpoint_items(state))

@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 from checks import AUTOMATIC, cpu_reasons, resolve
 from chips import PEAK_TFLOPS, chip_of
+from cli import call_within
 from config import SLICE, Config
 from errors import STORAGE, USAGE, UserError, describe, is_storage_error, or_list
 from files import make_private_folder
@@ -404,9 +405,13 @@ def xla_options(mesh: jax.sharding.Mesh) -> dict:
 
 def compile_program(step, *args, times: bytes = b""):
     """Compile a jitted function for these arguments on the ambient mesh, with xla_options.  times:
-    see profiling.Profile.learned_times."""
+    see profiling.Profile.learned_times.
+
+    In a thread, because Python handles signals only between the main thread's own instructions, and
+    compiling may take minutes.
+    """
     options = xla_options(jax.sharding.get_mesh()) | (dict(fdo_profile=times) if times else {})
-    return step.lower(*args).compile(compiler_options=options)
+    return call_within(None, partial(step.lower(*args).compile, compiler_options=options))
 
 
 # ---- small helpers

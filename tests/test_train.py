@@ -124,6 +124,16 @@ def test_a_signal_while_starting_is_exit_75(base, number):
         assert "nothing is lost" in err or "stopping after this update" in err
 
 
+def test_a_signal_while_compiling_ends_the_run_at_once(base):
+    cfg, run = new_run(base, "compiling")
+    process = start(cfg)
+    assert "compiling the update\n" in process.stdout  # reads up to this line
+    process.send_signal(signal.SIGTERM)
+    code, out, err = finish(process)
+    assert code == INTERRUPTED and "nothing is lost" in err, err
+    assert "compiled in" not in out and json.loads((run / "history.jsonl").read_text())["end"]
+
+
 def wait_for_handler(pid: int):
     """Until train.py has handlers of signals; that of SIGUSR1 is the last."""
     status, bit = Path(f"/proc/{pid}/status"), 1 << (signal.SIGUSR1 - 1)
