@@ -412,17 +412,14 @@ def quit_on_error(f, *args):
         finally:
             sys.stdout.flush()  # here, because when Python ends it would print the error itself
     except UserError as e:
-        errors.write_error(f"{e}\n")
-        sys.exit(e.code)
+        error = e
     except Exception as e:  # what gcsfs raises is no OSError
         leave_if_unread(e)
         if not errors.is_storage_error(e):
             raise
-        reason = getattr(e, "strerror", None) or errors.describe(e)
-        what = f"{getattr(e, 'filename', None) or 'storage'}: {reason}"
-        fix = "free some space, or correct the path or its permissions, and run the command again"
-        errors.write_error(f"{UserError(errors.STORAGE, what, fix)}\n")
-        sys.exit(errors.STORAGE)
+        error = errors.storage_error(e)
+    errors.write_error(f"{error}\n")
+    sys.exit(error.code)
 
 
 def start() -> Config:

@@ -62,10 +62,18 @@ class UserError(Exception):
 
     def __init__(self, code: int, what: str = "", fix: str = "", problems: list[Problem] = ()):
         self.code, self.problems = code, list(problems) or [Problem(what, fix)]
-        super().__init__("\n".join(map(str, self.problems)))
 
-    def __reduce__(self):  # it may come from another process
-        return UserError, (self.code, "", "", self.problems)
+    def __str__(self):
+        return "\n".join(map(str, self.problems))
+
+
+def storage_error(error: Exception, what: str = "", where="storage") -> UserError:
+    """What to tell the user about an error of storage.  what: words before the path.  where: the
+    path, if the error has none."""
+    reason = getattr(error, "strerror", None) or describe(error)
+    what = f"{what}{getattr(error, 'filename', None) or where}: {reason}"
+    fix = "free some space, or correct the path or its permissions, and run the command again"
+    return UserError(STORAGE, what, fix)
 
 
 def raise_problems(code: int, problems: Iterable[Problem]):

@@ -26,7 +26,7 @@ import utils
 from cli import call_within
 from config import Config, settings
 from connect import join_processes, name_ids
-from errors import AGAIN, Problem, UserError, describe, is_storage_error, write_error
+from errors import AGAIN, Problem, UserError, describe, write_error
 from files import remove_local_folders, run_path, write_whole
 from restart import has_parent
 from rundir import code_digest, record_end
@@ -430,10 +430,7 @@ def explain(e: Exception) -> UserError | None:
         rows = "fewer rows at a time (in training, train.microbatches or train.grad_accum)"
         fix = f"use more devices, {rows}, or train.remat=layer; scripts/plan.py says what fits"
         return UserError(errors.USAGE, f"a device's memory is too small: {reason}", fix)
-    if is_storage_error(e):
-        fix = f"free some space, or fix the storage or the permissions, then {AGAIN}"
-        return UserError(errors.STORAGE, f"storage failed: {reason}", fix)
-    return None
+    return errors.storage_error(e) if errors.is_storage_error(e) else None
 
 
 def leave_last(seconds: float):

@@ -27,7 +27,7 @@ import files
 from checks import check_record
 from cli import to_json
 from config import SECTIONS, Config
-from errors import AGAIN, CHECKPOINT, STORAGE, USAGE, Problem, UserError, describe, is_storage_error
+from errors import CHECKPOINT, USAGE, Problem, UserError, is_storage_error, storage_error
 from lock import FileLock, Lease, take_lock
 from order import trained_before
 from restart import LAST_END, note_start_over
@@ -140,12 +140,7 @@ def prepare_run(path: epath.Path, cfg: Config, source, lock) -> FileLock | Lease
             lock.release()
         if not is_storage_error(e):
             raise
-        where = getattr(e, "filename", None) or path
-        why = getattr(e, "strerror", None) or describe(e)
-        fix = "choose a --run.dir with free space that this user can write to"
-        if files.is_remote(path):
-            fix = f"look at the bucket and at your rights there, then {AGAIN}"
-        raise UserError(STORAGE, f"cannot write to {where}: {why}", fix) from None
+        raise storage_error(e, "cannot write to ", path) from None
 
 
 def move_run(path: epath.Path):
