@@ -27,36 +27,6 @@ HANDLER = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=2*
 ocp.type_handlers.register_type_handler(jax.Array, HANDLER, override=True)
 
 
-class Retries:
-    """The saves that have failed since the last complete one: why, when to try again, and when the
-    run ends instead."""
-
-    def __init__(self, patience: float):
-        """patience: seconds for which saving may fail."""
-        self.patience = patience
-        self.failed = []
-        """(step, time) of each of them."""
-        self.error = None
-        """The UserError of the last save, until all processes know of it (Checkpoints.recover)."""
-        self.is_final = False
-        """Whether the run ends with the error."""
-        self.retry_at = 0.0
-        """When it may be tried again, by time.monotonic."""
-
-    def add(self, step: int, error: UserError, is_final: bool) -> str:
-        """Note that saving `step` has failed.  Returns in words when it is tried again."""
-        now = time.monotonic()
-        self.failed.append((step, now))
-        left = self.failed[0][1] + self.patience - now
-        wait = max(0, min(60, 5 * 2 ** (len(self.failed) - 1), left))
-        self.error, self.is_final, self.retry_at = error, is_final or left <= 0, now + wait
-        return f"the next try is in {wait:.0f} s, the last in {left:.0f} s"
-
-    def raise_if_final(self):
-        if self.error is not None and self.is_final:
-            raise self.error
-
-
 class Checkpoints(SavedCheckpoints):
     """The checkpoints of a run that trains, saved in the background.  Damaged ones are moved to
     damaged/ when they are to be restored."""
@@ -66,12 +36,18 @@ class Checkpoints(SavedCheckpoints):
     """The longest that a save may take, in seconds; then the run ends with STORAGE."""
 
     def __init__(self, run: epath.Path, keep=2, settings=None, accept=(), patience=0, keep_every=0):
-        """keep, keep_every: as in config.Checkpoint.  settings: also saved as `must`.  patience: as
-        Retries.  For the others see SavedCheckpoints.
+        """keep, keep_every: as in config.Checkpoint.  settings: also saved as `must`.  patience:
+        seconds for which saving may fail.  For the others see SavedCheckpoints.
 
         Raises UserError USAGE for a path that orbax would take for a pattern: it would not find the
         arrays there."""
-        self.keep, self.keep_every, self.retries = keep, keep_every, Retries(patience)
+        self.keep, self.keep_every, self.patience = keep, keep_every, patience
+        self.error = None
+        """The UserError of the last save, until all processes know of it (`recover`)."""
+        self.is_final = False
+        """Whether the run ends with it."""
+        self.failing_since, self.retry_at = None, 0.0
+        """When saving began to fail, and when it may be tried again, by time.monotonic."""
         self.losses = {}
         """{step: validation loss or None}; it grows while the run trains."""
         self.no_loss = set()
@@ -133,7 +109,7 @@ class Checkpoints(SavedCheckpoints):
     def is_writing(self) -> bool:
         """Whether the last save is still being written.  Raises UserError STORAGE once that has
         taken SLOWEST seconds."""
-        found = self.retries.error is None and self.manager.is_saving_in_progress()
+        found = self.error is None and self.manager.is_saving_in_progress()
         if found and (waited := time.monotonic() - self.saved_at) > self.SLOWEST:
             what = f"checkpoint {self.newest} is still being written to {self.path}"
             fix = f"look at the storage, then {AGAIN}"
@@ -148,8 +124,8 @@ class Checkpoints(SavedCheckpoints):
         if self.is_writing():
             return False
         self.finish()
-        if self.retries.error is not None:
-            return time.monotonic() >= self.retries.retry_at
+        if self.error is not None:
+            return time.monotonic() >= self.retry_at
         return time.monotonic() >= self.saved_at + 60 * minutes if minutes else every == 0
 
     def save(self, step: int, state: dict, last: bool = False) -> bool:
@@ -180,7 +156,7 @@ class Checkpoints(SavedCheckpoints):
             self.write(step, state, leaf_digests)
         if last:
             self.finish()
-        return utils.all_agree(self.retries.error is None)
+        return utils.all_agree(self.error is None)
 
     def write(self, step: int, state: dict, leaf_digests: dict[str, list[int]]):
         """Start to write checkpoint `step`: the items of `state`, and meta with their digests.
@@ -206,14 +182,14 @@ class Checkpoints(SavedCheckpoints):
             # The other processes wait for this one at orbax's collectives, on the main thread, so
             # it cannot go on with training.
             self.note_failure(e, is_final=self.several)
-            self.retries.raise_if_final()
+            self.raise_if_final()
         if self.newest_complete is None:
             self.finish()
             self.recover()
 
     def finish(self):
         """Wait until the last save is complete.  If it has failed, warn; `recover` is to follow."""
-        if self.newest == self.newest_complete or self.retries.error is not None:
+        if self.newest == self.newest_complete or self.error is not None:
             return
         try:
             self.manager.wait_until_finished()
@@ -224,7 +200,7 @@ class Checkpoints(SavedCheckpoints):
         else:
             self.newest_complete = self.newest
             self.remove_parts()  # again: a failed save may have gone on in the background
-            self.retries.failed = []
+            self.failing_since = None
 
     def note_failure(self, error: Exception, is_final: bool = False):
         """Note that saving `newest` has failed, and when to try again, if not is_final.  Raises the
@@ -236,14 +212,24 @@ class Checkpoints(SavedCheckpoints):
         reason = re.sub(r"\s+", " ", str(error).replace(f"{self.path}/", ""))[:400]
         what = f"checkpoint {self.newest} could not be written to {self.path}: {reason}"
         fix = f"make room or fix the storage, and {AGAIN}"
-        is_final = is_final or self.newest_complete is None
-        next_try = self.retries.add(self.newest, UserError(errors.STORAGE, what, fix), is_final)
+        now = time.monotonic()
+        if self.failing_since is None:
+            self.failing_since = now
+        failing = now - self.failing_since
+        left = self.patience - failing
+        wait = max(0, min(60, 5 + failing, left))
+        self.error, self.retry_at = UserError(errors.STORAGE, what, fix), now + wait
+        self.is_final = is_final or left <= 0 or self.newest_complete is None
         if not self.several:  # with several, the others may still write there
             self.remove_parts()
-        if utils.is_lead() and not self.retries.is_final:
-            utils.warn(f"{what}; {next_try}")
+        if utils.is_lead() and not self.is_final:
+            utils.warn(f"{what}; the next try is in {wait:.0f} s, the last in {left:.0f} s")
         elif not utils.is_lead() and not isinstance(error, PeerFailed):
             write_error(f"warning: {what}\n")
+
+    def raise_if_final(self):
+        if self.error is not None and self.is_final:
+            raise self.error
 
     def recover(self) -> bool:
         """Whether to save now, asked by all processes together after `finish`.
@@ -253,13 +239,12 @@ class Checkpoints(SavedCheckpoints):
         old one counts it as saved.  Raises UserError STORAGE in all processes if saves have failed
         for as long as `patience`, or if the run's first save has failed.
         """
-        retries = self.retries
-        if utils.all_agree(retries.error is None):
+        if utils.all_agree(self.error is None):
             return True
         SAVE_FAILED.set()  # in all processes, which have to end alike
-        utils.run_on_lead(retries.raise_if_final)
+        utils.run_on_lead(self.raise_if_final)
         # As process 0 knows it, so that all go on from the same checkpoint.
-        is_time = time.monotonic() >= retries.retry_at
+        is_time = time.monotonic() >= self.retry_at
         is_time, complete = utils.exchange([is_time, self.newest_complete])[0]
         if not is_time:
             return False
@@ -278,14 +263,14 @@ class Checkpoints(SavedCheckpoints):
             if self.newest != self.newest_complete and self.newest in self.manager.all_steps():
                 # It exists although its save has failed, and counts if it is whole.
                 if utils.all_agree(not self.missing_part()):
-                    self.newest_complete, self.retries.failed = self.newest, []
+                    self.newest_complete, self.failing_since = self.newest, None
                 else:
                     self.reject_step(self.newest, "is incomplete")
         except Exception as e:  # note_failure raises what storage cannot have caused
             self.note_failure(e, is_final=self.several)
-            self.retries.raise_if_final()
+            self.raise_if_final()
             return False
-        self.newest, self.retries.error = self.newest_complete, None
+        self.newest, self.error = self.newest_complete, None
         return True
 
     def missing_part(self) -> str:
@@ -320,14 +305,14 @@ class Checkpoints(SavedCheckpoints):
 
     def remove_parts(self):
         """Remove what failed saves have left, which may be why the disk is full."""
-        for step, _ in self.retries.failed if utils.is_lead() and not is_remote(self.path) else []:
+        if self.failing_since is not None and utils.is_lead() and not is_remote(self.path):
             with suppress(OSError):  # it is tried again after the next save
-                for folder in paths_in(self.path, f"{step}.orbax-checkpoint-tmp*"):
+                for folder in paths_in(self.path, "*.orbax-checkpoint-tmp*"):
                     folder.rmtree()
 
     def close(self):
         """Return once every checkpoint is complete.  Raises UserError STORAGE if one is not."""
         self.finish()
-        if self.retries.error is not None:
-            raise self.retries.error
+        if self.error is not None:
+            raise self.error
         self.manager.close()

@@ -431,9 +431,9 @@ def test_a_peer_that_is_lost_in_a_save_is_no_storage_error(tmp_path):
     for kind in (jax.errors.JaxRuntimeError, ValueError):
         with pytest.raises(kind, match="Gloo"):
             store.note_failure(kind("UNKNOWN: Gloo AllGather failed: Connection reset by peer"))
-    assert store.retries.error is None
+    assert store.error is None
     store.note_failure(RuntimeError("disk full"), is_final=True)
-    assert store.retries.error.code == STORAGE
+    assert store.error.code == STORAGE
 
 
 def test_each_checkpoint_of_keep_every_stays(tmp_path):

@@ -433,7 +433,7 @@ def main(cfg):
     assert store.save(0, items, last=True)
     mkdir, os.mkdir = os.mkdir, fail
     assert not store.save(1, items, last=True)
-    os.mkdir, store.retries.retry_at = mkdir, 0
+    os.mkdir, store.retry_at = mkdir, 0
     assert store.save(1, items, last=True)
     sys.exit(int(sys.argv[2]))
 
@@ -465,7 +465,7 @@ def test_a_save_of_which_a_part_is_missing_has_failed(tmp_path, capsys, monkeypa
     monkeypatch.setattr(store.manager, "wait_until_finished", wait_and_lose)
     assert not store.save(2, state, last=True)
     assert "not all that was written is there" in capsys.readouterr().err
-    store.retries.retry_at = 0
+    store.retry_at = 0
     assert store.save(2, state, last=True) and saved(tmp_path) == {1, 2}
     assert (tmp_path / "damaged" / "2").exists()
 
@@ -482,9 +482,9 @@ def test_storage_that_still_fails_when_it_is_tried_again_is_waited_for(tmp_path,
     assert not store.save(2, state) and not store.save(2, state)
     with monkeypatch.context() as still:
         still.setattr(store, "open_manager", fail)
-        store.retries.retry_at = 0
-        assert not store.save(3, state) and store.retries.retry_at > 0
-    store.retries.retry_at = 0
+        store.retry_at = 0
+        assert not store.save(3, state) and store.retry_at > 0
+    store.retry_at = 0
     assert store.is_due_by_clock(every=10, minutes=0)
     assert store.save(4, state, last=True) and saved(tmp_path) == {1, 4}
 
@@ -503,7 +503,7 @@ def test_a_save_that_is_there_although_it_failed_counts(tmp_path, monkeypatch):
 
     monkeypatch.setattr(store.manager, "wait_until_finished", wait_and_fail)
     assert not store.save(2, state, last=True)
-    store.retries.retry_at = 0
+    store.retry_at = 0
     assert store.save(2, state, last=True)
     assert store.newest_complete == 2 and saved(tmp_path) == {1, 2}
 
