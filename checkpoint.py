@@ -54,8 +54,7 @@ class Checkpoints(SavedCheckpoints):
         """Steps of older checkpoints without a known loss: they stay, as they may be the best."""
         self.saved_at = time.monotonic()
         """When the last save was started, or this object made."""
-        self.several = jax.process_count() > 1
-        self.barrier = SaveBarrier() if self.several else None
+        self.barrier = SaveBarrier() if jax.process_count() > 1 else None
         self.n_arrays = {}
         """{item: how many arrays of it were saved last}."""
         self.warned_of = None
@@ -173,7 +172,7 @@ class Checkpoints(SavedCheckpoints):
         args = ocp.args.Composite(**items, meta=ocp.args.JsonSave(meta))
         self.n_arrays = {item: len(jax.tree.leaves(tree)) for item, tree in state.items()}
         self.newest, self.saved_at = step, time.monotonic()
-        if self.several:
+        if self.barrier is not None:
             self.barrier.begin()
         try:
             started = self.manager.save(step, args=args, force=True)
@@ -181,7 +180,7 @@ class Checkpoints(SavedCheckpoints):
         except Exception as e:  # note_failure raises what storage cannot have caused
             # The other processes wait for this one at orbax's collectives, on the main thread, so
             # it cannot go on with training.
-            self.note_failure(e, is_final=self.several)
+            self.note_failure(e, is_final=jax.process_count() > 1)
             self.raise_if_final()
         if self.newest_complete is None:
             self.finish()
@@ -220,7 +219,7 @@ class Checkpoints(SavedCheckpoints):
         wait = max(0, min(60, 5 + failing, left))
         self.error, self.retry_at = UserError(errors.STORAGE, what, fix), now + wait
         self.is_final = is_final or left <= 0 or self.newest_complete is None
-        if not self.several:  # with several, the others may still write there
+        if jax.process_count() == 1:  # with several, the others may still write there
             self.remove_parts()
         if utils.is_lead() and not self.is_final:
             utils.warn(f"{what}; the next try is in {wait:.0f} s, the last in {left:.0f} s")
@@ -267,7 +266,7 @@ class Checkpoints(SavedCheckpoints):
                 else:
                     self.reject_step(self.newest, "is incomplete")
         except Exception as e:  # note_failure raises what storage cannot have caused
-            self.note_failure(e, is_final=self.several)
+            self.note_failure(e, is_final=jax.process_count() > 1)
             self.raise_if_final()
             return False
         self.newest, self.error = self.newest_complete, None

@@ -13,7 +13,7 @@ import jax
 
 import errors
 from config import Config, Run
-from errors import DISTRIBUTED, USAGE, Problem, UserError, describe, first_ten, write_error
+from errors import DISTRIBUTED, USAGE, Problem, UserError, describe, first_ten, or_list, write_error
 
 
 def join_processes(cfg: Config):
@@ -178,7 +178,5 @@ def aborted(number):
 def name_ids(ids) -> str:
     """process 1, or processes 1, 2 and 3, with at most ten numbers."""
     ids = sorted(ids)
-    if len(ids) > 10:
-        return f"processes {first_ten(ids)}"
-    *head, last = map(str, ids)
-    return f"processes {', '.join(head)} and {last}" if head else f"process {last}"
+    names = first_ten(ids) if len(ids) > 10 else or_list(ids, "and")
+    return f"{'processes' if len(ids) > 1 else 'process'} {names}"

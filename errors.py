@@ -103,10 +103,10 @@ def exit_at_once(code: int):
     os._exit(code)
 
 
-def or_list(values) -> str:
+def or_list(values, word: str = "or") -> str:
     """The values as words: "a, b or c"."""
     *head, last = map(str, values)
-    return f"{', '.join(head)} or {last}" if head else last
+    return f"{', '.join(head)} {word} {last}" if head else last
 
 
 def first_ten(values, separator: str = ", ") -> str:
