@@ -60,7 +60,8 @@ def is_storage_error(error: BaseException) -> bool:
 class UserError(Exception):
     """An error that is printed without a traceback: its problems, and the process's exit code."""
 
-    def __init__(self, code: int, what: str = "", fix: str = "", problems: list[Problem] = ()):
+    # code is given by position, so that pickle, which brings it from another process, has it too.
+    def __init__(self, code: int, /, what: str = "", fix: str = "", problems: list[Problem] = ()):
         self.code, self.problems = code, list(problems) or [Problem(what, fix)]
 
     def __str__(self):
