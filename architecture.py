@@ -1,7 +1,7 @@
 """A model's architecture: the section `model` of the settings, and its layer pattern."""
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -201,18 +201,10 @@ def all_kinds(m: Model) -> list[str]:
     return [kind for kinds in kinds_by_group(m).values() for kind in kinds]
 
 
-class LayerPlace(NamedTuple):
-    """Where a layer's weights are: params[group][kind][name][row]."""
-
-    group: str
-    kind: str
-    row: int
-
-
-def layer_places(m: Model) -> list[LayerPlace]:
-    """The place of each layer, in order."""
+def layer_places(m: Model) -> list[tuple[str, str, int]]:
+    """(group, kind, row) of each layer, in order; a weight is params[group][kind][name][row]."""
     return [
-        LayerPlace(group, kind, kinds[:n].count(kind))
+        (group, kind, kinds[:n].count(kind))
         for group, kinds in kinds_by_group(m).items()
         for n, kind in enumerate(kinds)
     ]

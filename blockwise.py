@@ -142,7 +142,8 @@ def block_scores(
 
 
 def forward(q_PXK, k_PLK, v_PLW, documents, sink_PX, how: Options):
-    """(y_PXW, z_PX): the output, and the logarithm of the sum of the scores' exponentials."""
+    """(y_PXW, what `backward` needs): the output; the arguments, the output, and z_PX, the
+    logarithm of the sum of the scores' exponentials."""
 
     def add_keys(sums, queries, keys):
         y_PZW, total_PZ1, max_PZ1 = map(queries.cut, sums)
@@ -167,15 +168,17 @@ def forward(q_PXK, k_PLK, v_PLW, documents, sink_PX, how: Options):
     if sink_PX is not None:  # as if each query had seen a key of this score, and of value 0
         total_PX1, max_PX1 = zero_PX1 + 1, zero_PX1 + sink_PX[..., None]
     y_PXW, total_PX1, max_PX1 = visit_blocks(add_keys, (y_PXW, total_PX1, max_PX1), P, L, how)
-    return (y_PXW / total_PX1).astype(q_PXK.dtype), (max_PX1 + jnp.log(total_PX1))[..., 0]
+    y_PXW, z_PX = (y_PXW / total_PX1).astype(q_PXK.dtype), (max_PX1 + jnp.log(total_PX1))[..., 0]
+    return y_PXW, (q_PXK, k_PLK, v_PLW, documents, sink_PX, y_PXW, z_PX)
 
 
-def backward(q_PXK, k_PLK, v_PLW, documents, sink_PX, y_PXW, z_PX, g_PXW, how: Options):
-    """The gradients of q, k, v and sink, from g, the gradient of y.
+def backward(how: Options, saved, g_PXW):
+    """The gradients of the arguments of `forward`, from g, the gradient of y.
 
     Scores are [keys, queries] here, and q's gradient is [K, X]: with both the other way round XLA
     on a CPU takes 1.4 times as long for the products that give the gradients.
     """
+    q_PXK, k_PLK, v_PLW, documents, sink_PX, y_PXW, z_PX = saved
     dtype = q_PXK.dtype
     y_dot_g_PX = (y_PXW.astype(jnp.float32) * g_PXW).sum(-1)
 
@@ -208,7 +211,7 @@ def backward(q_PXK, k_PLK, v_PLW, documents, sink_PX, y_PXW, z_PX, g_PXW, how: O
     zeros = tuple(jnp.zeros_like(x, jnp.float32) for x in (q_PKX, k_PLK, v_PLW))
     q_grad_PKX, *kv_grads = visit_blocks(add_gradients, zeros, P, L, how)
     grads = [x.astype(dtype) for x in (q_grad_PKX.swapaxes(1, 2), *kv_grads)]
-    return *grads, None if sink_PX is None else -jnp.exp(sink_PX - z_PX) * y_dot_g_PX
+    return *grads, None, None if sink_PX is None else -jnp.exp(sink_PX - z_PX) * y_dot_g_PX
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -217,17 +220,7 @@ def attend_in_blocks(q_PXK, k_PLK, v_PLW, documents, sink_PX, how: Options):
     return forward(q_PXK, k_PLK, v_PLW, documents, sink_PX, how)[0]
 
 
-def attend_forward(q_PXK, k_PLK, v_PLW, documents, sink_PX, how):
-    y_PXW, z_PX = forward(q_PXK, k_PLK, v_PLW, documents, sink_PX, how)
-    return y_PXW, (q_PXK, k_PLK, v_PLW, documents, sink_PX, y_PXW, z_PX)
-
-
-def attend_backward(how, saved, g_PXW):
-    *grads, sink_grad_PX = backward(*saved, g_PXW, how)
-    return *grads, None, sink_grad_PX
-
-
-attend_in_blocks.defvjp(attend_forward, attend_backward)
+attend_in_blocks.defvjp(forward, backward)
 
 
 def block_attention(

@@ -303,14 +303,6 @@ def dispatch_with_capacity(x_BLD, gate_BLX, expert_BLX, w, cfg):
     return y_QD.reshape(x_BLD.shape), slot_BLX < B * E * Z
 
 
-def output_biases(gate_BLX, expert_BLX, kept_BLX, bias_ED):
-    """The sum over each token's kept experts of their output biases times the gates, float32.  It
-    needs no dispatch, because the biases do not depend on the token."""
-    gate_BLX = jnp.where(kept_BLX, gate_BLX, 0)
-    gate_BLE = (gate_BLX[..., None] * jax.nn.one_hot(expert_BLX, len(bias_ED))).sum(-2)
-    return jnp.einsum("BLE,ED->BLD", gate_BLE, bias_ED)
-
-
 def warn_of_constant_gate(cfg: Config):
     """Warn of a router that learns from the balance loss alone: each gate is normed to 1."""
     m = cfg.model
@@ -339,8 +331,10 @@ def moe(x_BLD, w, cfg, training: bool):
     if training:
         stats["dropped"] = (~kept_BLX).sum(dtype=jnp.float32)
     y_BLD = layers.scatter_rows(y_BLD)
-    if "out_bias_ED" in w:
-        bias_BLD = output_biases(gate_BLX, expert_BLX, kept_BLX, w["out_bias_ED"])
+    if "out_bias_ED" in w:  # needs no dispatch, because it does not depend on the token
+        gate_BLX = jnp.where(kept_BLX, gate_BLX, 0)
+        gate_BLE = (gate_BLX[..., None] * jax.nn.one_hot(expert_BLX, cfg.model.n_experts)).sum(-2)
+        bias_BLD = jnp.einsum("BLE,ED->BLD", gate_BLE, w["out_bias_ED"])  # float32
         y_BLD += bias_BLD.astype(y_BLD.dtype)
     return y_BLD, stats
 
@@ -351,7 +345,7 @@ def moe(x_BLD, w, cfg, training: bool):
 def moe_metrics(stats, cfg: Config) -> dict:
     """load (pairs of token and expert), entropy (nats a token), balance (1 is best) and dropped
     (share of the pairs) of each moe layer, in the order of the layers."""
-    places = [place for place in layer_places(cfg.model) if "moe" in place.kind]
+    places = [(group, kind, row) for group, kind, row in layer_places(cfg.model) if "moe" in kind]
     by_layer = [jax.tree.map(itemgetter(row), stats[group][kind]) for group, kind, row in places]
     total = jax.tree.map(lambda *x: jnp.stack(x), *by_layer)
     n = cfg.train.batch_size * cfg.train.seq_len

@@ -42,7 +42,7 @@ def layer_groups(w) -> list[str]:
 
 def stage_layers(cfg: Config, group: str) -> list[tuple[str, int]]:
     """(kind, row) of each layer of a group that a device has, in order."""
-    places = [(place.kind, place.row) for place in layer_places(cfg.model) if place.group == group]
+    places = [(kind, row) for where, kind, row in layer_places(cfg.model) if where == group]
     # Each stage has whole blocks, so the same kinds as the first, and its rows count from 0.
     return places if group == "prefix" else places[: len(places) // lax.axis_size("pp")]
 
@@ -156,21 +156,18 @@ def empty_cache(w, cfg: Config, B: int, S: int) -> dict:
         _, attention = attention_of(cfg)
         return attention(x_BLD, unpack_layer(w, kind, cfg), cfg, span, None)[1]
 
-    def dtype_of(x):
+    def room(M, x):
         is_widened = platform() == "cpu" and x.dtype == jnp.bfloat16
-        return jnp.float32 if is_widened else x.dtype
+        dtype = jnp.float32 if is_widened else x.dtype
+        return jnp.zeros((M * B, *x.shape[2:-1], S, x.shape[-1]), dtype)
 
     cache = {}
     for group in layer_groups(w):
         # A stage runs the prefix for its own microbatch only.
         M = 1 if group == "prefix" else lax.axis_size("pp")
-        cache[group] = [
-            {
-                name: jnp.zeros((M * B, *x.shape[2:-1], S, x.shape[-1]), dtype_of(x))
-                for name, x in jax.eval_shape(partial(one_token, kind), layer).items()
-            }
-            for (kind, _), layer in zip(stage_layers(cfg, group), w[group], strict=True)
-        ]
+        layers = zip(stage_layers(cfg, group), w[group], strict=True)
+        tokens = [jax.eval_shape(partial(one_token, kind), layer) for (kind, _), layer in layers]
+        cache[group] = jax.tree.map(partial(room, M), tokens)
     return mark_varying(cache)
 
 

@@ -15,7 +15,7 @@ from functools import cache, partial
 from operator import add
 from pathlib import Path
 from platform import machine
-from types import ModuleType
+from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
 
@@ -105,9 +105,8 @@ def typed_kernel_outputs(module, axis_type):
         return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=axis_type)
 
     typed_shape.like = lambda x: typed_shape(x.shape, x.dtype)
-    copy = ModuleType("jax")
-    vars(copy).update(vars(jax), ShapeDtypeStruct=typed_shape)
-    with mock.patch.object(module, "jax", copy):
+    typed = SimpleNamespace(**vars(jax) | dict(ShapeDtypeStruct=typed_shape))
+    with mock.patch.object(module, "jax", typed):
         yield
 
 
@@ -209,10 +208,6 @@ class ByColumns(NamedTuple):
 
     array: jax.Array
 
-    @property
-    def dtype(self):
-        return self.array.dtype
-
 
 def multiply(dims: str, x, w, dtype=None):
     """jnp.einsum of two arrays of one dtype, in that dtype or the given one.  dims: such as
@@ -222,23 +217,26 @@ def multiply(dims: str, x, w, dtype=None):
     use the bfloat16 instructions that some CPUs have; on an AMD EPYC they take half the time.  (So
     remat=dots keeps float32 arrays there.)
     """
-    assert x.dtype == w.dtype, (dims, x.dtype, w.dtype)
     x_dims, w_dims, y_dims = re.split(",|->", dims)
     rows, columns = ("".join(d for d in y_dims if d not in of) for of in (w_dims, x_dims))
     if isinstance(w, ByColumns):
         w, w_dims = w.array, columns + "".join(d for d in w_dims if d not in columns)
         dims = f"{x_dims},{w_dims}->{y_dims}"
+    assert x.dtype == w.dtype, (dims, x.dtype, w.dtype)
     n_rows = math.prod(x.shape[x_dims.index(d)] for d in rows)
     is_plain = rows and x_dims.startswith(rows) and y_dims == rows + columns
-    if platform() == "tpu" and n_rows == 1 and is_plain:
+    is_float32 = x.dtype == jnp.float32
+    is_fast = is_float32 or not has_slow_bfloat16()  # on a CPU
+    avoids_one_row = dict(tpu=True, cpu=is_fast and not is_float32)
+    if is_plain and n_rows == 1 and avoids_one_row.get(platform()):
         # Twice, because a TPU would multiply a single row without its matrix unit: a token of
-        # qwen3_0.6b takes 5.4 million cycles on a v5p by XLA's count, instead of 3.7.
+        # qwen3_0.6b takes 5.4 million cycles on a v5p by XLA's count, instead of 3.7.  On a CPU XLA
+        # would convert all of w for a single row: a token of gpt2_124m takes 33 instead of 300 ms.
         return multiply(dims, jnp.repeat(x, 2, 0), w, dtype)[:1]
     if platform() != "cpu":
         return jnp.einsum(dims, x, w, preferred_element_type=dtype)
     multiply_32 = partial(jnp.einsum, preferred_element_type=jnp.float32)
-    few_rows, is_float32 = n_rows < 64 and is_plain, x.dtype == jnp.float32  # few, as in decoding
-    is_fast = is_float32 or (n_rows > 1 and not has_slow_bfloat16())
+    few_rows = n_rows < 64 and is_plain  # as in decoding
     if is_fast and few_rows and w_dims.startswith(columns):
         # A w of [columns, summed], such as a tied head, comes first: of the first array XLA packs
         # parts as it goes, of the second all of it.  The barrier keeps XLA from swapping them
@@ -246,15 +244,9 @@ def multiply(dims: str, x, w, dtype=None):
         # [summed, columns] in float32, and 0.3 to 0.5 times in bfloat16.
         y = lax.optimization_barrier(multiply_32(f"{w_dims},{x_dims}->{columns}{rows}", w, x))
         y = jnp.moveaxis(y, range(len(columns)), range(-len(columns), 0))
-    elif is_float32:
+    elif is_float32 or (is_fast and few_rows):
         y = multiply_32(dims, x, w)
-    elif few_rows and not has_slow_bfloat16():
-        if n_rows == 1:
-            # Twice, because XLA would convert all of w for a single row: a token of gpt2_124m takes
-            # 33 instead of 300 ms.
-            return multiply(dims, jnp.repeat(x, 2, 0), w, dtype)[:1]
-        y = multiply_32(dims, x, w)
-    elif n_rows >= 64 and has_slow_bfloat16():
+    elif n_rows >= 64 and not is_fast:
         # With copies in float32 an update of a model of 5 million parameters took 0.69 times as
         # long on an Intel Xeon.  For few rows, copying w would take longer than the product.
         y = multiply_32(dims, x.astype(jnp.float32), w.astype(jnp.float32))
