@@ -192,18 +192,11 @@ def gather_layer(w, kind: str, cfg: Config) -> dict:
 # ---- embedding, logits, cross entropy
 
 
-def lookup(acc_VD, table_VD, row_BL):
-    """(acc_VD, table_VD[row_BL]).  If acc_VD is None, table_VD gets its gradient as usual; else it
-    is added to a sum, see `summed_lookup`."""
-    if acc_VD is None:
-        return None, table_VD[row_BL]
-    return summed_lookup(acc_VD, table_VD, row_BL)
-
-
 @jax.custom_vjp
-def summed_lookup(acc_VD, table_VD, row_BL):
-    """`lookup`, whose backward pass adds each row's gradient to a running sum.  acc_VD: the place
-    of the sum in the forward pass, as acc in `accumulate_gradient`.
+def lookup(acc_VD, table_VD, row_BL):
+    """(acc_VD, table_VD[row_BL]), whose backward pass adds each row's gradient to a running sum.
+    acc_VD: the place of the sum in the forward pass, as acc in `accumulate_gradient`; table_VD
+    itself where there is no sum, so that it gets the gradient.
 
     The sum is float32: in bfloat16 it would stop growing at 256 times the size of a term, which a
     frequent token's gradient soon reaches.
@@ -216,7 +209,7 @@ def lookup_backward(row_BL, sum_and_grad):
     return sum_VD.at[row_BL].add(grad_BLD.astype(sum_VD.dtype)), None, None
 
 
-summed_lookup.defvjp(lambda *args: (summed_lookup(*args), args[-1]), lookup_backward)
+lookup.defvjp(lambda *args: (lookup(*args), args[-1]), lookup_backward)
 
 
 def embed(acc_VD, embed_VD, token_BL, tp_dim: int):
@@ -520,13 +513,13 @@ def apply_layers(
 
 def apply_embedding(params, token_BL, span: Span, cfg: Config, key=None, acc=None):
     """(x_BLD, acc) as `apply_layers`: the embedding, and that of positions."""
-    acc = {} if acc is None else dict(acc)
-    acc["embed_VD"], x_BLD = embed(acc.get("embed_VD"), params["embed_VD"], token_BL, span.tp_dim)
+    acc, embed_VD = {} if acc is None else dict(acc), params["embed_VD"]
+    acc["embed_VD"], x_BLD = embed(acc.get("embed_VD", embed_VD), embed_VD, token_BL, span.tp_dim)
     if cfg.model.positions == "learned":
         name = "position_LD"
         position_BL = jnp.broadcast_to(span.position_BL, token_BL.shape)
         position_BL = layers.tp_part(position_BL, span.tp_dim)
-        acc[name], position_BLD = lookup(acc.get(name), params[name], position_BL)
+        acc[name], position_BLD = lookup(acc.get(name, params[name]), params[name], position_BL)
         x_BLD += position_BLD
     if cfg.model.scale_embedding:
         x_BLD *= cfg.model.embedding_scale
