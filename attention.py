@@ -233,16 +233,10 @@ def cudnn_attention(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg):
     """cuDNN's flash attention; a value head narrower than a key head (mla) is padded with zeros."""
     K, W = q_BLHK.shape[-1], v_BSGW.shape[-1]
     v_BSGK = jnp.pad(v_BSGW, ((0, 0),) * 3 + ((0, K - W),))
-    y_BLHK = jax.nn.dot_product_attention(
-        q_BLHK,
-        k_BSGK,
-        v_BSGK,
-        scale=softmax_scale(cfg.model),
-        is_causal=True,
-        local_window_size=(span.window - 1, 0) if span.window else None,
-        implementation="cudnn",
-    )
-    return y_BLHK[..., :W]
+    options = dict(scale=softmax_scale(cfg.model), is_causal=True, implementation="cudnn")
+    if span.window:
+        options |= dict(local_window_size=(span.window - 1, 0))
+    return jax.nn.dot_product_attention(q_BLHK, k_BSGK, v_BSGK, **options)[..., :W]
 
 
 def splash_attention(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg):
@@ -258,11 +252,8 @@ def splash_attention(q_BLHK, k_BSGK, v_BSGW, span: Span, cfg):
     sizes = dict.fromkeys(("block_q", "block_q_dkv", "block_kv", "block_kv_dkv"), size)
     sizes |= dict.fromkeys(("block_kv_compute", "block_kv_dkv_compute"), min(size, 512))
     blocks = splash.BlockSizes(**sizes, use_fused_bwd_kernel=True)
-    kernel = splash.make_splash_mha_single_device(
-        masks.MultiHeadMask([mask] * H),
-        block_sizes=blocks,
-        attn_logits_soft_cap=cfg.model.attn_softcap or None,
-    )
+    options = dict(block_sizes=blocks, attn_logits_soft_cap=cfg.model.attn_softcap or None)
+    kernel = splash.make_splash_mha_single_device(masks.MultiHeadMask([mask] * H), **options)
     segments = None
     if span.document_BL is not None:
         segments = splash.SegmentIds(span.document_BL, span.document_BS)

@@ -178,15 +178,9 @@ def init_wandb(run: epath.Path, cfg: Config, mode: str):
     # Without a limit a run would not end until a network that is gone comes back.  Most
     # schedulers kill a process 30 s after SIGTERM, and its exit code would be lost.
     settings |= dict(finish_timeout=20, finish_timeout_raises=True)
-    session = wandb.init(
-        project=cfg.log.wandb_project,
-        name=cfg.run.name,
-        id=read_record(run)["run_id"],
-        config={section: asdict(getattr(cfg, section)) for section in SECTIONS},
-        dir=os.fspath(folder),
-        mode=mode,
-        resume="allow",
-        settings=wandb.Settings(**settings),
-    )
+    names = dict(project=cfg.log.wandb_project, name=cfg.run.name, id=read_record(run)["run_id"])
+    config = {section: asdict(getattr(cfg, section)) for section in SECTIONS}
+    options = dict(dir=os.fspath(folder), mode=mode, resume="allow")
+    session = wandb.init(**names, **options, config=config, settings=wandb.Settings(**settings))
     session.define_metric("*", step_metric="step")
     return session

@@ -326,13 +326,10 @@ def overwritten_inputs(op: Op, avals: list, free: set) -> dict[int, int]:
     if op.name in IN_PLACE or op.name == "scan":
         inputs = [op.inputs[i] for i in carry_operands(op)] if op.name == "scan" else op.inputs
         return {y: x for y, x in zip(op.outputs, inputs, strict=False) if x in free}
-    if op.name == "cond":  # the first operand chooses the branch
-        candidates = [x for x in op.inputs[1:] if x in free]
-    elif op.name not in STORED:  # most of these work element by element
-        candidates = [x for x in op.inputs if x in free]
-    else:
+    if op.name in STORED and op.name != "cond":  # most of the others work element by element
         return {}
-    pairs = {}
+    data = op.inputs[1:] if op.name == "cond" else op.inputs  # a cond's first chooses the branch
+    candidates, pairs = [x for x in data if x in free], {}
     for output in op.outputs:
         form = avals[output].shape, avals[output].dtype
         same = (x for x in candidates if (avals[x].shape, avals[x].dtype) == form)

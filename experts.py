@@ -37,10 +37,8 @@ def moe_table(cfg: Config) -> dict:
     m = cfg.model
     D, E, F, C = m.d_model, m.n_experts, m.d_expert, m.in_matrices
     by_rank = cfg.mesh.experts == "alltoall"
-    if by_rank:
-        in_spec, out_spec = P("dp", None, None, "tp"), P("dp", "tp", None)
-    else:
-        in_spec, out_spec = P(None, "dp", None, "tp"), P(None, "tp", "dp")
+    E_axis, D_axis = ("dp", None) if by_rank else (None, "dp")
+    in_spec, out_spec = P(E_axis, D_axis, None, "tp"), P(E_axis, "tp", D_axis)
     expert = partial(Param, is_routed=True, stays_sharded=by_rank, rows=(1,))
     router = partial(Param, keep_float32=True, rows=(0,))
     # With muP a router is an output, whose values fall as 1 / width (Yang et al. 2022, table 3).

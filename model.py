@@ -228,10 +228,8 @@ def embed(acc_VD, embed_VD, token_BL, tp_dim: int):
 def logits(x_BLD, params, cfg):
     """This tp shard's columns of the logits, float32, for the normed x of all tp shards.  Ids from
     vocab_size on get a logit of -1e30."""
-    if cfg.model.tie_embeddings:
-        logit_BLV = einsum("BLD,VD->BLV", x_BLD, params["embed_VD"], jnp.float32)
-    else:
-        logit_BLV = einsum("BLD,DV->BLV", x_BLD, params["unembed_DV"], jnp.float32)
+    name = "embed_VD" if cfg.model.tie_embeddings else "unembed_DV"
+    logit_BLV = einsum(f"BLD,{name[-2:]}->BLV", x_BLD, params[name], jnp.float32)
     if base := cfg.model.mup_base_width:  # Yang et al. 2022, table 8
         logit_BLV *= base / cfg.model.d_model
     logit_BLV = layers.softcap(logit_BLV, cfg.model.logit_softcap)
@@ -322,7 +320,7 @@ def keep_products(primitive, *types, **params):
 
 
 def rematerialize(layer: Callable, cfg: Config) -> Callable:
-    """The layer, with a backward pass that recomputes what train.remat says.
+    """layer(kind, x_BLD, w, n), with a backward pass that recomputes what train.remat says.
 
     Weights that the layer gathers are never kept, but gathered again; except with gloo, on CPUs.
     """
@@ -336,15 +334,12 @@ def rematerialize(layer: Callable, cfg: Config) -> Callable:
             return layer
         policy = all_but_weights
     elif remat == "offload":
-        policy = policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[],
-            names_which_can_be_offloaded=[LAYER_INPUT],
-            offload_src="device",
-            offload_dst="pinned_host",
-        )
+        names = dict(names_which_can_be_saved=[], names_which_can_be_offloaded=[LAYER_INPUT])
+        places = dict(offload_src="device", offload_dst="pinned_host")
+        policy = policies.save_and_offload_only_these_names(**names, **places)
     else:
         policy = keep_products if remat == "dots" else None
-    return jax.checkpoint(layer, policy=policy, prevent_cse=False)
+    return jax.checkpoint(layer, policy=policy, prevent_cse=False, static_argnums=0)
 
 
 # ---- layers in order
@@ -476,14 +471,12 @@ def apply_layers(
     routing makes no statistics.  acc: see `accumulate_gradient`; if None, params get the gradient.
     """
 
-    def compute(kind, x_BLD, w, n):
+    @partial(rematerialize, cfg=cfg)
+    def layer(kind, x_BLD, w, n):
         w = gather_layer(w, kind, cfg)
         x_BLD = checkpoint_name(x_BLD, LAYER_INPUT)
         x_BLD, _, stats = decoder_layer(kind, x_BLD, w, cfg, fold_key(key, n), span, None)
         return x_BLD, stats
-
-    def layer(kind, x_BLD, w, n):
-        return rematerialize(partial(compute, kind), cfg)(x_BLD, w, n)
 
     def layer_of_loop(kind, x_and_acc, numbered_input):
         (x_BLD, acc), ((w, index), n) = x_and_acc, numbered_input
