@@ -114,24 +114,16 @@ def rope_frequencies(width, m):
         turns_A = m.rope_original * freq_A / (2 * np.pi)
         unscaled_A = (turns_A - m.rope_low) / (m.rope_high - m.rope_low)
     else:
-        start, end = yarn_ramp(width, m)
+        ratios = (m.rope_original / (turns * 2 * np.pi) for turns in (m.rope_high, m.rope_low))
+        start, end = (width / 2 * (np.log(x) / np.log(m.rope_theta)) for x in ratios)
+        if m.yarn_truncate:
+            start, end = np.floor(start), np.ceil(end)
+        # Where both are outside of the range of pairs, end - start may be negative, as in
+        # transformers.
+        start, end = max(start, 0), min(end, width - 1)
         unscaled_A = 1 - (pair_A - start) / (end - start or 0.001)
     unscaled_A = np.clip(unscaled_A, 0, 1)
     return freq_A * unscaled_A + freq_A / m.rope_factor * (1 - unscaled_A)
-
-
-def yarn_ramp(width, m) -> tuple[float, float]:
-    """The pairs at which YaRN's ramp from unscaled to divided frequencies starts and ends.  Where
-    both are outside of the range of pairs, end - start may be negative, as in transformers."""
-
-    def pair_with(turns):
-        log_ratio = np.log(m.rope_original / (turns * 2 * np.pi)) / np.log(m.rope_theta)
-        return width / 2 * log_ratio
-
-    start, end = pair_with(m.rope_high), pair_with(m.rope_low)
-    if m.yarn_truncate:
-        start, end = np.floor(start), np.ceil(end)
-    return max(start, 0), min(end, width - 1)
 
 
 def yarn_magnitudes(m) -> tuple[float, float]:
@@ -143,11 +135,9 @@ def yarn_magnitudes(m) -> tuple[float, float]:
     def magnitude(mscale):
         return 0.1 * mscale * math.log(max(m.rope_factor, 1)) + 1
 
-    if m.yarn_mscale and m.yarn_mscale_all_dim:
-        rotated = magnitude(m.yarn_mscale) / magnitude(m.yarn_mscale_all_dim)
-    else:
-        rotated = magnitude(1)
-    return rotated, magnitude(m.yarn_mscale_all_dim) ** 2
+    of_scores = magnitude(m.yarn_mscale_all_dim)
+    are_set = m.yarn_mscale and m.yarn_mscale_all_dim
+    return magnitude(m.yarn_mscale) / of_scores if are_set else magnitude(1), of_scores**2
 
 
 def rope(x_BLHK, span: Span, cfg, width=None):

@@ -154,12 +154,9 @@ def forward(q_PXK, k_PLK, v_PLW, documents, sink_PX, how: Options):
         exp_PZS = jnp.exp(score_PZS - new_max_PZ1)
         rescale_PZ1 = jnp.exp(max_PZ1 - new_max_PZ1)  # the sums are relative to the old maximum
         new_PZW = multiply("PZS,PSW->PZW", exp_PZS.astype(v_PSW.dtype), v_PSW, jnp.float32)
-        new = (
-            rescale_PZ1 * y_PZW + new_PZW,
-            rescale_PZ1 * total_PZ1 + exp_PZS.sum(-1, keepdims=True),
-            new_max_PZ1,
-        )
-        return tuple(map(queries.put, sums, new))
+        y_PZW = rescale_PZ1 * y_PZW + new_PZW
+        total_PZ1 = rescale_PZ1 * total_PZ1 + exp_PZS.sum(-1, keepdims=True)
+        return tuple(map(queries.put, sums, (y_PZW, total_PZ1, new_max_PZ1)))
 
     (P, X, _), L = q_PXK.shape, k_PLK.shape[1]
     zeros = partial(jnp.zeros_like, q_PXK, jnp.float32)  # varies over mesh axes as q does
@@ -200,12 +197,9 @@ def backward(how: Options, saved, g_PXW):
         q_grad_PKZ = multiply("PSK,PSZ->PKZ", k_PSK, grad_PSZ, jnp.float32)
         k_grad_PSK = multiply("PSZ,PZK->PSK", grad_PSZ, q_PZK, jnp.float32)
         v_grad_PSW = multiply("PSZ,PZW->PSW", prob_PSZ, g_PZW, jnp.float32)
-        q_grad_PKX, k_grad_PLK, v_grad_PLW = grads
-        return (
-            queries.add(q_grad_PKX, q_grad_PKZ, dim=2),
-            keys.add(k_grad_PLK, k_grad_PSK),
-            keys.add(v_grad_PLW, v_grad_PSW),
-        )
+        q_grad_PKX, *kv_grads = grads
+        q_grad_PKX = queries.add(q_grad_PKX, q_grad_PKZ, dim=2)
+        return q_grad_PKX, *map(keys.add, kv_grads, (k_grad_PSK, v_grad_PSW))
 
     (P, L, _), q_PKX = k_PLK.shape, q_PXK.swapaxes(1, 2)
     zeros = tuple(jnp.zeros_like(x, jnp.float32) for x in (q_PKX, k_PLK, v_PLW))

@@ -170,10 +170,8 @@ def has_wandb_key() -> bool:
 def init_wandb(run: epath.Path, cfg: Config, mode: str):
     import wandb
 
-    if mode == "offline" and is_remote(run):
-        folder = tempfile.mkdtemp(prefix="trifold-")  # it stays, for `wandb sync`
-    else:
-        folder = local_folder(run)
+    stays = mode == "offline" and is_remote(run)  # for `wandb sync`
+    folder = tempfile.mkdtemp(prefix="trifold-") if stays else local_folder(run)
     settings = dict(console="off", save_code=False, disable_git=True, init_timeout=30)
     # Without a limit a run would not end until a network that is gone comes back.  Most
     # schedulers kill a process 30 s after SIGTERM, and its exit code would be lost.

@@ -61,10 +61,9 @@ def decoding_weights(params, cfg: Config) -> dict:
     def per_device(params):
         w = model.prepare_weights(params, cfg, cfg.train.dtype)
         for group in layer_groups(w):
-            layers = stage_layers(cfg, group)
             w[group] = [
                 pack_layer(jax.tree.map(itemgetter(row), w[group][kind]), kind, cfg)
-                for kind, row in layers
+                for kind, row in stage_layers(cfg, group)
             ]
         if "unembed_DV" in w and stored_by_columns(cfg):
             w["unembed_DV"] = ByColumns(w["unembed_DV"].T)

@@ -44,11 +44,8 @@ def token_spec() -> P:
 # ---- the parameter table
 
 
-NORM_NAMES = dict(
-    before=("attn_norm", "mlp_norm"),
-    after=("attn_post_norm", "mlp_post_norm"),
-    both=("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm"),
-)
+BEFORE, AFTER = ("attn_norm", "mlp_norm"), ("attn_post_norm", "mlp_post_norm")
+NORM_NAMES = dict(before=BEFORE, after=AFTER, both=BEFORE + AFTER)
 """model.norm_place: the names of a layer's norms."""
 
 
