@@ -363,17 +363,6 @@ def memory_class(op: Op, aval, weight_shapes: set) -> str:
     return "activations" if op.name == "scan" else "workspace"
 
 
-def last_reads(ops: list[Op]) -> dict[int, int]:
-    """{value: the number of the last operation that reads it}"""
-    updated, found = {op.outputs[0]: op.inputs[0] for op in ops if op.name in IN_PLACE}, {}
-    for at, op in enumerate(ops):
-        # XLA fuses a select between an array and its update into the update, which is then in place
-        # although the select reads the old array.
-        old = {updated.get(x) for x in op.inputs} if op.name == "select_n" else ()
-        found |= {x: at for x in op.inputs if x not in old}
-    return found
-
-
 def delay_weight_gradients(flat: FlatJaxpr, weight_shapes: set) -> FlatJaxpr:
     """The operations in the order in which XLA runs them on GPUs with tp.
 
@@ -408,7 +397,9 @@ class Memory:
         has memory."""
         self.avals, self.weight_shapes = flat.avals, weight_shapes
         self.writable, self.not_counted = writable, not_counted
-        self.last_read = last_reads(flat.ops) | dict.fromkeys(flat.results, len(flat.ops))
+        # {value: the number of the last operation that reads it}
+        self.last_read = {x: at for at, op in enumerate(flat.ops) for x in op.inputs}
+        self.last_read |= dict.fromkeys(flat.results, len(flat.ops))
         self.readers = count_readers(flat.ops)
         self.arrays = []
         # {value: the stored arrays that reading it reads}; empty for an argument.
@@ -424,13 +415,8 @@ class Memory:
 
     def is_stored(self, op: Op) -> bool:
         """Whether XLA writes an operation's outputs to memory."""
-        if op.name in STORED:
-            return True
-        if op.name == "slice":
-            whole = sum(array.bytes for array in self.arrays_of(op.inputs))
-            if 8 * n_bytes(self.avals[op.outputs[0]]) <= whole:
-                return True  # it is copied, so that the array that it is cut from can be freed
-        return op.name not in VIEWS and any(self.readers[x] > 1 for x in op.outputs)
+        is_read_twice = any(self.readers[x] > 1 for x in op.outputs)
+        return op.name in STORED or (op.name not in VIEWS and is_read_twice)
 
     def pass_on(self, op: Op, free: set):
         """The outputs are not stored: what reads them reads the inputs' arrays."""
