@@ -137,13 +137,16 @@ gpu_device_info {{
 """
 
 
+# The slices that Google Cloud's TPU pages list: of v5e and v6e, and of v4 and v5p.
+FLAT = "1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16 or 16x16"
+CUBES = "2x2x1, 2x2x2, 2x2x4, 2x4x4, or three multiples of 4 with at most {} chips in all"
 LARGEST = dict(v4=4096, v5p=8960)
 """Chips of the largest slice of a v4, and of a v5p's pod."""
 
 
 def can_exist(chip: str, sizes: list[int]) -> bool:
-    """Whether a slice of this TPU, or a part of a host, may have this shape, as Google Cloud's TPU
-    pages list them; a single size is a number of chips in any shape."""
+    """Whether a slice of this TPU, or a part of a host, may have this shape; a single size is a
+    number of chips in any shape."""
     n, dims, any_shape = math.prod(sizes), sum(x > 1 for x in sizes), len(sizes) == 1
     is_power = n.bit_count() == 1
     if chip not in LARGEST:
@@ -168,6 +171,7 @@ def parse_topology(name: str) -> tuple[Chip, int]:
         what = f"topology={name} has {n} devices, but a node has at most 8"
         raise UserError(USAGE, what, f"give --topology {chip}:8 --slices {-(-n // 8)}")
     if not is_gpu and not can_exist(chip, sizes):
-        fix = "give one that Google Cloud's TPU pages list; for several slices add --slices"
+        shapes = CUBES.format(LARGEST[chip]) if chip in LARGEST else FLAT
+        fix = f"give a slice that exists: {shapes}; for several of them add --slices"
         raise UserError(USAGE, f"topology={name}: there is no {chip} slice of that shape", fix)
     return CHIPS[chip], n
