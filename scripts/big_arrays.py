@@ -2,7 +2,6 @@
 block, and read slab by slab.  Nothing here depends on Hugging Face or on models."""
 
 import math
-from contextlib import contextmanager
 from functools import cache, partial, reduce
 from itertools import product
 
@@ -72,17 +71,9 @@ class StreamHandler(ocp.type_handlers.NumpyHandler):
         write.result()
 
 
-@contextmanager
-def streaming():
-    """Inside this context orbax saves Streamed arrays."""
-    orbax, before = ocp.type_handlers, ocp.type_handlers.get_type_handler(np.ndarray)
-    handler = StreamHandler(deepcopy_host_arrays=False)
-    orbax.register_type_handler(np.ndarray, handler, override=True)
-    try:
-        yield
-    finally:
-        orbax.register_type_handler(np.ndarray, before, override=True)
-
+# Without deepcopy_host_arrays orbax does not copy an array before it writes it.
+HANDLER = StreamHandler(deepcopy_host_arrays=False)
+ocp.type_handlers.register_type_handler(np.ndarray, HANDLER, override=True)
 
 # ---- digests
 

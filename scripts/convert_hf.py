@@ -58,7 +58,7 @@ class Export:
     """The checkpoint to use; -1 is the newest."""
     weights: Literal["last", "ema"] = "last"
     """last: the weights after that update.  ema: their moving average, if the run has optim.ema."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Literal["float32", "bfloat16"] = "float32"
     """The dtype of the written weights, which are rounded to it."""
     shard_size: int = 5_000_000_000
     """The most bytes in a file, unless one tensor has more."""
@@ -80,6 +80,7 @@ if __name__ == "__main__":  # before jax is imported, see train.py
 import jax
 import jax.numpy as jnp
 import numpy as np
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from tqdm import tqdm
@@ -360,7 +361,7 @@ def write_checkpoint(found: dict[str, StoredTensor], tensors: list[TensorMap], r
         raise UserError(DATA, what, "fetch the model again")
 
     store = checkpoint.Checkpoints(run, settings=runstate.model_settings(cfg))
-    with progress_bar("write", cfg) as bar, big_arrays.streaming():
+    with progress_bar("write", cfg) as bar:
         blocks = weight_blocks(found, tensors, shapes, bar)
 
         def leaf(path, x):
@@ -394,7 +395,7 @@ def export_hf(run_dir, hf_dir, step=-1, dtype="float32", shard_size=5_000_000_00
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with progress_bar("write", cfg) as bar:
-            write_shards(saved, split_by_size(tensors, dtype, shard_size), folder, dtype, bar)
+            write_shards(saved, tensors, folder, dtype, shard_size, bar)
         if tokenizer:
             (folder / "tokenizer.json").write_text(tokenizer)
             about = dict(bos_token=bos, eos_token=eos, tokenizer_class="PreTrainedTokenizerFast")
@@ -453,55 +454,37 @@ def slab_order(weights: SavedWeights, tensor: TensorMap):
     return part.weight, [s.start for s in slab], [at for at in part.entry if isinstance(at, int)]
 
 
-def file_dtype(tensor: TensorMap, dtype: str) -> str:
+def file_dtype(tensor: TensorMap, dtype: str) -> np.dtype:
     """dtype, but float32 for the routers' biases, whose small updates rounding would lose."""
-    return "float32" if tensor.name.endswith("e_score_correction_bias") else dtype
+    is_bias = tensor.name.endswith("e_score_correction_bias")
+    return jnp.dtype("float32" if is_bias else dtype)
 
 
-def split_by_size(tensors: list[TensorMap], dtype: str, limit: int) -> list[list[TensorMap]]:
-    """The tensors in groups of at most `limit` bytes; a larger one is a group by itself."""
-    shards, size = [[]], 0
-    for tensor in tensors:
-        n_bytes = math.prod(tensor.shape) * jnp.dtype(file_dtype(tensor, dtype)).itemsize
-        if shards[-1] and size + n_bytes > limit:
-            shards.append([])
-            size = 0
-        shards[-1].append(tensor)
-        size += n_bytes
-    return shards
-
-
-def write_shards(weights: SavedWeights, shards: list[list[TensorMap]], folder: Path, dtype, bar):
-    """Write each group of tensors as a *.safetensors, and an index if there are several."""
-    index, total = {}, 0
-    for n, shard in enumerate(shards, 1):
-        file = "model.safetensors"
-        if len(shards) > 1:
-            file = f"model-{n:05}-of-{len(shards):05}.safetensors"
+def write_shards(saved: SavedWeights, tensors: list[TensorMap], folder: Path, dtype, limit, bar):
+    """Write the tensors as *.safetensors of at most `limit` bytes each, unless one tensor has more,
+    and an index if there are several."""
+    named = {tensor.name: tensor for tensor in tensors}
+    split = split_state_dict_into_shards_factory(
+        named,
+        get_storage_size=lambda x: math.prod(x.shape) * file_dtype(x, dtype).itemsize,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=limit,
+    )
+    for file, names in split.filename_to_tensors.items():
         arrays = {}
-        for tensor in shard:
-            x = tensor.from_weights(weights.read({p.weight: p.entry for p in tensor.parts}))
-            arrays[tensor.name] = y = round_to(x, file_dtype(tensor, dtype), tensor.name)
-            index[tensor.name], total = file, total + y.nbytes
+        for tensor in map(named.get, names):
+            x = tensor.from_weights(saved.read({p.weight: p.entry for p in tensor.parts}))
+            arrays[tensor.name] = np.ascontiguousarray(x.astype(file_dtype(tensor, dtype)))
             bar.update(4 * x.size)
         try:
             save_file(arrays, folder / file, metadata=dict(format="pt"))
         except SafetensorError as e:  # also for a full disk
             what, fix = f"{folder / file} cannot be written: {e}", "make room, and try again"
             raise UserError(STORAGE, what, fix) from None
-    if len(shards) > 1:
-        text = json.dumps(dict(metadata=dict(total_size=total), weight_map=index), indent=1)
-        (folder / "model.safetensors.index.json").write_text(text + "\n")
-
-
-def round_to(x, dtype: str, name: str):
-    """x in that dtype.  Raises UserError DATA if a number is too large for it."""
-    with np.errstate(over="ignore"):
-        y = np.ascontiguousarray(x.astype(jnp.dtype(dtype)))
-    if dtype == "float16" and not np.isfinite(y).all():
-        what = f"{name} holds {np.abs(x).max():g}, above float16's largest, 65504"
-        raise UserError(DATA, what, "use --dtype bfloat16 or float32")
-    return y
+    if split.is_sharded:
+        index = dict(metadata=split.metadata, weight_map=split.tensor_to_filename)
+        text = json.dumps(index, indent=1) + "\n"
+        (folder / "model.safetensors.index.json").write_text(text)
 
 
 def main(args: Import | Export, cfg: Config):

@@ -922,7 +922,7 @@ def test_orbax_writes_a_streamed_array_from_its_blocks(tmp_path):
     x = np.arange(24, dtype=np.float32).reshape(4, 6)
     blocks = [((n, slice(6)), partial(x.__getitem__, n)) for n in range(4)]
     tree = dict(x=big_arrays.streamed_array(x.shape, x.dtype, blocks), y=np.ones(3, np.float32))
-    with big_arrays.streaming(), ocp.StandardCheckpointer() as writer:
+    with ocp.StandardCheckpointer() as writer:
         writer.save(tmp_path / "saved", tree)
     arrays = big_arrays.open_arrays(epath.Path(tmp_path / "saved"), tree)
     np.testing.assert_array_equal(arrays["x"].read().result(), x)
