@@ -131,12 +131,10 @@ def read_json(path: Path) -> dict:
         if not isinstance(found, dict):
             raise ValueError(f"it is {type(found).__name__}")
         return found
-    except FileNotFoundError:
-        what = f"{path} does not exist"
-        fix = "give --hf a model's folder, as `hf download ORG/NAME --local-dir FOLDER` makes it"
     except (OSError, ValueError, RecursionError) as e:
-        what, fix = f"{path} cannot be read: {str(e)[:200]}", "fetch it again"
-    raise UserError(DATA, what, fix)
+        what = f"{path} cannot be read: {str(e)[:200]}"
+        fix = "give --hf a model's folder, as `hf download ORG/NAME --local-dir FOLDER` makes it"
+        raise UserError(DATA, what, fix) from None
 
 
 def shard_files(folder: Path) -> list[Path]:
@@ -194,10 +192,9 @@ def unknown_tensors(found: dict[str, StoredTensor], known, hf: dict, cfg: Config
     unknown = [n for n in found if n not in known and not n.endswith(hf_families.BUFFERS)]
     if m.tie_embeddings and "lm_head.weight" in unknown:
         unknown.remove("lm_head.weight")
-        embed, head = found.get(family.ends[0][0]), found["lm_head.weight"]
-        has_embed = embed and embed.dtype in DTYPES  # else it is refused later
-        is_readable = head.dtype in DTYPES
-        if has_embed and not (is_readable and np.array_equal(embed.read(), head.read())):
+        both = [found.get(name) for name in (family.ends[0][0], "lm_head.weight")]
+        are_readable = all(x and x.dtype in DTYPES for x in both)
+        if not (are_readable and np.array_equal(*(x.read() for x in both))):
             unknown.append("lm_head.weight (tie_word_embeddings, but it is not the embedding)")
     layer = family.layer_prefix.replace(".", r"\.").format(r"(\d{1,9})")
     later = [n for n in unknown if (x := re.match(layer, n)) and int(x[1]) >= m.n_layers]
@@ -213,21 +210,17 @@ def check_tensors(found: dict[str, StoredTensor], tensors: list[TensorMap], hf: 
     shapes = {tensor.name: tensor.shape for tensor in tensors}
     unknown = unknown_tensors(found, shapes, hf, cfg)
     ends = ("_scale_inv", ".scales", ".qweight", "_proj_scales", "_proj_blocks")
-    scales = [name for name in unknown if name.endswith(ends)]
-    unknown = [name for name in unknown if name not in scales]
+    quantized = [name for name in unknown if name.endswith(ends)]
+    unknown = [name for name in unknown if name not in quantized]
     missing = [name for name in shapes if name not in found]
-    known = [(name, found[name], shape) for name, shape in shapes.items() if name in found]
-    dtypes = [f"{name} ({x.dtype})" for name, x, _ in known if x.dtype not in DTYPES]
-    misshaped = [
-        f"{name} {list(x.shape)} instead of {list(shape)}"
-        for name, x, shape in known
-        if x.shape != shape
-    ]
+    known = {name: found[name] for name in shapes if name in found}
+    quantized += [f"{name} ({x.dtype})" for name, x in known.items() if x.dtype not in DTYPES]
+    pairs = [(name, list(x.shape), list(shapes[name])) for name, x in known.items()]
+    misshaped = [f"{name} {has} instead of {want}" for name, has, want in pairs if has != want]
     to_bfloat16 = "convert the model to bfloat16 first, with its publisher's script"
     other = "fetch config.json again, or convert a model with only the tensors of its family"
     table = [  # what is wrong, with which tensors, fix
-        ("tensors are of quantized weights", scales, to_bfloat16),
-        (f"tensors have a dtype other than {or_list(DTYPES)}", dtypes, to_bfloat16),
+        (f"tensors are of quantized weights, or not {or_list(DTYPES)}", quantized, to_bfloat16),
         (f"tensors are unknown for {hf['model_type']}", unknown, other),
         (f"of {len(shapes)} tensors are missing", missing, "fetch the model again"),
         ("tensors have another shape than config.json says", misshaped, "fetch config.json again"),
