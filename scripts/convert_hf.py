@@ -58,7 +58,7 @@ class Export:
     """The checkpoint to use; -1 is the newest."""
     weights: Literal["last", "ema"] = "last"
     """last: the weights after that update.  ema: their moving average, if the run has optim.ema."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """The dtype of the written weights, which are rounded to it."""
     shard_size: int = 5_000_000_000
     """The most bytes in a file, unless one tensor has more."""
@@ -467,7 +467,7 @@ def write_shards(saved: SavedWeights, tensors: list[TensorMap], folder: Path, dt
         arrays = {}
         for tensor in map(named.get, names):
             x = tensor.from_weights(saved.read({p.weight: p.entry for p in tensor.parts}))
-            arrays[tensor.name] = np.ascontiguousarray(x.astype(file_dtype(tensor, dtype)))
+            arrays[tensor.name] = round_to(x, file_dtype(tensor, dtype), tensor.name)
             bar.update(4 * x.size)
         try:
             save_file(arrays, folder / file, metadata=dict(format="pt"))
@@ -478,6 +478,16 @@ def write_shards(saved: SavedWeights, tensors: list[TensorMap], folder: Path, dt
         index = dict(metadata=split.metadata, weight_map=split.tensor_to_filename)
         text = json.dumps(index, indent=1) + "\n"
         (folder / "model.safetensors.index.json").write_text(text)
+
+
+def round_to(x, dtype: np.dtype, name: str):
+    """x in that dtype.  Raises UserError DATA if a number is too large for it."""
+    with np.errstate(over="ignore"):
+        y = np.ascontiguousarray(x.astype(dtype))
+    if dtype == np.float16 and not np.isfinite(y).all():
+        what = f"{name} holds {np.abs(x).max():g}, above float16's largest, 65504"
+        raise UserError(DATA, what, "use --dtype bfloat16 or float32")
+    return y
 
 
 def main(args: Import | Export, cfg: Config):
