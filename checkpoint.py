@@ -39,8 +39,7 @@ class Checkpoints(SavedCheckpoints):
         """keep, keep_every: as in config.Checkpoint.  settings: also saved as `must`.  patience:
         seconds for which saving may fail.  For the others see SavedCheckpoints.
 
-        Raises UserError USAGE for a path that orbax would take for a pattern: it would not find the
-        arrays there."""
+        Raises UserError USAGE for a path that orbax cannot write to."""
         self.keep, self.keep_every, self.patience = keep, keep_every, patience
         self.error = None
         """The UserError of the last save, until all processes know of it (`recover`)."""
@@ -59,9 +58,10 @@ class Checkpoints(SavedCheckpoints):
         """{item: how many arrays of it were saved last}."""
         self.warned_of = None
         """The step that was being written when a save was last skipped."""
-        # Orbax takes [ ] for a pattern, and % ? # | in a bucket's path for parts of an address: it
-        # would write the arrays to another place.
-        unusable = r"\[[^/]+\]|[%?#|]" if is_remote(run) else r"\[[^/]+\]"
+        # Orbax takes [ ] for a pattern, a backslash for a slash, and % ? # | in a bucket's path for
+        # parts of an address: it would write the arrays to another place.  It cannot encode
+        # surrogates, which stand for bytes that are not UTF-8.
+        unusable = r"\[[^/]+\]|[\\\ud800-\udfff" + ("%?#|]" if is_remote(run) else "]")
         if found := re.search(unusable, os.fspath(run)):
             what = f"no checkpoint can be written to {run}: a folder has {found[0]} in its name"
             raise UserError(errors.USAGE, what, "rename that folder, or choose another")

@@ -455,13 +455,14 @@ def test_best_checkpoints_stay_when_their_losses_are_lost(tmp_path):
         assert {int(x.name) for x in tmp_path.glob("checkpoints/*")} == {1, 2, steps[-1]}
 
 
-def test_a_path_that_orbax_takes_for_a_pattern_is_refused(tmp_path):
-    for name, fits in (("x [1]", False), ("x [1", True)):
+def test_a_path_that_orbax_cannot_write_to_is_refused(tmp_path):
+    """A pattern, a backslash, which it takes for a slash, or bytes that are not UTF-8."""
+    for name, fits in (("x [1]", False), ("x [1", True), (r"a\b", False), ("a\udcff", False)):
         if fits:
             store = checkpoint.Checkpoints(epath.Path(tmp_path / name))
             assert store.save(0, dict(params=dict(a=jnp.zeros(3))), last=True)
             continue
-        with pytest.raises(UserError, match=r"has \[1\] in its name") as error:
+        with pytest.raises(UserError, match=r"has (\[1\]|\\|\udcff) in its name") as error:
             checkpoint.Checkpoints(epath.Path(tmp_path / name))
         assert error.value.code == USAGE
 
