@@ -84,8 +84,9 @@ def value_flags(name: str, value) -> list[str]:
     """The words of a command line that give a setting a value from a file.  Raises ValueError."""
     default = settings(Config()).get(name)
     if isinstance(default, tuple) and isinstance(value, list):
-        kind, what = (int, "whole numbers") if default else (str, "words")
+        kind = type(default[0]) if default else str
         if not all(type(x) is kind and not str(x).startswith("-") for x in value):
+            what = {int: "whole numbers", str: "words"}.get(kind, "numbers")
             raise ValueError(f"{name}={json.dumps(value)} is not a list of {what}")
         return [f"--{name}", *map(str, value)]
     has_type = isinstance(value, str) == isinstance(default, str) or name == "mesh.dp"

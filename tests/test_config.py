@@ -209,6 +209,13 @@ def test_a_config_reads_back_from_its_json(preset, tmp_path):
     assert cli.parse(["--config", str(path), "--run.seed", "6"]).run.seed == 6
 
 
+def test_a_setting_that_is_a_list_of_numbers_can_be_added(monkeypatch):
+    monkeypatch.setattr(cli, "settings", lambda cfg: {"optim.betas": (0.9, 0.95)})
+    assert cli.value_flags("optim.betas", [0.5, 1.0]) == ["--optim.betas", "0.5", "1.0"]
+    with pytest.raises(ValueError, match="list of numbers"):
+        cli.value_flags("optim.betas", ["x"])
+
+
 def test_stages_of_a_file_that_do_not_fit_another_set_can_be_dropped(tmp_path):
     path, other = tmp_path / "config.json", ["--data.train", "c=data/c"]
     stages = ["--data.train", "a=data/a,b=data/b", "--data.stages", "5:a=1"]
