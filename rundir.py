@@ -33,7 +33,7 @@ from order import trained_before
 from restart import LAST_END, note_start_over
 from rowfile import read_lines
 from shards import check_tokenizer, tokenizer_text
-from utils import only_warn, process_ids, run_on_lead, say
+from utils import only_warn, process_ids, run_on_lead, say, warn
 
 
 def run_record(cfg: Config, fingerprint: str = "", old: dict | None = None) -> dict:
@@ -370,7 +370,10 @@ def record_start(path: epath.Path, cfg: Config, source, step: int):
     write_record."""
     old, history = read_record(path), read_history(path)
     record = run_record(cfg, source.fingerprint, old)
-    found = changes(old, record, step)
+    found, before = changes(old, record, step), record_facts(old)
+    for name in sorted(before.keys() - record_facts(record) - {"version of libtpu"}):
+        what = f"{name} was {shown(before[name])} at this run's last start"
+        warn(f"{what}, and this code has no such setting: it has no effect any more")
     # Not compared: a run without a checkpoint, or one without history and updates, which is new or
     # made by convert_hf.py or average.py.
     if files.saved_steps(path) and (history or step):

@@ -324,6 +324,18 @@ def test_a_run_from_before_a_setting_was_trained_with_its_default():
     assert not any(rundir.changes({}, new, step=0).values())  # a new run
 
 
+def test_a_setting_that_this_code_does_not_have_is_named(cfg, tmp_path, capsys):
+    """As when a run of changed code goes on with the code from before the change."""
+    source, path = SimpleNamespace(fingerprint="", tokenizer=None), epath.Path(tmp_path)
+    record = rundir.run_record(cfg)
+    record["train"]["magic"] = 3
+    rundir.write_config(path, record)
+    for n_said in (1, 0):
+        rundir.record_start(path, cfg, source, 0)
+        out, err = capsys.readouterr()
+        assert (out + err).count("train.magic was 3 at this run's last start") == n_said
+
+
 def test_an_empty_setting_is_shown_as_such():
     with pytest.raises(UserError, match="data.skip was '' at this run's last start and is 1:2"):
         rundir.check_changes({"data.skip": ["", "1:2"]}, config.tiny())
