@@ -356,7 +356,12 @@ START_ID = uuid.uuid4().hex
 
 def read_history(path: epath.Path) -> list[dict]:
     starts = []
-    read_lines(path / "history.jsonl", track=starts.append)
+
+    def add(start: dict):
+        changed = dict(start.get("changes", {}))
+        starts.append(start | dict(changes={group: dict(x) for group, x in changed.items()}))
+
+    read_lines(path / "history.jsonl", track=add)
     return starts
 
 

@@ -265,6 +265,13 @@ def history(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
 
 
+def test_a_damaged_line_of_the_history_is_dropped(tmp_path, capsys):
+    lines = [dict(step=n, changes=x) for n, x in enumerate(({}, None, [[]], {"same numbers": 3}))]
+    rundir.write_history(epath.Path(tmp_path), lines)
+    assert rundir.read_history(epath.Path(tmp_path)) == lines[:1]
+    assert capsys.readouterr().err.count("dropped a line that is not a row") == 3
+
+
 def test_every_setting_is_in_a_group():
     names = rundir.record_facts(json.loads(cli.to_json(config.Config())))
     assert {*rundir.SAME_NUMBERS, *rundir.ROUNDING} < {*names}
