@@ -363,6 +363,17 @@ def memory_class(op: Op, aval, weight_shapes: set) -> str:
     return "activations" if op.name == "scan" else "workspace"
 
 
+def last_reads(ops: list[Op]) -> dict[int, int]:
+    """{value: the number of the last operation that reads it}"""
+    updated, found = {op.outputs[0]: op.inputs[0] for op in ops if op.name in IN_PLACE}, {}
+    for at, op in enumerate(ops):
+        # XLA fuses a select between an array and its update into the update, which is then in place
+        # although the select reads the old array.
+        old = {updated.get(x) for x in op.inputs} if op.name == "select_n" else ()
+        found |= {x: at for x in op.inputs if x not in old}
+    return found
+
+
 def delay_weight_gradients(flat: FlatJaxpr, weight_shapes: set) -> FlatJaxpr:
     """The operations in the order in which XLA runs them on GPUs with tp.
 
@@ -397,9 +408,7 @@ class Memory:
         has memory."""
         self.avals, self.weight_shapes = flat.avals, weight_shapes
         self.writable, self.not_counted = writable, not_counted
-        # {value: the number of the last operation that reads it}
-        self.last_read = {x: at for at, op in enumerate(flat.ops) for x in op.inputs}
-        self.last_read |= dict.fromkeys(flat.results, len(flat.ops))
+        self.last_read = last_reads(flat.ops) | dict.fromkeys(flat.results, len(flat.ops))
         self.readers = count_readers(flat.ops)
         self.arrays = []
         # {value: the stored arrays that reading it reads}; empty for an argument.
