@@ -345,7 +345,9 @@ class Dataset:
                 holder = f"data.train: {part}" if part else name
                 window = f"train.seq_len + 1 = {needed}" if is_train else needed
                 what = f"{holder} holds {x.n_tokens} tokens; one window needs {window}"
-                yield Problem(what, "give more data, or set a smaller --train.seq_len")
+                fix = "give more data"
+                fix += ", or set a smaller --train.seq_len" if is_train else ""
+                yield Problem(what, fix)
         if data.document_mask and data.end_id < 0:
             what = f"data.document_mask=True, but {name} does not say which token ends a document"
             yield Problem(what, "set --data.end_id")

@@ -647,6 +647,11 @@ def test_too_little_data_names_both_numbers(cfg, tmp_path):
     np.save(tmp_path / "a.npy", np.zeros(16, np.uint16))
     what = problem_of(cfg, tmp_path)
     assert "holds 16 tokens; one window needs train.seq_len + 1 = 17" in what
+    np.save(tmp_path / "a.npy", np.zeros(1, np.uint16))
+    with pytest.raises(
+        UserError, match="holds 1 tokens; one window needs 2\n  fix: give more data$"
+    ):
+        open_set(cfg, tmp_path, "val")
 
 
 def test_each_batch_of_training_begins_to_read_those_after_it(cfg):
