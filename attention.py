@@ -135,9 +135,11 @@ def yarn_magnitudes(m) -> tuple[float, float]:
     def magnitude(mscale):
         return 0.1 * mscale * math.log(max(m.rope_factor, 1)) + 1
 
-    of_scores = magnitude(m.yarn_mscale_all_dim)
-    are_set = m.yarn_mscale and m.yarn_mscale_all_dim
-    return magnitude(m.yarn_mscale) / of_scores if are_set else magnitude(1), of_scores**2
+    if m.yarn_mscale and m.yarn_mscale_all_dim:
+        rotated = magnitude(m.yarn_mscale) / magnitude(m.yarn_mscale_all_dim)
+    else:
+        rotated = magnitude(1)
+    return rotated, magnitude(m.yarn_mscale_all_dim) ** 2
 
 
 def rope(x_BLHK, span: Span, cfg, width=None):

@@ -142,8 +142,8 @@ def block_scores(
 
 
 def forward(q_PXK, k_PLK, v_PLW, documents, sink_PX, how: Options):
-    """(y_PXW, what `backward` needs): the output; the arguments, the output, and z_PX, the
-    logarithm of the sum of the scores' exponentials."""
+    """(y_PXW, saved): the output, and what `backward` needs: the arguments, the output, and z_PX,
+    the logarithm of the sum of the scores' exponentials."""
 
     def add_keys(sums, queries, keys):
         y_PZW, total_PZ1, max_PZ1 = map(queries.cut, sums)
@@ -165,7 +165,8 @@ def forward(q_PXK, k_PLK, v_PLW, documents, sink_PX, how: Options):
     if sink_PX is not None:  # as if each query had seen a key of this score, and of value 0
         total_PX1, max_PX1 = zero_PX1 + 1, zero_PX1 + sink_PX[..., None]
     y_PXW, total_PX1, max_PX1 = visit_blocks(add_keys, (y_PXW, total_PX1, max_PX1), P, L, how)
-    y_PXW, z_PX = (y_PXW / total_PX1).astype(q_PXK.dtype), (max_PX1 + jnp.log(total_PX1))[..., 0]
+    y_PXW = (y_PXW / total_PX1).astype(q_PXK.dtype)
+    z_PX = (max_PX1 + jnp.log(total_PX1))[..., 0]
     return y_PXW, (q_PXK, k_PLK, v_PLW, documents, sink_PX, y_PXW, z_PX)
 
 

@@ -63,7 +63,7 @@ def call_within(seconds: float | None, f):
     def call():
         try:
             answer.set_result(f())
-        except Exception as e:  # raised below, in the thread that waits
+        except BaseException as e:  # raised below, in the thread that waits
             answer.set_exception(e)
 
     threading.Thread(target=call, daemon=True).start()
@@ -85,7 +85,8 @@ def value_flags(name: str, value) -> list[str]:
     default = settings(Config()).get(name)
     if isinstance(default, tuple) and isinstance(value, list):
         kind = type(default[0]) if default else str
-        if not all(type(x) is kind and not str(x).startswith("-") for x in value):
+        kinds = (int, float) if kind is float else (kind,)
+        if not all(type(x) in kinds and not str(x).startswith("-") for x in value):
             what = {int: "whole numbers", str: "words"}.get(kind, "numbers")
             raise ValueError(f"{name}={json.dumps(value)} is not a list of {what}")
         return [f"--{name}", *map(str, value)]
@@ -374,12 +375,13 @@ def drop_unknown_xla_flags():
         unknown = [
             flag
             for flag in flags
-            if (name := re.match(r"--(\w+)", flag)) and content.find(f"{name[1]}\0".encode()) < 0
+            if (name := re.match(r"--([\w-]+)", flag)) and content.find(f"{name[1]}\0".encode()) < 0
         ]
     for flag in unknown:
         where = "; LIBTPU_INIT_ARGS takes flags of TPUs" if "_tpu_" in flag else ""
         errors.write_error(f"warning: XLA knows no flag {flag}: left out of XLA_FLAGS{where}\n")
-    os.environ["XLA_FLAGS"] = " ".join(flag for flag in flags if flag not in unknown)
+    if unknown:
+        os.environ["XLA_FLAGS"] = " ".join(flag for flag in flags if flag not in unknown)
 
 
 def prepare_streams():

@@ -68,12 +68,13 @@ class UserError(Exception):
         return "\n".join(map(str, self.problems))
 
 
-def storage_error(error: Exception, what: str = "", where="storage") -> UserError:
+def storage_error(error: Exception, what: str = "", where="storage failed") -> UserError:
     """What to tell the user about an error of storage.  what: words before the path.  where: the
     path, if the error has none."""
     reason = getattr(error, "strerror", None) or describe(error)
     what = f"{what}{getattr(error, 'filename', None) or where}: {reason}"
-    fix = "free some space, or correct the path or its permissions, and run the command again"
+    fix = "free some space, or correct the path, its permissions or the connection to the bucket, "
+    fix += "and run the command again"
     return UserError(STORAGE, what, fix)
 
 

@@ -322,7 +322,7 @@ class ScheduledWork:
         grads = {name: total.grads[name] for name in self.front}
         (_, stats, _), backward = jax.vjp(partial(self.apply_front, m), self.front, grads)
         new, grads = backward((grad_BLD, balance_cotangent(stats, self.cfg), grads))
-        # Of these, `lookup` and `accumulate_gradient` have added the gradient already.
+        # Of these, `summed_lookup` and `accumulate_gradient` have added the gradient already.
         others = self.front.keys() - {"embed_VD", "position_LD", "prefix"}
         grads |= {name: jax.tree.map(add, grads[name], new[name]) for name in others}
         return total._replace(grads=total.grads | grads)

@@ -44,8 +44,11 @@ def token_spec() -> P:
 # ---- the parameter table
 
 
-BEFORE, AFTER = ("attn_norm", "mlp_norm"), ("attn_post_norm", "mlp_post_norm")
-NORM_NAMES = dict(before=BEFORE, after=AFTER, both=BEFORE + AFTER)
+NORM_NAMES = dict(
+    before=("attn_norm", "mlp_norm"),
+    after=("attn_post_norm", "mlp_post_norm"),
+    both=("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm"),
+)
 """model.norm_place: the names of a layer's norms."""
 
 
@@ -189,11 +192,18 @@ def gather_layer(w, kind: str, cfg: Config) -> dict:
 # ---- embedding, logits, cross entropy
 
 
-@jax.custom_vjp
 def lookup(acc_VD, table_VD, row_BL):
-    """(acc_VD, table_VD[row_BL]), whose backward pass adds each row's gradient to a running sum.
-    acc_VD: the place of the sum in the forward pass, as acc in `accumulate_gradient`; table_VD
-    itself where there is no sum, so that it gets the gradient.
+    """(acc_VD, table_VD[row_BL]).  If acc_VD is None, table_VD gets its gradient as usual; else it
+    is added to a sum, see `summed_lookup`."""
+    if acc_VD is None:
+        return None, table_VD[row_BL]
+    return summed_lookup(acc_VD, table_VD, row_BL)
+
+
+@jax.custom_vjp
+def summed_lookup(acc_VD, table_VD, row_BL):
+    """`lookup`, whose backward pass adds each row's gradient to a running sum.  acc_VD: the place
+    of the sum in the forward pass, as acc in `accumulate_gradient`.
 
     The sum is float32: in bfloat16 it would stop growing at 256 times the size of a term, which a
     frequent token's gradient soon reaches.
@@ -206,7 +216,7 @@ def lookup_backward(row_BL, sum_and_grad):
     return sum_VD.at[row_BL].add(grad_BLD.astype(sum_VD.dtype)), None, None
 
 
-lookup.defvjp(lambda *args: (lookup(*args), args[-1]), lookup_backward)
+summed_lookup.defvjp(lambda *args: (summed_lookup(*args), args[-1]), lookup_backward)
 
 
 def embed(acc_VD, embed_VD, token_BL, tp_dim: int):
@@ -225,8 +235,10 @@ def embed(acc_VD, embed_VD, token_BL, tp_dim: int):
 def logits(x_BLD, params, cfg):
     """This tp shard's columns of the logits, float32, for the normed x of all tp shards.  Ids from
     vocab_size on get a logit of -1e30."""
-    name = "embed_VD" if cfg.model.tie_embeddings else "unembed_DV"
-    logit_BLV = einsum(f"BLD,{name[-2:]}->BLV", x_BLD, params[name], jnp.float32)
+    if cfg.model.tie_embeddings:
+        logit_BLV = einsum("BLD,VD->BLV", x_BLD, params["embed_VD"], jnp.float32)
+    else:
+        logit_BLV = einsum("BLD,DV->BLV", x_BLD, params["unembed_DV"], jnp.float32)
     if base := cfg.model.mup_base_width:  # Yang et al. 2022, table 8
         logit_BLV *= base / cfg.model.d_model
     logit_BLV = layers.softcap(logit_BLV, cfg.model.logit_softcap)
@@ -317,7 +329,7 @@ def keep_products(primitive, *types, **params):
 
 
 def rematerialize(layer: Callable, cfg: Config) -> Callable:
-    """layer(kind, x_BLD, w, n), with a backward pass that recomputes what train.remat says.
+    """The layer, with a backward pass that recomputes what train.remat says.
 
     Weights that the layer gathers are never kept, but gathered again; except with gloo, on CPUs.
     """
@@ -331,12 +343,15 @@ def rematerialize(layer: Callable, cfg: Config) -> Callable:
             return layer
         policy = all_but_weights
     elif remat == "offload":
-        names = dict(names_which_can_be_saved=[], names_which_can_be_offloaded=[LAYER_INPUT])
-        places = dict(offload_src="device", offload_dst="pinned_host")
-        policy = policies.save_and_offload_only_these_names(**names, **places)
+        policy = policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=[LAYER_INPUT],
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
     else:
         policy = keep_products if remat == "dots" else None
-    return jax.checkpoint(layer, policy=policy, prevent_cse=False, static_argnums=0)
+    return jax.checkpoint(layer, policy=policy, prevent_cse=False)
 
 
 # ---- layers in order
@@ -468,12 +483,14 @@ def apply_layers(
     routing makes no statistics.  acc: see `accumulate_gradient`; if None, params get the gradient.
     """
 
-    @partial(rematerialize, cfg=cfg)
-    def layer(kind, x_BLD, w, n):
+    def compute(kind, x_BLD, w, n):
         w = gather_layer(w, kind, cfg)
         x_BLD = checkpoint_name(x_BLD, LAYER_INPUT)
         x_BLD, _, stats = decoder_layer(kind, x_BLD, w, cfg, fold_key(key, n), span, None)
         return x_BLD, stats
+
+    def layer(kind, x_BLD, w, n):
+        return rematerialize(partial(compute, kind), cfg)(x_BLD, w, n)
 
     def layer_of_loop(kind, x_and_acc, numbered_input):
         (x_BLD, acc), ((w, index), n) = x_and_acc, numbered_input
@@ -503,13 +520,13 @@ def apply_layers(
 
 def apply_embedding(params, token_BL, span: Span, cfg: Config, key=None, acc=None):
     """(x_BLD, acc) as `apply_layers`: the embedding, and that of positions."""
-    acc, embed_VD = {} if acc is None else dict(acc), params["embed_VD"]
-    acc["embed_VD"], x_BLD = embed(acc.get("embed_VD", embed_VD), embed_VD, token_BL, span.tp_dim)
+    acc = {} if acc is None else dict(acc)
+    acc["embed_VD"], x_BLD = embed(acc.get("embed_VD"), params["embed_VD"], token_BL, span.tp_dim)
     if cfg.model.positions == "learned":
         name = "position_LD"
         position_BL = jnp.broadcast_to(span.position_BL, token_BL.shape)
         position_BL = layers.tp_part(position_BL, span.tp_dim)
-        acc[name], position_BLD = lookup(acc.get(name, params[name]), params[name], position_BL)
+        acc[name], position_BLD = lookup(acc.get(name), params[name], position_BL)
         x_BLD += position_BLD
     if cfg.model.scale_embedding:
         x_BLD *= cfg.model.embedding_scale

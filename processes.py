@@ -133,6 +133,7 @@ class Stop:
 
     def leave_if_allowed(self):
         if self.loses_nothing and self.wants_stop:
+            self.loses_nothing = False  # another signal must not interrupt the run's end
             raise UserError(errors.INTERRUPTED, "interrupted, but nothing is lost", AGAIN)
 
     @contextmanager
@@ -140,9 +141,11 @@ class Stop:
         """In this block a signal, also one that came before, ends a run of one process at once.
         Several processes stop together, at an update."""
         self.loses_nothing = len(process_ids()) == 1
-        self.leave_if_allowed()
-        yield
-        self.loses_nothing = False
+        try:
+            self.leave_if_allowed()
+            yield
+        finally:
+            self.loses_nothing = False
 
     def stop_unread(self):
         """Stop because nothing reads what the run prints."""

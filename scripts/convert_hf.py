@@ -134,7 +134,7 @@ def read_json(path: Path) -> dict:
     except (OSError, ValueError, RecursionError) as e:
         what = f"{path} cannot be read: {str(e)[:200]}"
         fix = "give --hf a model's folder, as `hf download ORG/NAME --local-dir FOLDER` makes it"
-        raise UserError(DATA, what, fix) from None
+        raise UserError(DATA, what, f"{fix}, or fetch it again") from None
 
 
 def shard_files(folder: Path) -> list[Path]:
@@ -192,9 +192,10 @@ def unknown_tensors(found: dict[str, StoredTensor], known, hf: dict, cfg: Config
     unknown = [n for n in found if n not in known and not n.endswith(hf_families.BUFFERS)]
     if m.tie_embeddings and "lm_head.weight" in unknown:
         unknown.remove("lm_head.weight")
-        both = [found.get(name) for name in (family.ends[0][0], "lm_head.weight")]
-        are_readable = all(x and x.dtype in DTYPES for x in both)
-        if not (are_readable and np.array_equal(*(x.read() for x in both))):
+        embed, head = found.get(family.ends[0][0]), found["lm_head.weight"]
+        has_embed = embed and embed.dtype in DTYPES  # else it is refused later
+        is_readable = head.dtype in DTYPES
+        if has_embed and not (is_readable and np.array_equal(embed.read(), head.read())):
             unknown.append("lm_head.weight (tie_word_embeddings, but it is not the embedding)")
     layer = family.layer_prefix.replace(".", r"\.").format(r"(\d{1,9})")
     later = [n for n in unknown if (x := re.match(layer, n)) and int(x[1]) >= m.n_layers]
@@ -220,7 +221,7 @@ def check_tensors(found: dict[str, StoredTensor], tensors: list[TensorMap], hf: 
     to_bfloat16 = "convert the model to bfloat16 first, with its publisher's script"
     other = "fetch config.json again, or convert a model with only the tensors of its family"
     table = [  # what is wrong, with which tensors, fix
-        (f"tensors are of quantized weights, or not {or_list(DTYPES)}", quantized, to_bfloat16),
+        (f"tensors are of quantized weights, not of {or_list(DTYPES)}", quantized, to_bfloat16),
         (f"tensors are unknown for {hf['model_type']}", unknown, other),
         (f"of {len(shapes)} tensors are missing", missing, "fetch the model again"),
         ("tensors have another shape than config.json says", misshaped, "fetch config.json again"),

@@ -553,7 +553,7 @@ def test_flags_that_xla_does_not_know_are_left_out_with_a_warning():
     """XLA itself ends the process at the first of them, with code 1."""
     code = "import cli, config, os; cli.simulate_devices(config.Mesh());"
     code += "print(os.environ['XLA_FLAGS']); import jax; print(jax.device_count())"
-    flags = "--xla_no_such=1 --xla_cpu_enable_fast_math=false --xla_tpu_no_such"
+    flags = "--xla_no_such=1 --xla-dump-to=x --xla_cpu_enable_fast_math=false --xla_tpu_no_such"
     env = dict(os.environ, JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES="1", XLA_FLAGS=flags)
     options = dict(cwd=ROOT, env=env, capture_output=True, text=True)
     done = subprocess.run([sys.executable, "-c", code], **options)

@@ -372,6 +372,27 @@ def test_two_processes_are_two_slices(base, reference):
     np.testing.assert_allclose(loss_curve(run), loss_curve(reference), rtol=1e-5)
 
 
+@pytest.mark.parametrize("first, then", [("SIGTERM", "SIGHUP"), ("SIGHUP", "SIGTERM")])
+def test_a_second_signal_does_not_interrupt_the_end_of_a_run_with_nothing_to_save(first, then):
+    """Services send both, and a run that ends still has its lock to give back."""
+    code = f"""if True:
+        import os, signal, sys, processes
+        stop = processes.Stop()
+        try:
+            try:
+                with stop.nothing_to_save():
+                    os.kill(os.getpid(), signal.{first})
+                    print("not reached")
+            finally:
+                os.kill(os.getpid(), signal.{then})
+                stop.is_released = True
+        except processes.UserError as e:
+            sys.exit(e.code if stop.is_released else 1)
+    """
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == errors.INTERRUPTED and not done.stdout, done.stderr
+
+
 @pytest.mark.slow
 def test_a_signal_while_python_ends_changes_nothing(base):
     """Processes wait for each other as Python ends."""
