@@ -221,7 +221,7 @@ def test_a_script_ends_with_storage_if_a_bucket_fails_before_jax_is_imported(err
     code = f"import aiohttp, cli, gcsfs\ndef fail():\n    raise {error}\ncli.quit_on_error(fail)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == errors.STORAGE and "Traceback" not in done.stderr, done.stderr
-    assert re.search("error: storage: .*(no access|disconnected).*\n  fix:", done.stderr)
+    assert re.search("error: storage failed: .*(no access|disconnected).*\n  fix:", done.stderr)
 
 
 def test_a_warning_may_name_a_file_whose_name_is_not_utf8(capfd):
@@ -377,6 +377,7 @@ def test_a_second_signal_does_not_interrupt_the_end_of_a_run_with_nothing_to_sav
     """Services send both, and a run that ends still has its lock to give back."""
     code = f"""if True:
         import os, signal, sys, processes
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup may have it ignored
         stop = processes.Stop()
         try:
             try:
