@@ -364,7 +364,7 @@ def drop_unknown_xla_flags():
     end the process at the first of them.
 
     The name of every flag is a string in jaxlib's library.  To find one takes 0.01 s, and 0.1 s to
-    see that it is not there.
+    see that it is not there.  A name that is the end of another one is taken for known.
     """
     flags = os.environ.get("XLA_FLAGS", "").split()
     found = find_spec("jaxlib")

@@ -328,7 +328,7 @@ def overwritten_inputs(op: Op, avals: list, free: set) -> dict[int, int]:
         return {y: x for y, x in zip(op.outputs, inputs, strict=False) if x in free}
     if op.name in STORED and op.name != "cond":  # most of the others work element by element
         return {}
-    data = op.inputs[1:] if op.name == "cond" else op.inputs  # a cond's first chooses the branch
+    data = op.inputs[1:] if op.name == "cond" else op.inputs  # its first chooses the branch
     candidates, pairs = [x for x in data if x in free], {}
     for output in op.outputs:
         form = avals[output].shape, avals[output].dtype

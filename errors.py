@@ -69,8 +69,8 @@ class UserError(Exception):
 
 
 def storage_error(error: Exception, what: str = "", where="storage failed") -> UserError:
-    """What to tell the user about an error of storage.  what: words before the path.  where: the
-    path, if the error has none."""
+    """What to tell the user about an error of storage.  what: words before the path.  where:
+    what takes the path's place if the error has none."""
     reason = getattr(error, "strerror", None) or describe(error)
     what = f"{what}{getattr(error, 'filename', None) or where}: {reason}"
     fix = "free some space, or correct the path, its permissions or the connection to the bucket, "

@@ -232,7 +232,7 @@ def multiply(dims: str, x, w, dtype=None):
         # Twice, because a TPU would multiply a single row without its matrix unit: a token of
         # qwen3_0.6b takes 5.4 million cycles on a v5p by XLA's count, instead of 3.7.  On a CPU XLA
         # would convert all of w for a single row: a token of gpt2_124m takes 33 instead of 300 ms,
-        # and where bfloat16 is slow 24 products of 2,048 x 8,192 take 340 instead of 1,250.
+        # and 160 instead of 389 where bfloat16 is slow (tests/decode_speed.py).
         return multiply(dims, jnp.repeat(x, 2, 0), w, dtype)[:1]
     if platform() != "cpu":
         return jnp.einsum(dims, x, w, preferred_element_type=dtype)

@@ -166,8 +166,8 @@ class Schedule(NamedTuple):
         """How many microbatches of a part wait at most on a stage, between forward and backward.
 
         Without output_waits that is on stage 0, where a microbatch waits for 2 * parts * pp - 2
-        ticks.  In each parts * pp of them it begins pp microbatches, so with several parts two
-        such rounds wait, and with one part those of 2 * pp - 1 ticks.
+        ticks.  In parts * pp ticks the stage begins pp microbatches, so 2 * pp of them wait, and
+        one fewer if there is one part.
         """
         if self.output_waits:
             return self.microbatches

@@ -132,6 +132,7 @@ class Stop:
         write_error("\nstopping after this update; a second signal stops at once\n")
 
     def leave_if_allowed(self):
+        """End the run, by a UserError INTERRUPTED, if a signal has come and nothing is to save."""
         if self.loses_nothing and self.wants_stop:
             self.loses_nothing = False  # another signal must not interrupt the run's end
             raise UserError(errors.INTERRUPTED, "interrupted, but nothing is lost", AGAIN)

@@ -408,7 +408,7 @@ def compile_program(step, *args, times: bytes = b""):
     see profiling.Profile.learned_times.
 
     In a thread, because Python handles signals only between the main thread's own instructions, and
-    compiling may take minutes.
+    compiling may take minutes.  (In a notebook it goes on in the background after an interrupt.)
     """
     options = xla_options(jax.sharding.get_mesh()) | (dict(fdo_profile=times) if times else {})
     return call_within(None, partial(step.lower(*args).compile, compiler_options=options))
